@@ -1,0 +1,1 @@
+"""From files to tasks: readers, checks, and the shuffled stream the trainer draws from."""

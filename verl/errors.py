@@ -1,0 +1,55 @@
+"""What can go wrong at the door, told once and clearly.
+
+`ConfigError` and `DataError` are for the user: they say what is wrong, where, what was expected and how to mend it.
+Faults of our own are `assert`s. Both classes pickle, because worker processes raise them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+class VerlError(Exception):
+    """Base of every error a user can mend."""
+
+
+class ConfigError(VerlError, ValueError):
+    """A setting that is unknown, has a wrong value or cannot work in this environment."""
+
+
+@dataclass(eq=False)
+class DataError(VerlError, ValueError):
+    """A data file or row that cannot be used.
+
+    problem:  what is wrong, in one clause
+    expected: what a good value looks like
+    mend:     what the user can do about it
+    file, row, field: where; `row` counts from 0 as pyarrow and pandas do
+    """
+
+    problem: str
+    expected: str = ""
+    mend: str = ""
+    file: str = ""
+    row: int | None = None
+    field: str = ""
+
+    def at(self, *, file: str = "", row: int | None = None, field: str = "") -> DataError:
+        """A copy of this error that knows its place; what is already known is kept."""
+        return replace(
+            self, file=self.file or file, row=row if self.row is None else self.row, field=self.field or field
+        )
+
+    def __str__(self) -> str:
+        place = [self.file] if self.file else []
+        if self.row is not None:
+            place.append(f"row {self.row}")
+        if self.field:
+            place.append(f"field {self.field!r}")
+        text = f"{', '.join(place)}: {self.problem}" if place else self.problem
+        if self.expected:
+            text += f"; expected {self.expected}"
+        return f"{text}. {self.mend}" if self.mend else text
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
+        return type(self), (self.problem, self.expected, self.mend, self.file, self.row, self.field)

@@ -1,0 +1,62 @@
+"""Names to things: the one way in which a string in the configuration becomes an object.
+
+A registry is a visible table of `name -> "module:attribute"`; nothing is imported until it is asked for. Users name their
+own things without registering them: `package.module:attribute` or `path/to/file.py:attribute`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.errors import ConfigError
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A clause that names the closest known spelling, or all of them when none is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """The object that `name` stands for in `table`, or that it spells out as `module:attribute` or `file.py:attribute`.
+
+    Raises ConfigError with the nearest name when there is no such thing.
+    """
+    location = table[name] if name in table else name
+    module_name, colon, attribute = location.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"unknown {kind} {name!r}; {nearest(name, list(table))} Your own is named as "
+            "package.module:attribute or path/to/file.py:attribute"
+        )
+    module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
+    if not hasattr(module, attribute):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise ConfigError(f"{kind} {name!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _import(kind: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({error})") from error
+
+
+def _load_file(kind: str, path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise ConfigError(f"{kind}: there is no file {path!r}")
+    name = f"verl_user_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,98 @@
+"""The nouns that travel through the house, one small frozen dataclass each. Imports no torch.
+
+    Task -> Trajectory -> Score
+
+Shape legend: P prompts, G rollouts per prompt, L tokens of one completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message, before any template has turned it into tokens."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do: a prompt, and what a good reply is judged by.
+
+    Example: Task(id="train.parquet#17", prompt=(system, user), answer="<think>..</think>\\n<tool_call>..", ...)
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    answer: str
+    data_source: str
+    env: str = "single_turn"
+    reward: str | None = None  # None: the reward of the run's configuration
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped generating."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine emitted for one request; these very tokens are the ones that are trained."""
+
+    token_ids: tuple[int, ...]  # [L]
+    logprobs: tuple[float, ...]  # [L] log p of each token under the sampling distribution
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: what the policy saw, what it wrote, and what the environment answered."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    message: Message
+    replies: tuple[Message, ...] = ()
+
+
+class Outcome(StrEnum):
+    """How an episode ended, as far as scoring is concerned. Infrastructure faults are never trained as a zero."""
+
+    SCORED = "scored"
+    MODEL_FAULT = "model_fault"
+    INFRASTRUCTURE_FAULT = "infrastructure_fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode of one task; `index` tells the G rollouts of a prompt apart."""
+
+    task: Task
+    index: int
+    turns: tuple[Turn, ...]
+    stop_reason: str
+    num_tool_calls: int
+    outcome: Outcome
+
+    @property
+    def reply(self) -> str:
+        """The text of the policy's last turn; empty when it wrote nothing."""
+        return self.turns[-1].message.content if self.turns else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and its named parts; the parts are logged, the total is trained on."""
+
+    total: float
+    parts: Mapping[str, float]

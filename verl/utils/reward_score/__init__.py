@@ -1,0 +1,5 @@
+"""Rewards. One file each; importing any of them costs no torch and needs the standard library alone."""
+
+from verl.utils.reward_score.base import FunctionReward, LabReward, Mutation, Reward, build_reward
+
+__all__ = ["FunctionReward", "LabReward", "Mutation", "Reward", "build_reward"]

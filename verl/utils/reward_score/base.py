@@ -1,0 +1,72 @@
+"""What a reward is: the protocol, and how a name or a plain function becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from verl.errors import ConfigError
+from verl.registry import resolve
+from verl.types import Score, Task, Trajectory
+
+REWARDS: Mapping[str, str] = {
+    "rlla": "verl.utils.reward_score.rlla:RllaReward",
+}
+
+
+class Reward(Protocol):
+    """Scores one finished trajectory. `step` is the global training step, for rewards that follow a schedule."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A named way of spoiling a good reply, which a sound reward must score below the maximum."""
+
+    name: str
+    text: str
+
+
+@runtime_checkable
+class LabReward(Reward, Protocol):
+    """A reward that can be proven on data before it is trained on (`python -m verl.utils.reward_score.lab`)."""
+
+    def maximum(self, task: Task, step: int) -> float:
+        """The highest total any reply to this task can get at this step."""
+
+    def gold(self, task: Task, step: int) -> str:
+        """A reply that deserves the maximum."""
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        """Replies that do not deserve it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionReward:
+    """A plain function `(reply, answer) -> float` as a reward."""
+
+    function: Callable[[str, str], float]
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        total = float(self.function(trajectory.reply, task.answer))
+        return Score(total, {"score": total})
+
+
+def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
+    """The reward called `name`: a known one, a class `module:Class` (built with `options`), or a plain function.
+
+    Raises ConfigError for an unknown name, an unknown option or a value of the wrong type.
+    """
+    found = resolve("reward", name, REWARDS)
+    options = dict(options or {})
+    if isinstance(found, type):
+        from_options = getattr(found, "from_options", None)
+        reward: Reward = from_options(options) if from_options else found(**options)
+        return reward
+    if not callable(found):
+        raise ConfigError(f"reward {name!r} is neither a class nor a function")
+    if options:
+        raise ConfigError(f"reward {name!r} is a plain function and takes no options, but got {sorted(options)}")
+    return FunctionReward(found)

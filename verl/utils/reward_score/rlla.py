@@ -1,0 +1,288 @@
+"""ToolRL's rule-based reward (arXiv 2504.13958): format + correctness (+ length), between -3 and 4 by default.
+
+    format       1 if the reply has exactly the blocks that the gold answer has, else 0
+    correctness  -3 .. 3 by how far the calls agree with the gold calls (matching.py); 0 where the gold makes no call
+    length       0 .. 1 by the words of the think block, when switched on
+
+Scores equal ToolRL's published code for every reply, variant and step, except for these, all deliberate:
+    - the assistant's turn is found from the chat markers in the text, not from an experiment's name; a bare reply is
+      scored as it is;
+    - SCHEDULELENGTH=1 alone switches the length reward on, as its description promises;
+    - nothing is printed;
+    - a gold answer whose calls cannot be read raises DataError instead of dying inside json, or quietly giving every
+      reply the minimum.
+No reply, whatever its text, raises.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, Self
+
+from verl.errors import ConfigError, DataError
+from verl.registry import nearest
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.base import Mutation
+from verl.utils.reward_score.matching import (
+    Agreement,
+    Call,
+    all_in_any_order,
+    all_in_order,
+    greedy_points,
+    multiset_jaccard,
+    optimal_points,
+    parameter_similarity,
+    set_jaccard,
+    whole_call_similarity,
+)
+from verl.utils.reward_score.parsing import (
+    TOOL_CALL,
+    Gold,
+    call_text,
+    final_turn,
+    matches_shape,
+    parse_calls,
+    parse_gold,
+    think_words,
+)
+from verl.utils.reward_score.rlla_lab import lengthen_thought, spoiled_replies
+
+# What reading or matching a reply's calls can raise when they are not what they should be.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+_TOGGLES: Mapping[str, str] = {
+    "WITHLENGTH": "with_length",
+    "SCHEDULELENGTH": "schedule_length",
+    "CORRECTMAX1": "correct_max_1",
+    "MAX1STEP30MAX3": "two_stage",
+    "SCHEDULEREWARD": "schedule_reward",
+    "REFINEDREWARD": "refined",
+    "INTERMEDIATEREWARD": "intermediate",
+    "COARSEREWARD": "coarse",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RllaOptions:
+    """Which variant of the reward is meant; the defaults are ToolRL's main experiment.
+
+    The first eight are ToolRL's toggles. The others go beyond it and change nothing until set.
+    """
+
+    with_length: bool = False  # add the length part, full at 512 words
+    schedule_length: bool = False  # the same, full at 384 words at step 0 and 640 at step 105, going on at that slope
+    correct_max_1: bool = False  # correctness in [-1, 1]
+    two_stage: bool = False  # before step 30 correctness in [-1, 1]; from then on in [-3, 3] and format halved
+    schedule_reward: bool = False  # format shrinks from [-2, 2], correctness grows from [-2, 2], over 150 steps
+    refined: bool = False  # tool names and parameter names count all or nothing, in order
+    intermediate: bool = False  # a call counts as a whole or not at all
+    coarse: bool = False  # all calls exactly right, in order, or the minimum
+
+    schedule_steps: int | None = None  # horizon in steps; set, both schedules end there and stay clamped
+    matching: Literal["greedy", "optimal"] = "greedy"
+    refined_ignores_order: bool = False  # with `refined`: the paper's set equality
+    unwanted_call_penalty: float = 0.0  # subtracted where the reply calls a tool and the gold calls none
+
+    def __post_init__(self) -> None:
+        for name in (*_TOGGLES.values(), "refined_ignores_order"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"reward option {name} must be true or false, got {getattr(self, name)!r}")
+        steps, penalty = self.schedule_steps, self.unwanted_call_penalty
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigError(f"reward option schedule_steps must be a number of steps >= 1 or none, got {steps!r}")
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0.0 <= penalty < float("inf"):
+            raise ConfigError(f"reward option unwanted_call_penalty must be a number >= 0, got {penalty!r}")
+        if self.matching not in ("greedy", "optimal"):
+            raise ConfigError(f"reward option matching must be greedy or optimal, got {self.matching!r}")
+        if self.matching == "optimal" and find_spec("scipy") is None:
+            raise ConfigError("reward option matching=optimal needs scipy: pip install scipy")
+        if steps is not None and not (self.schedule_reward or self.schedule_length):
+            raise ConfigError("reward option schedule_steps has no effect without schedule_reward or schedule_length")
+        if self.refined_ignores_order and not self.refined:
+            raise ConfigError("reward option refined_ignores_order has no effect without refined")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> RllaOptions:
+        """The variant that ToolRL's environment variables choose, with `overrides` laid over it.
+
+        A toggle counts when equal to "1". Raises ConfigError for an unknown override.
+        """
+        if "STRICTMATCH" in environ:
+            warnings.warn("STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=1)
+        toggled = _toggled(tuple(name for key, name in _TOGGLES.items() if environ.get(key) == "1"))
+        if not overrides:
+            return toggled
+        known = [item.name for item in fields(cls)]
+        for name in overrides:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r} of reward rlla; {nearest(name, known)}")
+        return replace(toggled, **overrides)
+
+    @property
+    def scores_length(self) -> bool:
+        return self.with_length or self.schedule_length
+
+
+@lru_cache(maxsize=2 ** len(_TOGGLES))  # compute_score asks for each reply
+def _toggled(names: tuple[str, ...]) -> RllaOptions:
+    return RllaOptions(**dict.fromkeys(names, True))
+
+
+class Range(NamedTuple):
+    """The lowest and highest value of one part of the score."""
+
+    low: float
+    high: float
+
+
+def _progress(options: RllaOptions, step: int) -> float | None:
+    """Share of the clamped schedule that is done, in [0, 1]; None for ToolRL's own unclamped schedules."""
+    return None if options.schedule_steps is None else min(max(step / options.schedule_steps, 0.0), 1.0)
+
+
+def format_range(options: RllaOptions, step: int) -> Range:
+    """Range of the format part: [0, 1], shaped by the two-stage and scheduled variants.
+
+    ToolRL's schedule leaves the lower end at -1 from step 75 on; the clamped one is symmetric, [-2 + p, 2 - p], as the
+    paper writes it.
+    """
+    low, high = 0.0, 1.0
+    if options.two_stage and step >= 30:
+        high = 0.5
+    if options.schedule_reward:
+        done = _progress(options, step)
+        if done is not None:
+            end = 2.0 - (2.0 - high) * done
+            return Range(-end, end)
+        return Range(min(-2.0 + (2.0 + low) * step / 150, -1.0), max(2.0 - (2.0 - high) * step / 150, 1.0))
+    return Range(low, high)
+
+
+def correctness_range(options: RllaOptions, step: int) -> Range:
+    """Range of the correctness part: [-3, 3], shaped by the equal-maximum, two-stage and scheduled variants."""
+    end = 1.0 if options.correct_max_1 else 3.0
+    if options.two_stage and step < 30:
+        end /= 3
+    if options.schedule_reward:
+        done = _progress(options, step)
+        end = min((end - 2.0) * (step / 150 if done is None else done) + 2.0, 3.0)
+    return Range(-end, end)
+
+
+def full_length(options: RllaOptions, step: int) -> float:
+    """Number of words of thought that earn the whole length part."""
+    if not options.schedule_length:
+        return 512.0
+    done = _progress(options, step)
+    return 384.0 + 256.0 * (step / 105 if done is None else done)
+
+
+def _length_score(reply: str, options: RllaOptions, step: int) -> float:
+    words = think_words(reply)
+    return 0.0 if words is None else min(round(words / full_length(options, step), 2), 1.0)
+
+
+def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
+    """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points over the most that can be had.
+
+    Raises TypeError, KeyError or AttributeError when a prediction is not a call.
+    """
+    if gold == predicted:
+        return 1.0
+    if options.coarse:
+        return 0.0
+    names: Agreement = multiset_jaccard
+    keys: Agreement = set_jaccard
+    if options.refined:
+        names = keys = all_in_any_order if options.refined_ignores_order else all_in_order
+    similarity = whole_call_similarity if options.intermediate else parameter_similarity(keys)
+    points = names([call["name"] for call in gold], [call["name"] for call in predicted])
+    points += (optimal_points if options.matching == "optimal" else greedy_points)(gold, predicted, similarity)
+    return points / (1.0 + sum(1.0 if options.intermediate else 1.0 + len(call["parameters"]) for call in gold))
+
+
+def _correctness_score(reply: str, gold: Gold, options: RllaOptions, step: int) -> float:
+    if gold.calls is None:
+        return -options.unwanted_call_penalty if options.unwanted_call_penalty and TOOL_CALL in reply else 0.0
+    low, high = correctness_range(options, step)
+    text = call_text(reply)
+    if text is None:
+        return low
+    if text == gold.call_text:  # the same text holds the same calls; no need to parse it again
+        return high
+    try:
+        agreement = call_agreement(gold.calls, parse_calls(text), options)
+    except _MALFORMED:
+        return low
+    return high if agreement == 1.0 else (high - low) * agreement + low
+
+
+class RllaScore(NamedTuple):
+    """The total and its parts, in the order in which ToolRL's callers unpack them."""
+
+    score: float
+    format: float
+    correctness: float
+    length: float
+
+
+def score_reply(reply: str, answer: str, step: int, options: RllaOptions) -> RllaScore:
+    """Score the policy's own text against a gold answer; raises DataError if the gold's calls cannot be read."""
+    gold = parse_gold(answer)
+    format_ends = format_range(options, step)
+    form = format_ends.high if matches_shape(reply, gold.shape) else format_ends.low
+    correctness = _correctness_score(reply, gold, options, step)
+    length = _length_score(reply, options, step) if options.scores_length else 0.0
+    return RllaScore(form + correctness + length, form, correctness, length)
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, step: int = 0, options: RllaOptions | None = None
+) -> tuple[float, float, float, float]:
+    """(score, format, correctness, length) of a whole chat-templated sequence or of a bare reply.
+
+    `step` is the global training step, for the scheduled variants. With `options=None` the environment chooses the
+    variant (RllaOptions.from_env). Raises DataError if the gold answer announces calls that cannot be read.
+    """
+    return score_reply(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
+
+
+@dataclass(frozen=True)
+class RllaReward:
+    """The reward as the trainer and the reward lab use it."""
+
+    options: RllaOptions
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Options of the configuration laid over the environment's toggles."""
+        return cls(RllaOptions.from_env(**options))
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        """Score the last turn; raises DataError that names the task if its gold answer cannot be read."""
+        try:
+            total, *parts = score_reply(trajectory.reply.strip(), task.answer, step, self.options)
+        except DataError as error:
+            raise error.at(file=task.id) from error
+        return Score(total, dict(zip(("format", "correctness", "length"), parts, strict=True)))
+
+    def maximum(self, task: Task, step: int) -> float:
+        high = format_range(self.options, step).high
+        if parse_gold(task.answer).calls is not None:
+            high += correctness_range(self.options, step).high
+        return high + (1.0 if self.options.scores_length else 0.0)
+
+    def gold(self, task: Task, step: int) -> str:
+        """The gold answer, its thought drawn out to the full length where length is rewarded."""
+        if not self.options.scores_length:
+            return task.answer
+        return lengthen_thought(task.answer, full_length(self.options, step))
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        """Every way of spoiling the gold reply that this reward promises to notice."""
+        return spoiled_replies(task, self.gold(task, step))

@@ -1,0 +1,103 @@
+"""Good replies spoiled in every way that ToolRL's reward promises to notice, for the reward lab.
+
+What the reward does not read is not declared here: the words of a thought, and the words of a `<response>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from verl.types import Task
+from verl.utils.reward_score.base import Mutation
+from verl.utils.reward_score.parsing import (
+    RESPONSE,
+    RESPONSE_END,
+    THINK,
+    THINK_END,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    parse_gold,
+    render_call,
+)
+from verl.utils.reward_score.prompt import listed_tools
+
+_STRANGER: dict[str, Any] = {"name": "a_tool_nobody_asked_for", "parameters": {"q": 1}}
+
+
+def lengthen_thought(reply: str, words: float) -> str:
+    """The reply with the words of its last think block repeated until there are at least `words` of them."""
+    head, tag, rest = reply.rpartition(THINK)
+    thought, closing, tail = rest.partition(THINK_END)
+    said = thought.split() or ["..."]
+    longer = (said * math.ceil(words / len(said)))[: math.ceil(words)]
+    return f"{head}{tag} {' '.join(longer)} {closing}{tail}"
+
+
+def spoiled_replies(task: Task, reply: str) -> list[Mutation]:
+    """The declared mutations of a good reply; those that leave it as it was are left out."""
+    calls = parse_gold(task.answer).calls
+    thought = reply.partition(THINK_END)[0] + THINK_END
+    spoiled = {"empty text": "", "think only": thought, "missing think": reply[len(thought) :].lstrip("\n")}
+    spoiled["space for newline"] = reply.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
+    spoiled["text before"] = f"Sure. {reply}"
+    spoiled["text after"] = f"{reply}\nDone."
+    if RESPONSE in task.answer:
+        spoiled["response unclosed"] = reply.replace(RESPONSE_END, "")
+        spoiled["response dropped"] = reply.partition(f"\n{RESPONSE}")[0]
+        spoiled["response doubled"] = f"{reply}\n{RESPONSE} again {RESPONSE_END}"
+    if calls is None:
+        block = f"{TOOL_CALL}\n{render_call(_STRANGER)}\n{TOOL_CALL_END}"
+        spoiled["over-calling"] = reply.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
+        spoiled["call inside response"] = reply.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
+    else:
+        spoiled |= _spoiled_calls(task, reply, calls)
+    if not calls and RESPONSE not in task.answer:  # a lone thought
+        del spoiled["think only"]
+    return [Mutation(name, text) for name, text in spoiled.items() if text != reply]
+
+
+def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[str, str]:
+    before, _, rest = reply.partition(TOOL_CALL)
+    after = rest.partition(TOOL_CALL_END)[2]
+
+    def with_lines(lines: list[str]) -> str:
+        return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
+
+    lines = [render_call(call) for call in calls]
+    first, *others = calls
+    parameters = first["parameters"]
+    spoiled = {
+        "no-op": with_lines([""]),
+        "malformed JSON": with_lines([lines[0][:-1], *lines[1:]]),
+        "wrong name": with_lines([render_call({**first, "name": f"{first['name']}_x"}), *lines[1:]]),
+        "invented parameter": with_lines(
+            [render_call({**first, "parameters": {**parameters, "invented_x": 1}}), *lines[1:]]
+        ),
+        "duplicated call": with_lines([*lines, lines[-1]]),
+        "over-calling": with_lines([*lines, render_call(_STRANGER)]),
+        "calls as a JSON list": with_lines([json.dumps(calls)]),
+        "tool_call unclosed": reply.replace(TOOL_CALL_END, "", 1),
+        "tool_call doubled": f"{reply}\n{TOOL_CALL}\n{lines[0]}\n{TOOL_CALL_END}",
+        "calls on the tag's line": reply.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
+    }
+    for key, value in parameters.items():
+        dropped = {name: kept for name, kept in parameters.items() if name != key}
+        spoiled["dropped parameter"] = with_lines([render_call({**first, "parameters": dropped}), *lines[1:]])
+        wrong = {**parameters, key: _another_value(value)}
+        spoiled["wrong value"] = with_lines([render_call({**first, "parameters": wrong}), *lines[1:]])
+        break
+    if others:
+        spoiled["missing call"] = with_lines(lines[1:])
+        spoiled["blank line between calls"] = with_lines(["\n\n".join(lines)])
+    copied = [render_call({"name": name, "parameters": {}}) for name in listed_tools(task.prompt) or ()]
+    if copied and sorted(copied) != sorted(lines):
+        spoiled["copied tool list"] = with_lines(copied)
+    return spoiled
+
+
+def _another_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"{value}x"
+    return value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else [value]
