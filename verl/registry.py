@@ -1,7 +1,7 @@
 """Names to things: the one way in which a string in the configuration becomes an object.
 
-A registry is a visible table of `name -> "module:attribute"`; nothing is imported until it is asked for. Users name their
-own things without registering them: `package.module:attribute` or `path/to/file.py:attribute`.
+A registry is a visible table of `name -> "module:attribute"`; nothing is imported until it is asked for. Users name
+their own things without registering them: `package.module:attribute` or `path/to/file.py:attribute`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 
     Raises ConfigError with the nearest name when there is no such thing.
     """
-    location = table[name] if name in table else name
+    location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
     if not colon:
         raise ConfigError(

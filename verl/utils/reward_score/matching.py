@@ -5,8 +5,8 @@ parameter names plus one point per gold parameter with an equal value (Python's 
 Pairs are chosen greedily in gold order, as ToolRL's code does, or optimally, as its paper describes (arXiv 2504.13958,
 section 3.3: maximum over assignments).
 
-A prediction is any JSON value, so every function here raises TypeError, KeyError or AttributeError on a call that is not
-{"name": .., "parameters": {..}}; the caller turns that into the lowest score.
+A prediction is any JSON value, so every function here raises TypeError, KeyError or AttributeError on a call that is
+not {"name": .., "parameters": {..}}; the caller turns that into the lowest score.
 """
 
 from __future__ import annotations

@@ -64,12 +64,15 @@ def final_turn(text: str) -> str:
     The template is the one whose turn marker comes first in the text, so that a marker of another template quoted in a
     prompt or a reply is text like any other.
     """
-    opened = [(text.find(opening), header, end) for opening, header, end in _CHAT_MARKERS]
-    for _, header, end in sorted(found for found in opened if found[0] >= 0):
-        before, marker, last = text.rpartition(header)
-        if marker:
-            return last.partition(end)[0].strip()
-    return text.strip()
+    first, header, end = len(text), "", ""
+    for opening, its_header, its_end in _CHAT_MARKERS:
+        found = text.find(opening, 0, first)
+        if found >= 0:
+            first, header, end = found, its_header, its_end
+    start = text.rfind(header) if header else -1
+    if start < 0:
+        return text.strip()
+    return text[start + len(header) :].partition(end)[0].strip()
 
 
 def matches_shape(reply: str, shape: Shape) -> bool:
@@ -93,8 +96,8 @@ def matches_shape(reply: str, shape: Shape) -> bool:
     return _once(reply, RESPONSE, RESPONSE_END) and _ordered(reply, head, middle, RESPONSE_END)
 
 
-def _once(text: str, *tags: str) -> bool:
-    return all(text.count(tag) == 1 for tag in tags)
+def _once(text: str, opening: str, closing: str) -> bool:
+    return text.count(opening) == 1 and text.count(closing) == 1
 
 
 def _ordered(reply: str, *pieces: str) -> bool:
@@ -154,7 +157,9 @@ def _gold_call(number: int, line: str) -> dict[str, Any]:
     try:
         call = _decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, mend) from error
+        raise DataError(
+            f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, mend
+        ) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise DataError(f"line {number} of the gold calls names no tool: {line[:80]!r}", expected, mend)
     if not isinstance(call.get("parameters"), dict):

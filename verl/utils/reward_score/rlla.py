@@ -20,7 +20,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Self
 
@@ -41,6 +41,7 @@ from verl.utils.reward_score.matching import (
     whole_call_similarity,
 )
 from verl.utils.reward_score.parsing import (
+    THINK_END,
     TOOL_CALL,
     Gold,
     call_text,
@@ -113,7 +114,9 @@ class RllaOptions:
         A toggle counts when equal to "1". Raises ConfigError for an unknown override.
         """
         if "STRICTMATCH" in environ:
-            warnings.warn("STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=1)
+            warnings.warn(
+                "STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=1
+            )
         toggled = _toggled(tuple(name for key, name in _TOGGLES.items() if environ.get(key) == "1"))
         if not overrides:
             return toggled
@@ -128,9 +131,10 @@ class RllaOptions:
         return self.with_length or self.schedule_length
 
 
-@lru_cache(maxsize=2 ** len(_TOGGLES))  # compute_score asks for each reply
+@cache  # compute_score asks for each reply; there are 256 variants
 def _toggled(names: tuple[str, ...]) -> RllaOptions:
-    return RllaOptions(**dict.fromkeys(names, True))
+    toggles: dict[str, Any] = dict.fromkeys(names, True)
+    return RllaOptions(**toggles)
 
 
 class Range(NamedTuple):
@@ -206,9 +210,14 @@ def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions)
     return points / (1.0 + sum(1.0 if options.intermediate else 1.0 + len(call["parameters"]) for call in gold))
 
 
+def _calls_a_tool(reply: str) -> bool:
+    thought, closing, said = reply.partition(THINK_END)
+    return TOOL_CALL in (said if closing else thought)  # a thought may mention the tag
+
+
 def _correctness_score(reply: str, gold: Gold, options: RllaOptions, step: int) -> float:
     if gold.calls is None:
-        return -options.unwanted_call_penalty if options.unwanted_call_penalty and TOOL_CALL in reply else 0.0
+        return -options.unwanted_call_penalty if options.unwanted_call_penalty and _calls_a_tool(reply) else 0.0
     low, high = correctness_range(options, step)
     text = call_text(reply)
     if text is None:

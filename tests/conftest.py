@@ -1,0 +1,39 @@
+"""Shared by all tests: where real data lies, and which environment variables must not leak in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOGGLES = (
+    "WITHLENGTH",
+    "SCHEDULELENGTH",
+    "CORRECTMAX1",
+    "MAX1STEP30MAX3",
+    "SCHEDULEREWARD",
+    "REFINEDREWARD",
+    "INTERMEDIATEREWARD",
+    "COARSEREWARD",
+    "STRICTMATCH",
+)
+
+
+def real_data(*parts: str) -> Path:
+    """A file of the real data, or a skip that says what is missing and how to point to it."""
+    folder = Path(os.environ.get("TOOLRL_TEST_DATA", ROOT.parent / "shared" / "data"))
+    path = folder.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"no {'/'.join(parts)} in {folder}; set TOOLRL_TEST_DATA (see dataset/README.md)")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_reward_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reward reads the environment; tests say for themselves which variant they mean."""
+    for name in TOGGLES:
+        monkeypatch.delenv(name, raising=False)
+    yield

@@ -1,0 +1,102 @@
+"""ToolRL's row format: the parquet schema, and the text that lists the tools.
+
+A raw example is {"instruction": system text, "input": dialogue so far, "output": gold reply}; a row is what the trainer
+reads. See docs/data.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from verl.errors import DataError
+from verl.utils.reward_score.prompt import TOOLS_HEADING
+
+DATA_SOURCE = "rlla"
+RAW_FIELDS = ("instruction", "input", "output")
+
+# Field for field the schema of the published parquet files.
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        (
+            "extra_info",
+            pa.struct(
+                [
+                    ("index", pa.int64()),
+                    ("input", pa.string()),
+                    ("instruction", pa.string()),
+                    ("output", pa.string()),
+                    ("split", pa.string()),
+                ]
+            ),
+        ),
+    ]
+)
+
+# The thoughts that stand in for reasoning in ToolRL's RL rows.
+CALL_THOUGHT = "I should use the appropriate tool with proper parameters to respond to the user's need."
+RESPONSE_THOUGHT = "I should directly respond to the user's need."
+
+
+def check_example(example: Any) -> dict[str, str]:
+    """The raw example if it has its three texts; DataError names the field that is missing or of the wrong type."""
+    if not isinstance(example, dict):
+        raise DataError(f"is a {type(example).__name__}", f"an object with {', '.join(RAW_FIELDS)}")
+    for name in RAW_FIELDS:
+        if not isinstance(example.get(name), str):
+            problem = "is missing" if name not in example else f"is a {type(example[name]).__name__}"
+            raise DataError(problem, "a text", field=name)
+    return example
+
+
+def to_row(example: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
+    """One row of SCHEMA; `ability` is "math" in the published files too."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [
+            {"role": "system", "content": example["instruction"]},
+            {"role": "user", "content": example["input"]},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": example["output"]},
+        "extra_info": {"split": split, "index": index} | {name: example[name] for name in RAW_FIELDS},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool as ToolRL lists it: parameters are a flat map of name -> {description, type, default}."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def tool_list(tools: Iterable[Tool]) -> str:
+    """The numbered list under ToolRL's heading, three lines a tool."""
+    lines = [TOOLS_HEADING, "In your response, you can use the following tools:"]
+    for number, tool in enumerate(tools, 1):
+        lines += [
+            f"{number}. Name: {tool.name}",
+            f"Description: {tool.description}",
+            f"Parameters: {json.dumps(tool.parameters)}",
+        ]
+    return "\n".join(lines)
+
+
+def observation(results: Iterable[Mapping[str, Any]]) -> str:
+    """Tool feedback in the dialogue so far: <obs> [{"name": .., "results": ..}, ..] </obs>."""
+    return f"<obs> {json.dumps(list(results))} </obs>"
+
+
+def dialogue(turns: Iterable[str]) -> str:
+    """The user message: ToolRL's heading and the turns, oldest first, already tagged."""
+    return "**Dialogue Records History**\n" + "\n\n".join(turns)

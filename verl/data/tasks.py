@@ -1,0 +1,222 @@
+"""Rows to tasks: every row is checked once at the door, then drawn in a seeded, shuffled, resumable order.
+
+files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> tasks, for ever
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from verl.data.rlla import DATA_SOURCE
+from verl.data.rows import RowStore, read_rows
+from verl.errors import ConfigError, DataError
+from verl.types import Message, Task
+from verl.utils.reward_score.parsing import parse_gold
+from verl.utils.reward_score.prompt import listed_tools
+
+_log = logging.getLogger(__name__)
+_SHOWN_BAD_ROWS = 10
+
+BadRowPolicy = Literal["error", "skip"]
+
+
+def to_task(row: Any, id: str) -> Task:
+    """One checked row as a Task. Raises DataError with the field and what was expected.
+
+    Columns: data_source, prompt [{role, content}], reward_model {ground_truth}; optional extra_info, env, reward.
+    Rows of ToolRL's kind must also have a gold answer that parses and calls listed tools only.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"is a {type(row).__name__}", "an object with data_source, prompt and reward_model")
+    prompt = _prompt(row)
+    task = Task(
+        id=id,
+        prompt=prompt,
+        answer=_text(_value(row, "reward_model", "an object"), "ground_truth", "reward_model.ground_truth"),
+        data_source=_text(row, "data_source"),
+        env=_text(row, "env") if row.get("env") is not None else "single_turn",
+        reward=_text(row, "reward") if row.get("reward") is not None else None,
+        extra=dict(_value(row, "extra_info", "an object")) if row.get("extra_info") is not None else {},
+    )
+    if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
+        _check_gold_calls(task)
+    return _without_repeats(task)
+
+
+_KINDS = {"an object": Mapping, "a text": str, "a list": list}
+
+
+def _value(row: Mapping[str, Any], name: str, expected: str, field: str = "") -> Any:
+    if name not in row:
+        raise DataError("is missing", expected, field=field or name)
+    if not isinstance(row[name], _KINDS[expected]):
+        raise DataError(f"is of type {type(row[name]).__name__}", expected, field=field or name)
+    return row[name]
+
+
+def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
+    text: str = _value(row, name, "a text", field)
+    if not text:
+        raise DataError("is empty", "a text", field=field or name)
+    return text
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    messages = _value(row, "prompt", "a list")
+    if not messages:
+        raise DataError("is empty", "a list of {role, content} messages", field="prompt")
+    prompt = []
+    for number, message in enumerate(messages):
+        field = f"prompt[{number}]"
+        if not isinstance(message, Mapping):
+            raise DataError(f"is of type {type(message).__name__}", "an object {role, content}", field=field)
+        prompt.append(
+            Message(_text(message, "role", f"{field}.role"), _value(message, "content", "a text", f"{field}.content"))
+        )
+    if not prompt[-1].content.strip():
+        raise DataError("is empty", "the text that the policy replies to", field=f"prompt[{len(prompt) - 1}].content")
+    return tuple(prompt)
+
+
+def _check_gold_calls(task: Task) -> None:
+    field = "reward_model.ground_truth"
+    try:
+        calls = parse_gold(task.answer).calls or []
+    except DataError as error:
+        raise error.at(field=field) from error
+    tools = listed_tools(task.prompt)
+    if tools is None:
+        return
+    for call in calls:
+        if call["name"] not in tools:
+            listed = ", ".join(map(repr, tools)) or "none"
+            raise DataError(f"calls {call['name']!r}, which the prompt does not list", f"one of {listed}", field=field)
+
+
+def _without_repeats(task: Task) -> Task:
+    """ToolRL's extra_info holds the prompt and the answer a second time; half the bytes are enough."""
+    said = {message.content for message in task.prompt} | {task.answer}
+    kept = {key: value for key, value in task.extra.items() if not (isinstance(value, str) and value in said)}
+    return Task(task.id, task.prompt, task.answer, task.data_source, task.env, task.reward, kept)
+
+
+def _from_stored(stored: dict[str, Any]) -> Task:
+    prompt = tuple(Message(**message) for message in stored.pop("prompt"))
+    return Task(prompt=prompt, **stored)
+
+
+class TaskSet(Sequence[Task]):
+    """The good rows of one file, in file order, on disk. `bad_rows` holds what was skipped."""
+
+    def __init__(self, source: str, on_bad_row: BadRowPolicy = "error") -> None:
+        """Read and check the whole file once.
+
+        source: a .parquet, .jsonl or .json file, or a data set's name `owner/name[:split]`
+        on_bad_row: "error" raises DataError at the first bad row, "skip" counts and lists them
+        """
+        if on_bad_row not in ("error", "skip"):
+            raise ConfigError(f"data.on_bad_row must be error or skip, got {on_bad_row!r}")
+        self.source = source
+        self.bad_rows: list[DataError] = []
+        self._store = RowStore(asdict(task) for task in self._good_tasks(on_bad_row))
+        if self.bad_rows:
+            shown = "\n".join(f"  {error}" for error in self.bad_rows[:_SHOWN_BAD_ROWS])
+            more = len(self.bad_rows) - _SHOWN_BAD_ROWS
+            tail = f"\n  ... and {more} more" if more > 0 else ""
+            _log.warning("%s: skipped %d bad rows, kept %d:\n%s%s", source, len(self.bad_rows), len(self), shown, tail)
+        if not len(self):
+            raise DataError("has no usable row", "at least one", file=source)
+
+    def _good_tasks(self, on_bad_row: BadRowPolicy) -> Iterator[Task]:
+        name = Path(self.source).name
+        for number, row in enumerate(read_rows(self.source)):
+            try:
+                yield to_task(row, f"{name}#{number}")
+            except DataError as error:
+                placed = error.at(file=self.source, row=number)
+                if on_bad_row == "error":
+                    placed.mend = placed.mend or "Correct the row, or set data.on_bad_row=skip"
+                    raise placed from None
+                self.bad_rows.append(placed)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        return _from_stored(self._store[number if number >= 0 else len(self) + number])
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCursor:
+    """Where a stream stands: how many tasks it has drawn from each file, and how many rows each file had."""
+
+    drawn: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class TaskStream:
+    """An endless, seeded, shuffled draw from several task sets.
+
+    Files are interleaved evenly by weight (the file whose next draw is due first comes next), so any stretch of the
+    stream has the mix that the weights ask for. Each file goes through all its rows before it repeats, in a new order
+    each time. Without weights each file counts by its rows, and len(stream) draws are one epoch: every task once.
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[Sequence[Task]],
+        weights: Sequence[float] | None = None,
+        seed: int = 0,
+        cursor: TaskCursor | None = None,
+    ) -> None:
+        """`cursor` resumes a stream over the same files; raises DataError if their numbers of rows have changed."""
+        if not sets:
+            raise ConfigError("data.train_files names no file")
+        if weights is not None and (len(weights) != len(sets) or not all(0 < w < float("inf") for w in weights)):
+            raise ConfigError(f"data.weights must be {len(sets)} positive numbers, one a file, got {list(weights)}")
+        self._sets = sets
+        self._rows = tuple(len(tasks) for tasks in sets)
+        self._weights = tuple(weights or self._rows)
+        self._seed = seed
+        self._orders: dict[int, tuple[int, Any]] = {}  # file -> (epoch, permutation)
+        if cursor and cursor.rows != self._rows:
+            raise DataError(
+                f"had {list(cursor.rows)} rows when the run was saved and has {list(self._rows)} now",
+                mend="Resume with the same files, or start a new run",
+                file="the training data",
+            )
+        self._drawn = list(cursor.drawn if cursor else [0] * len(sets))
+
+    def __len__(self) -> int:
+        """Tasks in all files together: the length of an epoch where weights are left alone."""
+        return sum(self._rows)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Task:
+        due = [(drawn + 1) / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]
+        file = due.index(min(due))
+        epoch, position = divmod(self._drawn[file], self._rows[file])
+        task = self._sets[file][int(self._order(file, epoch)[position])]
+        self._drawn[file] += 1
+        return task
+
+    def _order(self, file: int, epoch: int) -> Any:
+        if file not in self._orders or self._orders[file][0] != epoch:
+            generator = np.random.default_rng((self._seed, file, epoch))
+            self._orders[file] = (epoch, generator.permutation(self._rows[file]))
+        return self._orders[file][1]
+
+    @property
+    def cursor(self) -> TaskCursor:
+        """The integers from which a new stream goes on exactly here."""
+        return TaskCursor(tuple(self._drawn), self._rows)
