@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl.errors import DataError
+from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL
 from verl.utils.reward_score.prompt import TOOLS_HEADING
 
 DATA_SOURCE = "rlla"
@@ -100,3 +101,13 @@ def observation(results: Iterable[Mapping[str, Any]]) -> str:
 def dialogue(turns: Iterable[str]) -> str:
     """The user message: ToolRL's heading and the turns, oldest first, already tagged."""
     return "**Dialogue Records History**\n" + "\n\n".join(turns)
+
+
+def strip_thought(output: str) -> str:
+    """A gold reply with ToolRL's placeholder in place of its reasoning, as RL rows have it.
+
+    Real thoughts may mention the tags; what counts is the text after the first `</think>`.
+    """
+    answer = output.partition(THINK_END)[2].lstrip("\n") if THINK_END in output else output
+    thought = CALL_THOUGHT if TOOL_CALL in answer else RESPONSE_THOUGHT
+    return f"{THINK} {thought} {THINK_END}\n{answer}"

@@ -10,6 +10,7 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def _read_hub(source: str) -> Iterator[Any]:
         raise DataError(f"cannot be loaded ({error})", mend="Check the name and the network", file=source) from error
 
 
+@contextmanager
+def _disk_errors(directory: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place = directory or tempfile.gettempdir()
+        raise DataError(
+            f"cannot keep the rows in {place} ({error})", mend="Free some space or point TMPDIR to a larger disk"
+        ) from error
+
+
 class RowStore:
     """JSON values on disk, in an unnamed temporary file, read back by number.
 
@@ -97,19 +109,15 @@ class RowStore:
     def __init__(self, rows: Iterable[Any], directory: str | None = None) -> None:
         """Write all rows out. Raises DataError when the disk has no room for them."""
         self._starts = array("q", [0])
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives as long as the store
-        try:
-            for row in rows:
-                encoded = json.dumps(row, separators=(",", ":")).encode()
+        with _disk_errors(directory):
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives as long as the store
+        for row in rows:
+            encoded = json.dumps(row, separators=(",", ":")).encode()
+            with _disk_errors(directory):
                 self._file.write(encoded)
-                self._starts.append(self._starts[-1] + len(encoded))
+            self._starts.append(self._starts[-1] + len(encoded))
+        with _disk_errors(directory):
             self._file.flush()
-        except OSError as error:
-            place = directory or tempfile.gettempdir()
-            self._starts = array("q", [0])
-            raise DataError(
-                f"cannot keep the rows in {place} ({error})", mend="Free some space or point TMPDIR to a larger disk"
-            ) from error
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -1,0 +1,149 @@
+"""Build a raw file of ToolRL's mix from the original sources: 2,000 ToolACE, 1,000 Hammer (masked) and 1,000 xLAM rows.
+
+    python scripts/build_rlla_raw.py --toolace toolace.json --xlam xlam.json
+    python scripts/build_rlla_raw.py                      # by data set name; needs the package datasets and a network
+
+ToolACE's dialogues are split into single decisions. Hammer's rows are xLAM rows with function and parameter names
+masked (--hammer names another file of that form); no row is taken both masked and plain. The choice of rows is seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # scripts/ is not part of the installed package
+
+from scripts.raw import toolace, xlam
+from scripts.raw.decision import instruction_like, own_instruction
+from verl.data.files import replacing
+from verl.data.rows import RowStore, read_rows
+from verl.errors import DataError, VerlError
+
+Decisions = Callable[[Any], Iterator[dict[str, str]]]
+NUM_SHOWN = 10
+
+
+class Mixer:
+    """Draws a seeded sample from each source and counts the rows that cannot be used."""
+
+    def __init__(self, generator: random.Random, console: Console) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._generator = generator
+        self._console = console
+
+    def usable(self, source: str, decisions: Decisions) -> Iterator[tuple[Any, list[dict[str, str]]]]:
+        """Every row of the source that makes at least one decision, with its decisions."""
+        for row in track(read_rows(source), f"Reading {source}", total=None, console=self._console):
+            try:
+                found = list(decisions(row))
+            except DataError as error:
+                self.dropped[f"{source}: {error.field} {error.problem.partition(' (')[0]}"] += 1
+                continue
+            if found:
+                yield row, found
+            else:
+                self.dropped[f"{source}: makes no call"] += 1
+
+    def sample(self, source: str, items: Iterable[Any], count: int) -> list[Any]:
+        """`count` of the items in random order. Raises DataError when there are fewer."""
+        store = RowStore(items)
+        if len(store) < count:
+            raise DataError(
+                f"yields {len(store)} usable rows", f"at least {count}", "Ask for fewer or name a larger file", source
+            )
+        return [store[number] for number in self._generator.sample(range(len(store)), count)]
+
+
+def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random) -> list[dict[str, str]]:
+    """The mixed and shuffled examples."""
+    instruction = instruction_like(arguments.instruction_from) if arguments.instruction_from else own_instruction
+    mask = xlam.masker(generator)
+
+    def plain(row: Any) -> Iterator[dict[str, str]]:
+        return xlam.decisions(row, instruction)
+
+    def masked(row: Any) -> Iterator[dict[str, str]]:
+        return xlam.decisions(row, instruction, mask)
+
+    def dialogues() -> Iterator[dict[str, str]]:
+        for _, examples in mixer.usable(arguments.toolace, lambda row: toolace.decisions(row, instruction)):
+            yield from examples
+
+    def rows(source: str) -> Iterator[Any]:
+        return (row for row, _ in mixer.usable(source, masked))  # what can be masked can be taken plain
+
+    to_mask, to_keep = arguments.num_hammer, arguments.num_xlam
+    if arguments.hammer:
+        queries = mixer.sample(arguments.hammer, rows(arguments.hammer), to_mask)
+        queries += mixer.sample(arguments.xlam, rows(arguments.xlam), to_keep)
+    else:
+        queries = mixer.sample(arguments.xlam, rows(arguments.xlam), to_mask + to_keep)
+    examples = mixer.sample(arguments.toolace, dialogues(), arguments.num_toolace)
+    for number, row in enumerate(queries):
+        examples += masked(row) if number < to_mask else plain(row)
+    generator.shuffle(examples)
+    return examples
+
+
+def write(path: Path, examples: list[dict[str, str]]) -> None:
+    """A JSON list, one example a line; whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        file.write("[\n" + ",\n".join(map(json.dumps, examples)) + "\n]\n")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toolace", default="Team-ACE/ToolACE", help="file or data set name")
+    parser.add_argument("--xlam", default="Salesforce/xlam-function-calling-60k", help="file or data set name")
+    parser.add_argument("--hammer", help="file or data set name of xLAM's form, to be masked; default: other xLAM rows")
+    parser.add_argument("--num-toolace", type=int, default=2000)
+    parser.add_argument("--num-hammer", type=int, default=1000)
+    parser.add_argument("--num-xlam", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=31415)
+    parser.add_argument("--instruction-from", metavar="RAW_FILE", help="take the wording of a published raw file")
+    parser.add_argument("--out", default="dataset/rlla_4k_raw/rlla_rl.json")
+    arguments = parser.parse_args(argv)
+    for name in ("num_toolace", "num_hammer", "num_xlam"):
+        if getattr(arguments, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build the file; returns the exit code."""
+    arguments = parse_arguments(argv)
+    console = Console(stderr=True)
+    generator = random.Random(arguments.seed)
+    mixer = Mixer(generator, console)
+    try:
+        examples = build(arguments, mixer, generator)
+        write(Path(arguments.out), examples)
+    except VerlError as error:
+        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    finally:
+        for why, rows in mixer.dropped.most_common(NUM_SHOWN):
+            console.print(f"dropped {rows}: {escape(why)}", highlight=False, soft_wrap=True)
+    table = Table("what", "rows", title="Summary")
+    table.add_row(f"written to {arguments.out}", str(len(examples)))
+    for name in ("toolace", "hammer", "xlam"):
+        table.add_row(f"  {name}", str(getattr(arguments, f"num_{name}")))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

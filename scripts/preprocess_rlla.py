@@ -1,0 +1,210 @@
+"""Turn ToolRL's raw examples into the parquet files that the trainer reads.
+
+    python scripts/preprocess_rlla.py           # dataset/rlla_4k_raw/rlla_rl.json -> dataset/rlla_4k/*.parquet
+    python scripts/preprocess_rlla.py --input rlla_sft.json --strip-thoughts --local_dir dataset/rlla_sft
+    python scripts/preprocess_rlla.py --drop-in test.parquet --tokenizer MODEL --max-prompt-tokens 2048
+
+The raw file is a list of {"instruction", "input", "output"}. Shuffle and split are ToolRL's: numpy seed 31415, the last
+2 % are the test split. Rows pass through the disk, never all through memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from verl.data.files import replacing
+from verl.data.rlla import RAW_FIELDS, SCHEMA, check_example, strip_thought, to_row
+from verl.data.rows import RowStore, read_rows
+from verl.errors import ConfigError, DataError, VerlError
+from verl.utils.reward_score.parsing import parse_gold
+
+DEFAULT_INPUT = "dataset/rlla_4k_raw/rlla_rl.json"
+_WRITE_ROWS = 1000
+
+CountTokens = Callable[[dict[str, str]], int]
+
+
+@dataclass
+class Summary:
+    """What went in and what was dropped, for the table at the end."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    calls: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: list[int] = field(default_factory=list)
+
+    def add(self, example: dict[str, str]) -> None:
+        calls = parse_gold(example["output"]).calls
+        response = "<response>" in example["output"]
+        kind = ("both" if response else "call only") if calls else ("response only" if response else "neither")
+        self.kinds[kind] += 1
+        self.calls[len(calls or ())] += 1
+
+
+def prompts_of(sources: Iterable[str]) -> set[tuple[str, str]]:
+    """(instruction, input) of every row of other files, raw or parquet."""
+    found = set()
+    for source in sources:
+        for row in read_rows(source):
+            raw = row.get("extra_info") or row if isinstance(row, dict) else row
+            example = check_example(raw)
+            found.add((example["instruction"], example["input"]))
+    return found
+
+
+def token_counter(name: str) -> CountTokens:
+    """Counts the tokens of a whole prompt under the tokenizer's own chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer {name!r} cannot be loaded: {error}") from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"--tokenizer {name!r} has no chat template, so prompts cannot be measured")
+
+    def count(example: dict[str, str]) -> int:
+        prompt = to_row(example, "", 0)["prompt"]
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+    return count
+
+
+def kept_examples(
+    arguments: argparse.Namespace, summary: Summary, progress: Callable[[Iterable[Any]], Iterable[Any]]
+) -> Iterator[dict[str, str]]:
+    """The checked examples of the input file, less those that an option drops."""
+    elsewhere = prompts_of(arguments.drop_in)
+    count = token_counter(arguments.tokenizer) if arguments.tokenizer else None
+    for number, row in enumerate(progress(read_rows(arguments.input))):
+        try:
+            example = {name: check_example(row)[name] for name in RAW_FIELDS}
+            if arguments.strip_thoughts:
+                example["output"] = strip_thought(example["output"])
+            parse_gold(example["output"])
+        except DataError as error:
+            if not arguments.skip_bad_rows:
+                raise error.at(file=arguments.input, row=number) from error
+            summary.dropped[f"bad row: {error.field or 'output'} {error.problem.partition(' (')[0]}"] += 1
+            continue
+        if (example["instruction"], example["input"]) in elsewhere:
+            summary.dropped["occurs in " + ", ".join(arguments.drop_in)] += 1
+            continue
+        if count:
+            tokens = count(example)
+            if arguments.max_prompt_tokens and tokens > arguments.max_prompt_tokens:
+                summary.dropped[f"prompt longer than {arguments.max_prompt_tokens} tokens"] += 1
+                continue
+            summary.prompt_tokens.append(tokens)
+        summary.add(example)
+        yield example
+
+
+def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Row numbers of (train, test) as numpy's legacy generator shuffles them; test is the end of the order."""
+    order = list(range(num_rows))
+    np.random.RandomState(seed).shuffle(order)
+    num_train = num_rows - int(num_rows * test_fraction)
+    return order[:num_train], order[num_train:]
+
+
+def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, console: Console) -> None:
+    """Write the rows in this order; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, SCHEMA) as writer:
+        for start in track(range(0, len(order), _WRITE_ROWS), f"Writing {path.name}", console=console):
+            chosen = enumerate(order[start : start + _WRITE_ROWS], start)
+            rows = [to_row(store[number], split, index) for index, number in chosen]
+            writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+
+
+def show(summary: Summary, written: dict[Path, int], console: Console) -> None:
+    table = Table("what", "rows", title="Summary", show_lines=False)
+    for path, rows in written.items():
+        table.add_row(f"written to {path}", str(rows))
+    for kind, rows in summary.kinds.most_common():
+        table.add_row(kind, str(rows))
+    for calls, rows in sorted(summary.calls.items()):
+        table.add_row(f"{calls} call{'s' * (calls != 1)}", str(rows))
+    for why, rows in summary.dropped.most_common():
+        table.add_row(f"dropped: {escape(why)}", str(rows))
+    console.print(table)
+    if summary.prompt_tokens:
+        p50, p95, most = np.percentile(summary.prompt_tokens, [50, 95, 100])
+        console.print(f"prompt tokens: p50 {p50:.0f}, p95 {p95:.0f}, max {most:.0f}")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", default=DEFAULT_INPUT, help="raw file: .json list, .jsonl or .parquet")
+    parser.add_argument("--local_dir", default="dataset/rlla_4k", help="folder to write train and test.parquet to")
+    parser.add_argument("--test-fraction", type=float, default=0.02)
+    parser.add_argument("--seed", type=int, default=31415)
+    parser.add_argument("--strip-thoughts", action="store_true", help="put ToolRL's placeholder thoughts for real ones")
+    parser.add_argument(
+        "--drop-in", action="append", default=[], metavar="FILE", help="drop rows whose prompt is in FILE"
+    )
+    parser.add_argument("--tokenizer", help="folder or hub name; measures prompts under its chat template")
+    parser.add_argument("--max-prompt-tokens", type=int, help="drop longer prompts (needs --tokenizer)")
+    parser.add_argument(
+        "--skip-bad-rows", action="store_true", help="count rows that cannot be used instead of stopping"
+    )
+    arguments = parser.parse_args(argv)
+    if not 0.0 <= arguments.test_fraction < 1.0:
+        parser.error(f"--test-fraction must lie in [0, 1), got {arguments.test_fraction}")
+    if arguments.max_prompt_tokens and not arguments.tokenizer:
+        parser.error("--max-prompt-tokens needs --tokenizer")
+    return arguments
+
+
+def check_input(path: str) -> None:
+    """A missing default input is the first thing a newcomer meets; tell them where it comes from."""
+    if Path(path).suffix and not Path(path).is_file():
+        raise DataError(
+            "there is no such file",
+            mend="ToolRL's published rlla_rl.json lies in its repository (qiancheng0/ToolRL) under "
+            "dataset/rlla_4k_raw/: copy it there or name yours with --input. To build one from the original "
+            "sources: python scripts/build_rlla_raw.py --help. dataset/README.md has the details",
+            file=path,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the conversion; returns the exit code."""
+    arguments = parse_arguments(argv)
+    console = Console(stderr=True)
+    summary = Summary()
+    folder = Path(arguments.local_dir)
+    try:
+        check_input(arguments.input)
+        store = RowStore(
+            kept_examples(arguments, summary, lambda rows: track(rows, "Reading", total=None, console=console))
+        )
+        if not len(store):
+            raise DataError("has no usable row", "at least one", file=arguments.input)
+        train, test = split_order(len(store), arguments.test_fraction, arguments.seed)
+        for split, order in (("train", train), ("test", test)):
+            write_split(folder / f"{split}.parquet", store, order, split, console)
+    except VerlError as error:
+        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    show(summary, {folder / "train.parquet": len(train), folder / "test.parquet": len(test)}, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""From one decision in a dialogue to a raw example {"instruction", "input", "output"}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, check_example, tool_list
+from verl.data.rows import read_rows
+from verl.errors import DataError
+from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.prompt import TOOLS_HEADING
+
+Instruction = Callable[[Sequence[Tool]], str]
+OWN_WORDING = Path(__file__).with_name("instruction.txt")
+
+
+def own_instruction(tools: Sequence[Tool]) -> str:
+    """The system text in this project's wording."""
+    return OWN_WORDING.read_text(encoding="utf-8").rstrip("\n").replace("{tools}", tool_list(tools))
+
+
+def instruction_like(source: str) -> Instruction:
+    """The system text in the wording of a published raw file, its own tool list taken out."""
+    sample = check_example(next(read_rows(source)))["instruction"]
+    head, heading, rest = sample.partition(TOOLS_HEADING)
+    _, gap, tail = rest.partition("\n\n")
+    if not heading or not gap:
+        raise DataError(
+            "has no tool list to replace", f"a {TOOLS_HEADING} section, ended by an empty line", file=source, row=0
+        )
+    return lambda tools: f"{head}{tool_list(tools)}\n\n{tail}"
+
+
+def to_reply(calls: Sequence[dict[str, Any]] | None, response: str | None) -> str:
+    """A turn of the assistant with the placeholder thought that ToolRL's RL rows have."""
+    return render_reply(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
+
+
+def flat_parameters(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{name: {description, type, default}} of a JSON-schema object or of a map that is flat already."""
+    properties = parameters.get("properties", parameters) or {}
+    return {
+        name: {
+            "description": about.get("description", ""),
+            "type": about.get("type", "string"),
+            "default": about.get("default", ""),
+        }
+        for name, about in properties.items()
+        if isinstance(about, Mapping)
+    }

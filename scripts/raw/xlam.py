@@ -1,0 +1,96 @@
+"""xLAM (Salesforce/xlam-function-calling-60k) and data of its form, Hammer's among it: one query, one decision.
+
+    {"query": text, "tools": [{name, description, parameters}], "answers": [{name, arguments}]}
+
+Tools and answers may be JSON texts. With `mask`, function and parameter names become random strings, as Hammer
+(arXiv 2410.04587) trains, so that a policy reads the descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from scripts.raw.decision import Instruction, flat_parameters, to_reply
+from verl.data.rlla import Tool, dialogue
+from verl.errors import DataError
+
+Calls = list[dict[str, Any]]
+Mask = Callable[[list[Tool], Calls], tuple[list[Tool], Calls]]
+
+
+def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> Iterator[dict[str, str]]:
+    """The one example of a row; none where the row makes no call. Raises DataError for a row of another form."""
+    for name in ("query", "tools", "answers"):
+        if not isinstance(row, dict) or name not in row:
+            raise DataError("is missing", "query, tools and answers, as xLAM has them", field=name)
+    tools = [
+        Tool(tool["name"], tool.get("description", ""), flat_parameters(tool.get("parameters") or {}))
+        for tool in _listed(row, "tools")
+    ]
+    calls = [
+        {"name": answer["name"], "parameters": answer.get("arguments", answer.get("parameters", {}))}
+        for answer in _listed(row, "answers")
+    ]
+    if not calls:
+        return
+    if mask:
+        tools, calls = mask(tools, calls)
+    yield {
+        "instruction": instruction(tools),
+        "input": dialogue([f"<user> {row['query'].strip()} </user>"]),
+        "output": to_reply(calls, None),
+    }
+
+
+def _listed(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    value = row[name]
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"is not JSON ({error})", "a list of objects", field=name) from error
+    if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
+        raise DataError("is not a list of objects with a name", field=name)
+    return items
+
+
+def masker(generator: random.Random) -> Mask:
+    """Masks the names of one row: the same name gets the same random string in the tools and in the calls."""
+
+    def mask(tools: list[Tool], calls: Calls) -> tuple[list[Tool], Calls]:
+        taken: set[str] = set()
+        names = _random_names((tool.name for tool in tools), generator, taken)
+        keys = {tool.name: _random_names(tool.parameters, generator, taken) for tool in tools}
+        masked_tools = [
+            Tool(
+                names[tool.name],
+                tool.description,
+                {keys[tool.name][key]: about for key, about in tool.parameters.items()},
+            )
+            for tool in tools
+        ]
+        for call in calls:
+            if call["name"] not in names or not call["parameters"].keys() <= keys[call["name"]].keys():
+                raise DataError(f"calls {call['name']!r} with names that no tool lists", field="answers")
+        masked_calls = [
+            {
+                "name": names[call["name"]],
+                "parameters": {keys[call["name"]][key]: value for key, value in call["parameters"].items()},
+            }
+            for call in calls
+        ]
+        return masked_tools, masked_calls
+
+    return mask
+
+
+def _random_names(names: Iterable[str], generator: random.Random, taken: set[str]) -> dict[str, str]:
+    masks = {}
+    for name in names:
+        while name not in masks or masks[name] in taken:
+            masks[name] = "".join(generator.choices(string.ascii_letters + string.digits, k=generator.randint(4, 10)))
+        taken.add(masks[name])
+    return masks

@@ -1,0 +1,168 @@
+"""The raw file from its sources: hand-made rows in each source's form."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.build_rlla_raw import main
+from scripts.raw import toolace, xlam
+from scripts.raw.decision import instruction_like, own_instruction
+from tests.conftest import real_data
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, to_row
+from verl.data.tasks import to_task
+from verl.errors import DataError
+from verl.utils.reward_score.parsing import parse_gold
+
+FUNCTION = {
+    "name": "Market Trends API",
+    "description": "Trends (all) of a market",
+    "parameters": {
+        "type": "dict",
+        "properties": {"trend_type": {"type": "string", "description": "Which"}, "limit": {"type": "int"}},
+        "required": ["trend_type"],
+    },
+    "required": None,
+}
+TOOLACE_ROW = {
+    "system": f"You can call functions.\nHere they are:\n{json.dumps([FUNCTION])}\nShould you decide to call [..]",
+    "conversations": [
+        {"from": "user", "value": "What moves?"},
+        {"from": "assistant", "value": '[Market Trends API(trend_type="a, (b)", limit=2), Market Trends API()]'},
+        {"from": "tool", "value": '[{"name": "Market Trends API", "results": {"up": 3}}]'},
+        {"from": "assistant", "value": "Three are up."},
+        {"from": "user", "value": "Thanks"},
+        {"from": "assistant", "value": "Welcome."},
+    ],
+}
+XLAM_ROW = {
+    "id": 0,
+    "query": "Live giveaways?",
+    "tools": json.dumps(
+        [
+            {
+                "name": "giveaways",
+                "description": "Live ones",
+                "parameters": {"kind": {"type": "str", "default": "game"}},
+            },
+            {"name": "other", "description": "", "parameters": {}},
+        ]
+    ),
+    "answers": json.dumps([{"name": "giveaways", "arguments": {"kind": "beta"}}]),
+}
+
+
+def test_a_toolace_dialogue_is_split_into_single_decisions() -> None:
+    first, second, third = toolace.decisions(TOOLACE_ROW, own_instruction)
+    assert (
+        'Parameters: {"trend_type": {"description": "Which", "type": "string", "default": ""}' in first["instruction"]
+    )
+    assert first["input"] == "**Dialogue Records History**\n<user> What moves? </user>"
+    assert parse_gold(first["output"]).calls == [
+        {"name": "Market Trends API", "parameters": {"trend_type": "a, (b)", "limit": 2}},
+        {"name": "Market Trends API", "parameters": {}},
+    ]
+    assert second["input"] == (
+        f'{first["input"]}\n\n{first["output"]}\n<obs> [{{"name": "Market Trends API", "results": {{"up": 3}}}}] </obs>'
+    )
+    assert second["output"] == f"<think> {RESPONSE_THOUGHT} </think>\n<response> Three are up. </response>"
+    assert third["input"] == f"{second['input']}\n\n{second['output']}\n\n<user> Thanks </user>"
+    for example in (first, second, third):
+        to_task(to_row(example, "train", 0), "x")  # passes the checks at the door
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[f()]", [{"name": "f", "parameters": {}}]),
+        ('[f(a="x]y)", b=[1, (2)], c={"k": -1.5}, d=True, e=null)]', None),
+        ('[a.b-c d(x=true), g(y="\\"q\\"")]', None),
+        ("[not a call]", []),
+        ("Plain words", []),
+        ("[f(a=1)", []),
+        ("[f(1)]", []),
+        ("[f(**k)]", []),
+        ("[f(a=g(1))]", []),
+        ("[f(a=1) g(b=2)]", []),
+        ("[]", []),
+    ],
+)
+def test_toolace_calls(text: str, calls: list[dict[str, Any]] | None) -> None:
+    wanted = {
+        1: [{"name": "f", "parameters": {"a": "x]y)", "b": [1, 2], "c": {"k": -1.5}, "d": True, "e": None}}],
+        2: [{"name": "a.b-c d", "parameters": {"x": True}}, {"name": "g", "parameters": {"y": '"q"'}}],
+    }
+    expected = calls if calls is not None else wanted[1 if text.startswith("[f") else 2]
+    assert (toolace.parse_calls(text) or []) == expected
+
+
+def test_an_xlam_row_is_one_decision() -> None:
+    (example,) = xlam.decisions(XLAM_ROW, own_instruction)
+    assert 'Parameters: {"kind": {"description": "", "type": "str", "default": "game"}}' in example["instruction"]
+    assert example["input"].endswith("<user> Live giveaways? </user>")
+    assert example["output"].startswith(f"<think> {CALL_THOUGHT} </think>\n<tool_call>\n")
+    assert parse_gold(example["output"]).calls == [{"name": "giveaways", "parameters": {"kind": "beta"}}]
+    to_task(to_row(example, "train", 0), "x")
+
+
+def test_masking_renames_tools_and_parameters_alike() -> None:
+    examples = [next(xlam.decisions(XLAM_ROW, own_instruction, xlam.masker(random.Random(seed)))) for seed in (1, 1, 2)]
+    assert examples[0] == examples[1] != examples[2]
+    text = examples[0]["instruction"] + examples[0]["output"]
+    assert "giveaways" not in text and '"kind"' not in text and "Live ones" in text
+    (call,) = parse_gold(examples[0]["output"]).calls or []
+    assert list(call["parameters"].values()) == ["beta"]
+    to_task(to_row(examples[0], "train", 0), "x")  # the call's new name is the listed one
+
+
+@pytest.mark.parametrize(
+    ("decisions", "bad", "said"),
+    [
+        (toolace.decisions, {"system": "none", "conversations": []}, "lists no functions"),
+        (toolace.decisions, {"system": "[{"}, "field 'conversations': is missing"),
+        (toolace.decisions, TOOLACE_ROW | {"conversations": [{"from": "tool", "value": "x"}]}, "is from 'tool'"),
+        (xlam.decisions, {"query": "x", "tools": "[]"}, "field 'answers': is missing"),
+        (xlam.decisions, XLAM_ROW | {"tools": "{"}, "field 'tools': is not JSON"),
+        (xlam.decisions, XLAM_ROW | {"answers": [1]}, "not a list of objects"),
+    ],
+)
+def test_rows_of_another_form_are_refused(decisions: Any, bad: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        list(decisions(bad, own_instruction))
+
+
+def test_the_wording_can_be_a_published_files() -> None:
+    instruction = instruction_like(str(real_data("toolrl", "rlla_sft.json")))([Tool("mine", "Does it")])
+    assert "1. Name: mine\nDescription: Does it\nParameters: {}\n\n**Steps for Each Turn**" in instruction
+    assert "2. Name:" not in instruction
+
+
+def sources(folder: Path, rows: int) -> list[str]:
+    (folder / "toolace.json").write_text(json.dumps([TOOLACE_ROW] * rows))
+    many = [XLAM_ROW | {"query": f"Query {number}"} for number in range(rows)]
+    (folder / "xlam.jsonl").write_text("\n".join(map(json.dumps, [*many, XLAM_ROW | {"answers": []}, {"query": 1}])))
+    return ["--toolace", str(folder / "toolace.json"), "--xlam", str(folder / "xlam.jsonl")]
+
+
+def test_the_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ["--num-toolace", "6", "--num-hammer", "3", "--num-xlam", "4", "--out"]
+    for name in ("one.json", "two.json"):
+        assert main([*sources(tmp_path, 8), *numbers, str(tmp_path / name)]) == 0
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+    examples = json.loads((tmp_path / "one.json").read_text())
+    queries = [example["input"] for example in examples if "Query" in example["input"]]
+    assert len(examples) == 13 and len(set(queries)) == len(queries) == 7  # no query both masked and plain
+    assert sum("Query" in example["input"] and "giveaways" not in example["output"] for example in examples) == 3
+    said = capsys.readouterr().err
+    assert "makes no call" in said and "tools is missing" in said
+
+
+def test_too_few_rows_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*sources(tmp_path, 2), "--out", str(tmp_path / "raw.json")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "xlam.jsonl: yields 2 usable rows; expected at least 2000" in said
+    assert not (tmp_path / "raw.json").exists()
