@@ -99,7 +99,7 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
         (["--reward", "nowhere:Thing"], "cannot import module 'nowhere'"),
         (["--reward", "gone.py:Thing"], "there is no file 'gone.py'"),
         (["--option", "coarse=maybe"], "must be true or false"),
-        (["--option", "corse=true"], "did you mean 'coarse'?"),
+        (["--option", "coars=true"], "did you mean 'coarse'?"),
         (["--data", "gone.parquet"], "there is no such file"),
     ],
 )

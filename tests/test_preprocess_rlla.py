@@ -72,7 +72,7 @@ def test_strip_thoughts_makes_rl_rows_of_sft_rows() -> None:
 
 
 def test_real_sft_rows_become_rl_rows(tmp_path: Path) -> None:
-    """399 of the 400: one is also a test row. The 22 thoughts that quote a tag no longer matter."""
+    """399 of the 400: one is also a test row. The 17 thoughts that quote a tag no longer matter."""
     test = str(real_data("toolrl", "rlla_test.parquet"))
     source = str(real_data("toolrl", "rlla_sft.json"))
     arguments = ["--input", source, "--local_dir", str(tmp_path), "--test-fraction", "0"]

@@ -332,7 +332,7 @@ def test_strictmatch_warns_once() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"matchign": "optimal"}, "did you mean 'matching'"),
+        ({"coars": True}, "did you mean 'coarse'"),
         ({"matching": "best"}, "greedy or optimal"),
         ({"coarse": "yes"}, "true or false"),
         ({"unwanted_call_penalty": -1}, ">= 0"),

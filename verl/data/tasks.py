@@ -94,7 +94,7 @@ def _check_gold_calls(task: Task) -> None:
     if tools is None:
         return
     for call in calls:
-        if call["name"] not in tools:
+        if call["name"].strip() not in tools:
             listed = ", ".join(map(repr, tools)) or "none"
             raise DataError(f"calls {call['name']!r}, which the prompt does not list", f"one of {listed}", field=field)
 

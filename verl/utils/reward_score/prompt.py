@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from verl.types import Message
 
 TOOLS_HEADING = "**Available Tools**"
-_ENTRY = re.compile(r"^\d+\. Name: (.*?)[ \t]*$", re.MULTILINE)
+_ENTRY = re.compile(r"^\d+\. Name:(.*)$", re.MULTILINE)
 
 
 def listed_tools(prompt: Iterable[Message]) -> tuple[str, ...] | None:
-    """Names in the order of the system message's numbered list; None where no message has ToolRL's tools heading."""
+    """Names, stripped, in the order of the numbered list; None where no system message has ToolRL's tools heading."""
     for message in prompt:
         if message.role == "system" and TOOLS_HEADING in message.content:
-            return tuple(_ENTRY.findall(message.content.partition(TOOLS_HEADING)[2]))
+            return tuple(name.strip() for name in _ENTRY.findall(message.content.partition(TOOLS_HEADING)[2]))
     return None
