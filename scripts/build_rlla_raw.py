@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # scripts/ is not part of the installed package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import instruction_like, own_instruction

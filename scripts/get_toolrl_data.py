@@ -31,6 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
+
 from verl.data.files import replacing
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.data.files import replacing
 from verl.data.rlla import RAW_FIELDS, SCHEMA, check_example, strip_thought, to_row
@@ -45,9 +48,11 @@ class Summary:
     kinds: Counter[str] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: list[int] = field(default_factory=list)
+    prompt_chars: array[int] = field(default_factory=lambda: array("q"))
+    prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, example: dict[str, str]) -> None:
+        self.prompt_chars.append(len(example["instruction"]) + len(example["input"]))
         calls = parse_gold(example["output"]).calls
         response = "<response>" in example["output"]
         kind = ("both" if response else "call only") if calls else ("response only" if response else "neither")
@@ -133,19 +138,21 @@ def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, c
 
 
 def show(summary: Summary, written: dict[Path, int], console: Console) -> None:
-    table = Table("what", "rows", title="Summary", show_lines=False)
+    table = Table("what", "rows", title="Summary")
     for path, rows in written.items():
         table.add_row(f"written to {path}", str(rows))
+    table.add_row("all", str(sum(written.values())), end_section=True)
     for kind, rows in summary.kinds.most_common():
         table.add_row(kind, str(rows))
     for calls, rows in sorted(summary.calls.items()):
         table.add_row(f"{calls} call{'s' * (calls != 1)}", str(rows))
     for why, rows in summary.dropped.most_common():
         table.add_row(f"dropped: {escape(why)}", str(rows))
+    for what, sizes in (("characters", summary.prompt_chars), ("tokens", summary.prompt_tokens)):
+        if sizes:
+            p50, p95, most = np.percentile(sizes, [50, 95, 100])
+            table.add_row(f"prompt {what}: p50, p95, max", f"{p50:.0f}, {p95:.0f}, {most:.0f}")
     console.print(table)
-    if summary.prompt_tokens:
-        p50, p95, most = np.percentile(summary.prompt_tokens, [50, 95, 100])
-        console.print(f"prompt tokens: p50 {p50:.0f}, p95 {p95:.0f}, max {most:.0f}")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

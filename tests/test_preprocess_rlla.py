@@ -91,7 +91,11 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     assert main([*arguments, "--max-prompt-tokens", "500"]) == 0
     said = capsys.readouterr().out
     assert len(split_rows(tmp_path, "train")) == 1
-    assert "dropped: prompt longer than 500 tokens" in said and "prompt tokens: p50" in said
+    assert (
+        "dropped: prompt longer than 500 tokens" in said
+        and "prompt tokens: p50" in said
+        and "prompt characters: p50" in said
+    )
 
 
 @pytest.mark.parametrize(
