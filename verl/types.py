@@ -96,3 +96,14 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token sequence to train on. Nobody shifts: logprobs[t] is log p(token_ids[t] | token_ids[:t])."""
+
+    token_ids: tuple[int, ...]  # [L]
+    action_mask: tuple[bool, ...]  # [L] True where the policy sampled the token
+    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where the mask is False
+    group: int  # samples of one prompt share it
+    reward: float

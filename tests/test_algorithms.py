@@ -1,0 +1,198 @@
+"""Advantages, losses, KL and aggregation: hand-worked numbers, veRL's published functions, and invariances."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.conftest import real_data
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.advantage import Rollouts, gae, group_normalised, grpo, whitened
+from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KL_ESTIMATORS, k1, k2, k3, penalised
+from verl.algorithms.policy_loss import LossInputs, clipped
+from verl.algorithms.value_loss import clipped_value_loss
+from verl.registry import resolve
+
+ONE_SAMPLE = torch.zeros(0, dtype=torch.long)
+
+
+def rollouts(rewards: list[list[float]], groups: list[int], values: list[list[float]] | None = None) -> Rollouts:
+    critics = None if values is None else [torch.tensor(each) for each in values]
+    return Rollouts([torch.tensor(each) for each in rewards], torch.tensor(groups), critics)
+
+
+def test_grpo_by_hand() -> None:
+    # group 0: sums 1 and 3, mean 2, unbiased std sqrt(2); group 1: one sample keeps its reward
+    got = grpo(rollouts([[0.0, 1.0], [1.0, 2.0], [5.0]], [0, 0, 1])).advantages
+    unit = 1 / (math.sqrt(2) + 1e-6)
+    assert torch.cat(got).tolist() == pytest.approx([-unit, -unit, unit, unit, 5 / (1 + 1e-6)])
+
+
+def test_equal_rewards_give_exactly_zero() -> None:
+    assert group_normalised(torch.full((7,), 0.1)).tolist() == [0.0] * 7
+
+
+def test_gae_by_hand() -> None:
+    # delta: 0 + .5*.4 - .2 = 0, then 1 - .4 = .6;  A: 0 + .5*.8*.6 = .24, then .6;  returns = A + V
+    got = gae(rollouts([[0.0, 1.0]], [0], [[0.2, 0.4]]), gamma=0.5, lam=0.8)
+    assert got.returns is not None and got.returns[0].tolist() == pytest.approx([0.44, 1.0])
+    assert torch.cat(got.advantages).tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-4)
+
+
+def test_whitening_is_over_all_tokens_together() -> None:
+    white = torch.cat(whitened([torch.tensor([1.0]), torch.tensor([2.0, 6.0])]))
+    assert (float(white.mean()), float(white.var())) == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+def loss_of(log_ratio: float, advantage: float, **settings: Any) -> tuple[float, float]:
+    logprobs = torch.tensor([log_ratio], requires_grad=True)
+    inputs = LossInputs(logprobs, torch.zeros(1), torch.tensor([advantage]), ONE_SAMPLE)
+    loss = clipped(inputs, **settings).loss_T.sum()
+    loss.backward()
+    assert logprobs.grad is not None
+    return float(loss.detach()), float(logprobs.grad)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "settings", "loss", "gradient"),
+    [
+        (1.0, 2.0, {}, -2.0, -2.0),
+        (1.5, 2.0, {}, -2.4, 0.0),  # clipped above: nothing more to gain
+        (0.5, 2.0, {}, -1.0, -1.0),  # the pessimistic side is never clipped
+        (0.5, -2.0, {}, 1.6, 0.0),
+        (1.5, -2.0, {}, 3.0, 3.0),
+        (1.25, 2.0, {"clip_high": 0.28}, -2.5, -2.5),  # clip-higher leaves room
+        (4.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, settings: Any, loss: float, gradient: float) -> None:
+    assert loss_of(math.log(ratio), advantage, **settings) == pytest.approx((loss, gradient), abs=1e-5)
+
+
+def test_kl_by_hand() -> None:
+    p, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
+    assert [float(estimate(p, ref)) for estimate in (k1, k2, k3)] == pytest.approx([0.5, 0.125, math.exp(-0.5) - 0.5])
+    assert float(k3(torch.tensor([-100.0]), torch.tensor([0.0]))) == 10.0
+    assert float(penalised(torch.tensor([1.0]), p, ref, 0.1)) == pytest.approx(0.95)
+
+
+def test_value_loss_by_hand() -> None:
+    values = torch.tensor([2.0], requires_grad=True)
+    loss, clipped_share = clipped_value_loss(values, torch.tensor([0.0]), torch.tensor([2.0]), clip=0.5)
+    assert (loss.item(), clipped_share.item()) == (0.5 * 1.5**2, 1.0)  # held at 0.5, return 2
+
+
+def test_weights_by_hand() -> None:
+    lengths = torch.tensor([1, 3, 0])
+    weights = {mode: sample_weights(mode, lengths, constant_length=10.0).tolist() for mode in Aggregation}
+    assert weights == {
+        Aggregation.TOKEN_MEAN: [0.25, 0.25, 0.0],
+        Aggregation.TOKEN_SUM: [1.0, 1.0, 0.0],
+        Aggregation.SEQ_MEAN_TOKEN_SUM: [0.5, 0.5, 0.0],
+        Aggregation.SEQ_MEAN_TOKEN_MEAN: pytest.approx([1 / 2, 1 / 6, 0.0]),
+        Aggregation.SEQ_MEAN_TOKEN_SUM_NORM: pytest.approx([1 / 20, 1 / 20, 0.0]),
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_preset_is_an_algorithm_of_its_name(name: str) -> None:
+    algorithm = resolve("algorithm", name, ALGORITHMS)
+    assert isinstance(algorithm, Algorithm) and algorithm.name == name
+
+
+class Published:
+    """veRL 0.9.1's outputs on one batch; rows x tokens are flattened to trained tokens, as ours are."""
+
+    def __init__(self) -> None:
+        with np.load(real_data("parity", "algorithms.npz")) as arrays:
+            self.arrays = {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
+        self.mask = self.arrays["in/mask"].bool()
+
+    def __getitem__(self, name: str) -> Tensor:
+        array = self.arrays[name]
+        return array[self.mask] if array.shape == self.mask.shape else array
+
+    def rows(self, name: str) -> list[Tensor]:
+        return [row[kept] for row, kept in zip(self.arrays[name], self.mask, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def published() -> Published:
+    return Published()
+
+
+def assert_close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got.to(wanted.dtype), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_advantages_equal_verls(published: Published) -> None:
+    batch = Rollouts(published.rows("in/rewards"), published["in/index"], published.rows("in/values"))
+    assert_close(torch.cat(grpo(batch).advantages), published["adv/grpo/advantages"])
+    for gamma, lam in ((1.0, 1.0), (0.99, 0.95)):
+        got = gae(batch, gamma, lam)
+        assert got.returns is not None
+        assert_close(torch.cat(got.advantages), published[f"adv/gae_g{gamma:g}_l{lam:g}/advantages"])
+        assert_close(torch.cat(got.returns), published[f"adv/gae_g{gamma:g}_l{lam:g}/returns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "dual"),
+    [("vanilla/token-mean", 0.2, 0.2, 3.0), ("clip_higher", 0.2, 0.28, 3.0), ("dual_clip_c1.5", 0.2, 0.2, 1.5)],
+)
+def test_clipped_loss_equals_verls(published: Published, name: str, low: float, high: float, dual: float) -> None:
+    logprobs = published["in/logp"].clone().requires_grad_()
+    token = clipped(LossInputs(logprobs, published["in/old"], published["in/advantages"], ONE_SAMPLE), low, high, dual)
+    token.loss_T.mean().backward()
+    assert logprobs.grad is not None
+    assert_close(token.loss_T.mean().detach(), published[f"loss/{name}/value"])
+    assert_close(logprobs.grad, published[f"loss/{name}/grad"])
+    assert_close(token.metrics_T["clip_fraction"].mean(), published[f"loss/{name}/metric/pg_clipfrac"])
+    assert_close(token.metrics_T["ppo_kl"].mean(), published[f"loss/{name}/metric/ppo_kl"])
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_equals_verls(published: Published, name: str) -> None:
+    logprobs = published["in/logp"].clone().requires_grad_()
+    value = KL_ESTIMATORS[name](logprobs, published["in/ref"])
+    value.sum().backward()
+    assert logprobs.grad is not None
+    assert_close(value.detach(), published[f"kl/{name}/value"])
+    assert_close(logprobs.grad, published[f"kl/{name}/grad"])
+
+
+@pytest.mark.parametrize("mode", Aggregation)
+@pytest.mark.parametrize(("suffix", "length"), [("", 24), ("/factor", 100)])
+def test_aggregation_equals_verls(published: Published, mode: Aggregation, suffix: str, length: int) -> None:
+    weights = sample_weights(mode, published.mask.sum(1), length)
+    got = sum((row.double() * weight).sum() for row, weight in zip(published.rows("in/loss_mat"), weights, strict=True))
+    assert_close(torch.as_tensor(got), published[f"agg/{mode}{suffix}/value"])
+
+
+def test_value_loss_equals_verls(published: Published) -> None:
+    values = published["in/vpreds"].clone().requires_grad_()
+    loss, share = clipped_value_loss(values, published["in/values"], published["in/returns"], clip=0.5)
+    loss.mean().backward()
+    assert values.grad is not None
+    assert_close(loss.mean().detach(), published["value_loss/clip0.5/value"])
+    assert_close(values.grad, published["value_loss/clip0.5/grad"])
+    assert_close(share.mean(), published["value_loss/clip0.5/frac"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 4)), min_size=1, max_size=12), st.randoms())
+def test_the_order_of_samples_does_not_matter(samples: list[tuple[int, float]], random: Any) -> None:
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    straight = grpo(rollouts([[reward] for _, reward in samples], [group for group, _ in samples])).advantages
+    shuffled = grpo(rollouts([[samples[i][1]] for i in order], [samples[i][0] for i in order])).advantages
+    for place, index in enumerate(order):
+        torch.testing.assert_close(shuffled[place], straight[index], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,90 @@
+"""The training engine on real processes: one rank and two give the same losses, gradients, weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.test_packing import random_samples, tiny_model
+from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.data.packing import assign, make_units, pack
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, published_names
+from verl.workers.optim import OptimizerSettings, learning_rate_factor
+
+MAX_TOKENS = 60
+
+
+def policy_loss(module: Any, packed: Any) -> Any:
+    output = module(packed, 0.7, True)
+    weights = packed.columns["weight"]
+    return (-(output.logprobs + 0.1 * output.entropy) * weights).sum(), {"entropy": (output.entropy * weights).sum()}
+
+
+def critic_loss(module: Any, packed: Any) -> Any:
+    return ((module(packed) - 1.0).square() * packed.columns["weight"]).sum(), {}
+
+
+def train(rank: int, world: int, folder: str, kind: str) -> None:
+    """Two updates of a policy and a critic on this rank's packs; rank 0 writes what came out."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    samples = random_samples(5, group_sizes=(4, 1, 3, 2))
+    counts = torch.tensor([sum(each.action_mask) for each in samples])
+    weights = sample_weights(Aggregation.SEQ_MEAN_TOKEN_MEAN, counts)
+    columns = {"weight": [weight.repeat(len(each.token_ids)) for weight, each in zip(weights, samples, strict=True)]}
+    dealt = assign(make_units(samples, True, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
+    packs = [pack(units, samples, columns) for units in dealt[rank::world]]
+    settings = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
+    outcome: dict[str, Any] = {}
+    for name, wrapper, loss in (("policy", PackedPolicy, policy_loss), ("critic", PackedCritic, critic_loss)):
+        module = wrapper(tiny_model(kind, True, torch.float64))
+        engine = FSDPEngine(module, decoder_layers(module), mesh, settings, compute_dtype=torch.float64)
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        outcome[name] = [engine.update(packs, loss) for _ in range(2)]
+        named = published_names(module) if isinstance(module, PackedPolicy) else module.named_parameters()
+        outcome[f"{name} weights"] = {key: full.clone() for key, full in engine.export_weights(named)}
+    if rank == 0:
+        torch.save(outcome, f"{folder}/outcome.pt")
+    dist.destroy_process_group()
+
+
+def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
+    folder.mkdir()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    mp.spawn(train, args=(world, str(folder), kind), nprocs=world)
+    outcome: dict[str, Any] = torch.load(folder / "outcome.pt")
+    return outcome
+
+
+@pytest.mark.parametrize("kind", ["qwen2"])
+def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
+    one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind)
+    for name in ("policy", "critic"):
+        for alone, together in zip(one[name], two[name], strict=True):
+            assert together == pytest.approx(alone, rel=1e-6)
+        for key, weight in one[f"{name} weights"].items():
+            torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=1e-9)
+    assert one["policy"][1]["loss"] < one["policy"][0]["loss"]
+    assert one["critic"][1]["loss"] < one["critic"][0]["loss"] == pytest.approx(1.0)  # values start at zero
+
+
+def test_exported_weights_name_the_tied_head() -> None:
+    names = [name for name, _ in published_names(PackedPolicy(tiny_model("qwen2", True, torch.float32)))]
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(names)
+
+
+def test_learning_rate_by_hand() -> None:
+    cosine = OptimizerSettings(warmup_steps=2, schedule="cosine", total_steps=6, min_lr_ratio=0.1)
+    factors = [learning_rate_factor(cosine, step) for step in (0, 1, 2, 4, 6, 99)]
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.1, 0.1])
+    assert learning_rate_factor(OptimizerSettings(), 1000) == 1.0

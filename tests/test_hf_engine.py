@@ -1,0 +1,98 @@
+"""The transformers engine: its log-probs are the trainer's, before and after new weights; requests are repeatable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.test_packing import VOCABULARY, tiny_model
+from verl.data.packing import make_units, pack
+from verl.rollout.engine import Sampling
+from verl.rollout.hf_engine import HFEngine
+from verl.types import Completion, FinishReason, Sample
+from verl.workers.model import PackedPolicy, published_names
+
+PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+
+
+def rollout_model() -> PreTrainedModel:
+    model = tiny_model("qwen2", tied=True, dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def generate(engine: HFEngine, prompts: Sequence[Sequence[int]], *samplings: Sampling) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(*each) for each in zip(prompts, samplings, strict=True)))
+
+    return asyncio.run(together())
+
+
+def trainer_logprobs(
+    policy: PackedPolicy, prompt: Sequence[int], reply: Sequence[int], temperature: float
+) -> list[float]:
+    ids = (*prompt, *reply)
+    mask = (False,) * len(prompt) + (True,) * len(reply)
+    sample = Sample(ids, mask, (0.0,) * len(ids), 0, 0.0)
+    packed = pack(make_units([sample], False, 1000), [sample])
+    with torch.no_grad():
+        logprobs: list[float] = policy(packed, temperature, False).logprobs.tolist()
+    return logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(temperature: float) -> None:
+    engine, policy = HFEngine(rollout_model()), PackedPolicy(tiny_model("qwen2", True, torch.float32))
+    for version in (0, 1):
+        if version:
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.add_(0.5 * torch.randn_like(parameter))
+            engine.load_weights(version, published_names(policy))
+        samplings = [Sampling(12, temperature, seed=seed) for seed in range(3)]
+        for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, *samplings), strict=True):
+            assert completion.weight_version == version and len(completion.token_ids) == 12
+            wanted = trainer_logprobs(policy, prompt, completion.token_ids, temperature)
+            assert list(completion.logprobs) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_seeded_request_does_not_depend_on_its_batch() -> None:
+    engine = HFEngine(rollout_model())
+    samplings = [Sampling(8, seed=seed) for seed in (1, 2, 3)]
+    together = generate(engine, PROMPTS, *samplings)
+    alone = [generate(engine, [prompt], sampling)[0] for prompt, sampling in zip(PROMPTS, samplings, strict=True)]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert generate(engine, PROMPTS[:1], Sampling(8, seed=4))[0].token_ids != alone[0].token_ids
+
+
+def test_greedy_takes_the_likeliest_token_and_stops_where_told() -> None:
+    model = rollout_model()
+    (free,) = generate(HFEngine(model), [PROMPTS[0]], Sampling(6, temperature=0.0))
+    ids = torch.tensor([PROMPTS[0]])
+    for token in free.token_ids:
+        assert int(model(ids).logits[0, -1].argmax()) == token
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+    stop = free.token_ids[2]
+    (stopped,) = generate(HFEngine(model), [PROMPTS[0]], Sampling(6, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert (free.finish_reason, stopped.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_samples_follow_the_distribution() -> None:
+    model = rollout_model()
+    drawn = generate(HFEngine(model, 500), [[5]] * 500, *(Sampling(1, 0.5, seed=seed) for seed in range(500)))
+    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in drawn]), minlength=VOCABULARY) / 500
+    with torch.no_grad():
+        probabilities = (model(torch.tensor([[5]])).logits[0, -1] / 0.5).softmax(-1)
+    assert float((counts - probabilities).abs().max()) < 0.05
+
+
+def test_a_failure_reaches_every_one_who_asked() -> None:
+    with pytest.raises(IndexError):
+        generate(HFEngine(rollout_model()), [[10**6]], Sampling(1))
+    with pytest.raises(KeyError):
+        HFEngine(rollout_model()).load_weights(1, [("no.such.weight", torch.zeros(1))])

@@ -1,0 +1,97 @@
+"""Advantages: how much better each trained token was than expected.
+
+Every estimator maps a `Rollouts` to an `Advantages`. Masked tokens (prompts, observations) do not exist here: the
+tensors hold trained tokens alone, so nothing has to skip them. Shape legend: B samples, G samples of one prompt, L
+trained tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-6
+_WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What an estimator sees of a batch."""
+
+    token_rewards: list[Tensor]  # [B][L]; a sample's reward is the sum
+    group_B: Tensor  # [B] which prompt each sample answers
+    values: list[Tensor] | None = None  # [B][L] the critic's estimates, where there is a critic
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages, and the returns that the critic learns, where there is one."""
+
+    advantages: list[Tensor]  # [B][L]
+    returns: list[Tensor] | None = None  # [B][L]
+
+
+AdvantageEstimator = Callable[[Rollouts], Advantages]
+
+
+def group_normalised(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
+    """[G] (r - mean) / (std + 1e-6), unbiased std: GRPO (arXiv 2402.03300, eq. in 4.1.2; veRL and ToolRL take n - 1).
+
+    A group of one keeps its reward (mean 0, std 1), as in veRL. Equal rewards give exactly zero.
+    """
+    if rewards_G.numel() == 1:
+        return rewards_G / (1.0 + _EPSILON) if divide_by_std else rewards_G
+    if bool((rewards_G == rewards_G[0]).all()):
+        return torch.zeros_like(rewards_G)  # the rounding of a mean must not become a signal
+    centred_G = rewards_G - rewards_G.mean()
+    return centred_G / (rewards_G.std() + _EPSILON) if divide_by_std else centred_G
+
+
+def per_group(rollouts: Rollouts, estimate: Callable[[Tensor], Tensor]) -> Advantages:
+    """Each sample's group estimate on all of its tokens."""
+    rewards_B = torch.stack([rewards_L.sum() for rewards_L in rollouts.token_rewards])
+    advantages_B = torch.empty_like(rewards_B)
+    for group in rollouts.group_B.unique():
+        members_B = rollouts.group_B == group
+        advantages_B[members_B] = estimate(rewards_B[members_B])
+    spread = zip(advantages_B, rollouts.token_rewards, strict=True)
+    return Advantages([advantage.expand(len(rewards_L)) for advantage, rewards_L in spread])
+
+
+def grpo(rollouts: Rollouts) -> Advantages:
+    """Rewards normalised within the group of each prompt (arXiv 2402.03300)."""
+    return per_group(rollouts, group_normalised)
+
+
+def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+    """Generalised advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t, with V = 0 after the last token
+    A_t = delta_t + gamma * lam * A_{t+1};  the critic learns A_t + V_t, before whitening
+    """
+    assert rollouts.values is not None, "GAE needs a critic"
+    raw = [_gae_of_one(r, v, gamma, lam) for r, v in zip(rollouts.token_rewards, rollouts.values, strict=True)]
+    returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
+    return Advantages(whitened(raw), returns)
+
+
+def _gae_of_one(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
+    advantages_L = torch.zeros_like(values_L)
+    next_value, running = torch.zeros(()), torch.zeros(())
+    for t in reversed(range(len(values_L))):
+        delta = rewards_L[t] + gamma * next_value - values_L[t]
+        running = delta + gamma * lam * running
+        advantages_L[t] = running
+        next_value = values_L[t]
+    return advantages_L
+
+
+def whitened(tokens: list[Tensor]) -> list[Tensor]:
+    """The same lists with mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8)."""
+    flat_T = torch.cat(tokens)
+    variance = flat_T.var() if flat_T.numel() > 1 else torch.ones(())
+    white_T = (flat_T - flat_T.mean()) * torch.rsqrt(variance + _WHITEN_EPSILON)
+    return list(white_T.split([len(each) for each in tokens]))

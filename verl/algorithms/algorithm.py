@@ -1,0 +1,45 @@
+"""What an algorithm is: a value made of an advantage, a policy loss, an aggregation and the place of the KL term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from verl.algorithms.advantage import AdvantageEstimator
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.policy_loss import PolicyLoss
+
+
+class KLPlacement(StrEnum):
+    """The one place where divergence from the reference is paid for. No reference model is built for NONE."""
+
+    NONE = "none"
+    REWARD = "reward"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class KLTerm:
+    """Where, how and how strongly the policy is held to the reference."""
+
+    placement: KLPlacement = KLPlacement.NONE
+    estimator: str = "k1"  # k1 in the reward; k1, k2 or k3 in the loss
+    coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert (self.placement is KLPlacement.NONE) == (self.coefficient == 0.0)
+        assert self.placement is not KLPlacement.REWARD or self.estimator == "k1"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm. A preset file holds one such value; overrides replace its fields."""
+
+    name: str
+    paper: str
+    advantage: AdvantageEstimator
+    policy_loss: PolicyLoss
+    aggregation: Aggregation
+    kl: KLTerm = KLTerm()
+    entropy_coefficient: float = 0.0
+    needs_critic: bool = False

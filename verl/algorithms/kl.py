@@ -1,0 +1,47 @@
+"""Estimators of the divergence between two policies from the log-probs of sampled tokens (after J. Schulman).
+
+With r = log p_ref - log p, for a token drawn from p:
+
+    k1 = -r               unbiased, can be negative; its gradient has mean zero, so it belongs in the reward
+    k2 = r^2 / 2          biased, low variance, with the right gradient
+    k3 = e^r - r - 1      unbiased, never negative
+
+Shape legend: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+
+def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """[T] log p - log p_ref."""
+    return logprobs_T - ref_logprobs_T
+
+
+def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """[T] half the squared log ratio."""
+    return 0.5 * (logprobs_T - ref_logprobs_T).square()
+
+
+def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """[T] e^r - r - 1, the log ratio held within 20 and the value within 10, as in veRL: one outlier must not win."""
+    log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (log_ratio_T.exp() - log_ratio_T - 1.0).clamp(-_MAX_K3, _MAX_K3)
+
+
+KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def penalised(rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coefficient: float) -> Tensor:
+    """[T] token rewards less coefficient * k1: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""
+    with torch.no_grad():
+        return rewards_T - coefficient * k1(logprobs_T, ref_logprobs_T)

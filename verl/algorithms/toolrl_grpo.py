@@ -1,0 +1,21 @@
+"""GRPO as ToolRL's script really runs it (arXiv 2504.13958; the paper says "no KL", the code keeps it).
+
+k1 paid for in the reward at 0.001 per token, so that it enters the group's sums; token mean; entropy bonus 0.001.
+"""
+
+from functools import partial
+
+from verl.algorithms.advantage import grpo
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.policy_loss import clipped
+
+TOOLRL_GRPO = Algorithm(
+    name="toolrl_grpo",
+    paper="arXiv 2504.13958",
+    advantage=grpo,
+    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
+    aggregation=Aggregation.TOKEN_MEAN,
+    kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
+    entropy_coefficient=0.001,
+)

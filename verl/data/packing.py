@@ -1,0 +1,159 @@
+"""Samples to packs: token-balanced, without padding, a common prompt held once.
+
+    samples --units--> lists of samples with one prefix --assign--> packs of at most max_tokens --pack--> PackedBatch
+
+GRPO trains n replies of one prompt; ordinary packing computes the prompt n times. Here a unit holds it once, and every
+reply attends to it and to itself. Packing without sharing is the case of one sample a unit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from verl.batch import PackedBatch, Segment
+from verl.errors import ConfigError
+from verl.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Samples (by their index in the mini-batch) that share their first `prefix` tokens."""
+
+    samples: tuple[int, ...]
+    prefix: int
+    num_tokens: int  # prefix once, plus what each sample has beyond it
+
+
+def first_action(sample: Sample) -> int:
+    """Position of the first trained token; the length of the sample where there is none."""
+    return sample.action_mask.index(True) if True in sample.action_mask else len(sample.token_ids)
+
+
+def make_units(samples: Sequence[Sample], share_prefix: bool, max_tokens: int) -> list[Unit]:
+    """One unit per group of samples with a common prefix before their first trained tokens; groups too large are split.
+
+    Raises ConfigError if a single sample has more than max_tokens.
+    """
+    for sample in samples:
+        if len(sample.token_ids) > max_tokens:
+            raise ConfigError(
+                f"a sample has {len(sample.token_ids)} tokens, but a pack holds {max_tokens}; "
+                "raise max_tokens_per_pack or lower the prompt or response length"
+            )
+    if not share_prefix:
+        return [Unit((index,), 0, len(sample.token_ids)) for index, sample in enumerate(samples)]
+    in_groups = sorted(range(len(samples)), key=lambda index: samples[index].group)
+    units = []
+    for _, members in groupby(in_groups, key=lambda index: samples[index].group):
+        units += _split(list(members), samples, max_tokens)
+    return units
+
+
+def _split(members: list[int], samples: Sequence[Sample], max_tokens: int) -> list[Unit]:
+    if len(members) == 1:
+        return [Unit((members[0],), 0, len(samples[members[0]].token_ids))]
+    heads = [samples[index].token_ids[: first_action(samples[index])] for index in members]
+    prefix = _common_length(heads)
+    units: list[Unit] = []
+    taken: list[int] = []
+    num_tokens = prefix
+    for index in members:
+        own = len(samples[index].token_ids) - prefix
+        if taken and num_tokens + own > max_tokens:
+            units.append(Unit(tuple(taken), prefix, num_tokens))
+            taken, num_tokens = [], prefix
+        taken.append(index)
+        num_tokens += own
+    return [*units, Unit(tuple(taken), prefix, num_tokens)]
+
+
+def _common_length(rows: Sequence[tuple[int, ...]]) -> int:
+    low, high = min(rows), max(rows)  # what the first and the last in order share, all share
+    return next(
+        (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
+    )
+
+
+def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[list[Unit]]:
+    """Units dealt to packs of at most max_tokens, as even as largest-first allows; a multiple of num_ranks packs.
+
+    Every rank must run the same number of packs, because each is a collective; a pack may be empty if units are few.
+    """
+    num_packs = max(1, math.ceil(sum(unit.num_tokens for unit in units) / max_tokens))
+    num_packs = math.ceil(num_packs / num_ranks) * num_ranks
+    while (packs := _deal(units, num_packs, max_tokens)) is None:
+        num_packs += num_ranks
+    return packs
+
+
+def _deal(units: Sequence[Unit], num_packs: int, max_tokens: int) -> list[list[Unit]] | None:
+    packs: list[list[Unit]] = [[] for _ in range(num_packs)]
+    loads = [(0, number) for number in range(num_packs)]
+    for unit in sorted(units, key=lambda unit: -unit.num_tokens):
+        load, number = heapq.heappop(loads)
+        if load + unit.num_tokens > max_tokens:
+            return None
+        packs[number].append(unit)
+        heapq.heappush(loads, (load + unit.num_tokens, number))
+    return packs
+
+
+def pack(
+    units: Sequence[Unit], samples: Sequence[Sample], columns: Mapping[str, Sequence[Tensor]] | None = None
+) -> PackedBatch:
+    """Lay the units' tokens end to end.
+
+    columns: per name one [L] tensor per sample of the mini-batch, aligned with its token_ids; only trained positions of
+    the pack's own samples are kept. A sample whose first token is trained has nothing to predict it from: an assertion.
+    Without units the pack is one token that trains nothing.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    source: list[int] = []
+    chosen: list[tuple[int, int]] = []  # (sample, position) of every trained token
+
+    def add(ids: Sequence[int], first_position: int, prefix: int | None) -> int:
+        start = len(tokens)
+        tokens.extend(ids)
+        positions.extend(range(first_position, first_position + len(ids)))
+        segments.append(Segment(start, len(tokens), prefix))
+        return start
+
+    for unit in units:
+        shared_start, shared = 0, None
+        if unit.prefix:
+            shared = len(segments)
+            shared_start = add(samples[unit.samples[0]].token_ids[: unit.prefix], 0, None)
+        for index in unit.samples:
+            sample = samples[index]
+            start = (
+                add(sample.token_ids[unit.prefix :], unit.prefix, shared) if len(sample.token_ids) > unit.prefix else 0
+            )
+            for position in (t for t, trained in enumerate(sample.action_mask) if trained):
+                before = position - 1
+                assert before >= 0, "the first token of a sample cannot be trained"
+                in_prefix = before < unit.prefix
+                source.append(shared_start + before if in_prefix else start + before - unit.prefix)
+                chosen.append((index, position))
+    if not tokens:
+        add([0], 0, None)  # an empty pack still takes part in the ranks' collectives
+    return PackedBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.long),
+        position_ids=torch.tensor(positions, dtype=torch.long),
+        segments=tuple(segments),
+        source=torch.tensor(source, dtype=torch.long),
+        target=torch.tensor([samples[index].token_ids[t] for index, t in chosen], dtype=torch.long),
+        sample=torch.tensor([index for index, _ in chosen], dtype=torch.long),
+        columns={
+            name: torch.stack([rows[index][t] for index, t in chosen]) if chosen else torch.empty(0)
+            for name, rows in (columns or {}).items()
+        },
+    )

@@ -1,0 +1,93 @@
+"""The models that are trained, over packs: a policy that gives log-probs and a critic that gives values.
+
+Each is one module whose forward does everything, so that FSDP gathers what the forward needs, the output head included.
+Shape legend: A trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl.batch import PackedBatch
+from verl.errors import ConfigError
+from verl.workers import attention
+from verl.workers.logprobs import token_logprobs
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says of each trained token."""
+
+    logprobs: Tensor  # [A]
+    entropy: Tensor | None  # [A], where it was asked for
+
+
+def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A decoder-only model from a folder or a hub name, set up for packs. Raises ConfigError if there is none."""
+    attention.register()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention.PACKED
+        )
+    except (OSError, ValueError) as error:
+        kind = "folder" if Path(path).exists() else "name"
+        raise ConfigError(f"model.path: the {kind} {path!r} holds no causal language model ({error})") from error
+
+
+def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
+    """[A, E] the last hidden states from which the trained tokens are predicted."""
+    output = decoder(
+        input_ids=packed.token_ids[None],
+        position_ids=packed.position_ids[None],
+        use_cache=False,  # with a cache transformers would take the pack for one sequence
+        segments=packed.segments,
+    )
+    states_TE: Tensor = output.last_hidden_state[0]
+    return states_TE[packed.source]
+
+
+class PackedPolicy(nn.Module):
+    """A causal language model that scores the trained tokens of a pack."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
+        hidden_AE = hidden_states(self.model.get_decoder(), packed)
+        head_VE = self.model.get_output_embeddings().weight
+        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, temperature, with_entropy))
+
+
+class PackedCritic(nn.Module):
+    """The same decoder with a value head that starts at zero: [A] the value of the state before each trained token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.decoder = model.get_decoder()
+        self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=model.dtype)
+        nn.init.zeros_(self.value_head.weight)
+
+    def forward(self, packed: PackedBatch) -> Tensor:
+        values_A: Tensor = self.value_head(hidden_states(self.decoder, packed)).squeeze(-1)
+        return values_A.float()
+
+
+def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
+    """The layers that are sharded one by one."""
+    decoder = module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
+    return list(decoder.layers)
+
+
+def published_names(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name in transformers' and vLLM's spelling, parameter), aliases of tied weights included.
+
+    An engine that is not told of a tied head keeps the old one without a word, so every alias is named.
+    """
+    yield from policy.model.named_parameters(remove_duplicate=False)

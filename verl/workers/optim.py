@@ -1,0 +1,46 @@
+"""The optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW with decoupled weight decay; the learning rate warms up linearly, then stays or falls along a cosine."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    total_steps: int = 0  # where the cosine ends; used by it alone
+    min_lr_ratio: float = 0.0
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> tuple[AdamW, LambdaLR]:
+    """The optimizer and its scheduler, to be stepped together."""
+    optimizer = AdamW(
+        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(settings, step))
+
+
+def learning_rate_factor(settings: OptimizerSettings, step: int) -> float:
+    """Share of the learning rate used by the update after `step` updates; the first of a warm-up is not zero."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return 1.0
+    span = max(1, settings.total_steps - settings.warmup_steps)
+    done = min(1.0, (step - settings.warmup_steps) / span)
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
