@@ -1,6 +1,6 @@
 """The nouns that travel through the house, one small frozen dataclass each. Imports no torch.
 
-    Task -> Trajectory -> Score
+    Task -> Trajectory -> TrajectoryGroup (with Scores) -> Sample
 
 Shape legend: P prompts, G rollouts per prompt, L tokens of one completion.
 """
@@ -96,6 +96,16 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """The G rollouts of one prompt, scored; `rewards` is what is trained on, after any shaping within the group."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]  # [G]
+    scores: tuple[Score, ...]  # [G]
+    rewards: tuple[float, ...]  # [G]
 
 
 @dataclass(frozen=True, slots=True)

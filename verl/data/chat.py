@@ -1,0 +1,40 @@
+"""Messages to tokens and back: the model's own chat template, applied once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.types import Message
+
+
+@dataclass(frozen=True)
+class ChatCodec:
+    """A tokenizer with a chat template."""
+
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.chat_template is None:
+            raise ConfigError("model.tokenizer has no chat template; give a tokenizer of an instruction-tuned model")
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("model.tokenizer has no end-of-turn token (eos_token)")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The token that ends the assistant's turn."""
+        return (self.tokenizer.eos_token_id,)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The messages under the chat template, with the head of the assistant's turn."""
+        ids = self.tokenizer.apply_chat_template(
+            [asdict(message) for message in messages], add_generation_prompt=True, return_dict=False
+        )
+        return tuple(ids)
+
+    def reply_text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, without special tokens."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,24 @@
+"""One worker in this very process: for tests, and for runs too small to need more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class LocalGroup:
+    """A WorkerGroup of one."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [function(self._worker, *args)]
+
+    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+        (shard,) = shards
+        return [function(self._worker, shard, *args)]

@@ -1,0 +1,1 @@
+"""The control layer: one loop for every algorithm."""
