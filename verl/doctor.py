@@ -1,0 +1,238 @@
+"""`python -m verl.doctor`: can this machine train, and if not, what is to be done?
+
+`--quick` looks at versions alone (well under a second); `--no-vllm` leaves out the start of a real engine. The exit
+code is 1 when training cannot work here, else 0. Only the standard library is imported, so that a broken environment
+can be examined too; vLLM is started in a process of its own, with a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.utils.versions import SET_UP, Check, Flavour, check_all, find_flavour, find_gpus
+
+GIB = 1024**3
+DISK_WARN_GIB = 10  # an environment and one checkpoint of a small model
+DISK_FAIL_GIB = 1
+MEMORY_WARN_GIB = 8
+SHM_WARN_GIB = 1  # weights go from the trainer to vLLM through it
+VLLM_DEADLINE_S = 300.0  # a start takes 15 to 60 s, more on a busy machine
+TINY_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+def check_device(flavour: Flavour) -> Check:
+    """The device that training would use."""
+    gpus = find_gpus()
+    forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
+    if flavour == "gpu" and not gpus:
+        return Check("device", "fail", f"no NVIDIA GPU answers{forced}", "see what `nvidia-smi -L` says, or unset it")
+    if gpus and flavour == "gpu":
+        return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
+    return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
+
+
+def check_disk(folder: Path) -> Check:
+    """Room for the environment, checkpoints and logs."""
+    free = shutil.disk_usage(folder).free / GIB
+    found = f"{free:.1f} GiB free in {folder}"
+    if free >= DISK_WARN_GIB:
+        return Check("disk", "ok", found)
+    mend = f"free some; {DISK_WARN_GIB} GiB hold the environment and a small model's checkpoints"
+    return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, mend)
+
+
+def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
+    """Memory that is free for us: the machine's, or the container's limit if that is less."""
+    if not meminfo.is_file():
+        return Check("memory", "note", "unknown: this system has no /proc/meminfo")
+    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    cap = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
+    free = min(available, int(cap) if cap.isdigit() else available) / GIB
+    if free >= MEMORY_WARN_GIB:
+        return Check("memory", "ok", f"{free:.1f} GiB available")
+    return Check("memory", "warn", f"{free:.1f} GiB available", f"below {MEMORY_WARN_GIB} GiB: use a small model")
+
+
+def check_shm(folder: Path = Path("/dev/shm")) -> Check:
+    """Shared memory, through which weights and Ray's objects travel."""
+    if not folder.is_dir():
+        return Check("/dev/shm", "warn", "not there", "weights will travel through the disk, more slowly")
+    free = shutil.disk_usage(folder).free / GIB
+    if free >= SHM_WARN_GIB:
+        return Check("/dev/shm", "ok", f"{free:.1f} GiB free")
+    return Check(
+        "/dev/shm", "warn", f"{free:.1f} GiB free", "in a container: start it with --shm-size=8g or --ipc=host"
+    )
+
+
+def check_isolation() -> list[Check]:
+    """What could confine untrusted code. For information: the sandbox says itself what it found and used."""
+    packages = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-linux"}
+    return [*(_check_tool(tool, package) for tool, package in packages.items()), _check_user_namespaces()]
+
+
+def _check_tool(tool: str, package: str) -> Check:
+    path = shutil.which(tool)
+    if path:
+        return Check(tool, "note", path)
+    return Check(tool, "note", "not found", f"for a tighter sandbox: install the system package {package}")
+
+
+def _check_user_namespaces() -> Check:
+    try:
+        tried = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False, timeout=10)
+        works = tried.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        works = False
+    mend = "a container needs a seccomp profile that allows them; on a host see user.max_user_namespaces in sysctl"
+    return Check("user namespaces", "note", "work" if works else "not allowed", "" if works else mend)
+
+
+def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
+    """Start a real engine on a tiny random model, generate, and tell how long it took."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: starts faster, and nothing stays behind
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(TINY_QWEN2), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl.doctor", "--probe", folder],
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that children of the engine can be ended with it
+        )
+        try:
+            output, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            return Check("vLLM engine", "fail", f"no answer in {deadline_s:.0f} s", "is the machine overloaded?")
+        finally:
+            _end_group(process)
+    lines = output.strip().splitlines() or ["no output"]
+    if process.returncode == 0:
+        return Check("vLLM engine", "ok", lines[-1])
+    reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+    return Check("vLLM engine", "fail", f"does not start: {reason.strip()}", f"mend what fails above, or {SET_UP}")
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End a process started in its own session, with everything it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def probe(folder: str) -> None:
+    """Runs in the process that `check_vllm` starts: import vLLM, start an engine, generate a few tokens."""
+    start = time.monotonic()
+    vllm: Any = importlib.import_module("vllm")  # by name: this file must not depend on vLLM, nor mypy walk into it
+    imported = time.monotonic()
+    engine = vllm.LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.1,
+        enforce_eager=True,
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+    started = time.monotonic()
+    sampling = vllm.SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, use_tqdm=False)
+    num_tokens = len(outputs[0].outputs[0].token_ids)
+    ended = time.monotonic()
+    print(
+        f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, "
+        f"{num_tokens} tokens {ended - started:.1f} s",
+        flush=True,
+    )
+
+
+def quick(flavour: Flavour, *, dev: bool) -> int:
+    """One line if this Python has what is needed, else one line per thing that is wrong."""
+    failed = [check for check in check_all(flavour, dev=dev) if check.status == "fail"]
+    missing = [check.name for check in failed if check.found == "missing"]
+    for check in failed:
+        if check.name not in missing:
+            print(f"{check.name}: {check.found}. Mend: {check.mend}")
+    if missing:
+        print(f"missing: {', '.join(missing)}. Mend: {SET_UP}")
+    if not failed:
+        print(f"toolrl ({flavour}): all packages are there, in tested versions")
+    return 1 if failed else 0
+
+
+def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
+    """Make every check, print it as it comes, and sum up."""
+    failed = 0
+    checks = [*check_all(flavour, dev=dev), check_device(flavour), check_disk(Path.cwd()), check_memory(), check_shm()]
+    for check in [*checks, *check_isolation()]:
+        _tell(check)
+        failed += check.status == "fail"
+    if with_vllm:
+        check = check_vllm()
+        _tell(check)
+        failed += check.status == "fail"
+    print(f"\n{failed} thing(s) to mend before training can work." if failed else "\nTraining can work here.")
+    return 1 if failed else 0
+
+
+def _tell(check: Check) -> None:
+    print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
+    if check.mend:
+        print(f"{'':5} {'':16} -> {check.mend}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m verl.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="versions only, one line when all is well")
+    parser.add_argument("--dev", action="store_true", help="ask for the tools of the tests and linters too")
+    parser.add_argument("--no-vllm", action="store_true", help="do not start a vLLM engine")
+    parser.add_argument("--probe", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.probe:
+        probe(options.probe)
+        return 0
+    if options.quick:
+        return quick(find_flavour(), dev=options.dev)
+    return examine(find_flavour(), dev=options.dev, with_vllm=not options.no_vllm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

