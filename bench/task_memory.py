@@ -2,20 +2,22 @@
 
     python bench/task_memory.py [--rows 1000000] [--draws 20000]
 
-Writes a parquet file of that many rows of dataset/mini's size, then reads it in a process of its own and prints that
-process's peak memory, the seconds it took, and the draws per second of a shuffled stream.
+Writes a parquet file of that many rows of dataset/mini, each with 600 random characters more, then reads it in a process
+of its own and prints that process's peak memory, the seconds it took, and the draws per second of a shuffled stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,8 +32,15 @@ def write(path: Path, rows: int) -> None:
     sample = pq.read_table(ROOT / "dataset/mini/train.parquet", schema=SCHEMA).to_pylist()
     with pq.ParquetWriter(path, SCHEMA) as writer:
         for start in range(0, rows, 10_000):
-            chosen = [sample[number % len(sample)] for number in range(start, min(start + 10_000, rows))]
+            chosen = [with_noise(sample[number % len(sample)]) for number in range(start, min(start + 10_000, rows))]
             writer.write_table(pa.Table.from_pylist(chosen, SCHEMA))
+
+
+def with_noise(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with 600 random characters in its prompt, so that the file cannot be compressed away."""
+    system, user = row["prompt"]
+    noise = secrets.token_hex(300)
+    return row | {"prompt": [system, {"role": "user", "content": f"{user['content']} {noise}"}]}
 
 
 def read(path: Path, draws: int) -> None:
@@ -44,7 +53,10 @@ def read(path: Path, draws: int) -> None:
         pass
     drawn = time.perf_counter()
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{len(tasks):,} rows: peak memory {peak_mib:,.0f} MiB, read in {ready - started:.0f} s", end=", ")
+    print(
+        f"{len(tasks):,} rows, {path.stat().st_size / 2**20:,.0f} MiB of parquet: peak memory {peak_mib:,.0f} MiB, read in {ready - started:.0f} s",
+        end=", ",
+    )
     print(f"{draws / (drawn - ready):,.0f} tasks drawn per second")
 
 

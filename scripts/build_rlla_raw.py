@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import instruction_like, own_instruction
 from verl.data.files import replacing
+from verl.data.rlla import check_example, to_row
 from verl.data.rows import RowStore, read_rows
+from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
 
 Decisions = Callable[[Any], Iterator[dict[str, str]]]
@@ -45,11 +48,16 @@ class Mixer:
 
     def usable(self, source: str, decisions: Decisions) -> Iterator[tuple[Any, list[dict[str, str]]]]:
         """Every row of the source that makes at least one decision, with its decisions."""
-        for row in track(read_rows(source), f"Reading {source}", total=None, console=self._console):
+        for row in track(read_rows(source), escape(f"Reading {source}"), total=None, console=self._console):
             try:
                 found = list(decisions(row))
+                for example in found:
+                    to_task(to_row(check_example(example), "train", 0), "")  # what training will ask of it
             except DataError as error:
-                self.dropped[f"{source}: {error.field} {error.problem.partition(' (')[0]}"] += 1
+                self.dropped[f"{source}: {error.field} {_reason(error)}"] += 1
+                continue
+            except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+                self.dropped[f"{source}: not of the expected form ({type(error).__name__})"] += 1
                 continue
             if found:
                 yield row, found
@@ -57,13 +65,20 @@ class Mixer:
                 self.dropped[f"{source}: makes no call"] += 1
 
     def sample(self, source: str, items: Iterable[Any], count: int) -> list[Any]:
-        """`count` of the items in random order. Raises DataError when there are fewer."""
+        """`count` of the items in random order; none are read for 0. Raises DataError when there are fewer."""
+        if not count:
+            return []
         store = RowStore(items)
         if len(store) < count:
             raise DataError(
                 f"yields {len(store)} usable rows", f"at least {count}", "Ask for fewer or name a larger file", source
             )
         return [store[number] for number in self._generator.sample(range(len(store)), count)]
+
+
+def _reason(error: DataError) -> str:
+    """The problem without the names and values in it, so that like rows count together."""
+    return re.sub(r"'.*'|\(.*\)|: .*", "..", error.problem)
 
 
 def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random) -> list[dict[str, str]]:
@@ -85,7 +100,7 @@ def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random)
         return (row for row, _ in mixer.usable(source, masked))  # what can be masked can be taken plain
 
     to_mask, to_keep = arguments.num_hammer, arguments.num_xlam
-    if arguments.hammer:
+    if arguments.hammer and arguments.hammer != arguments.xlam:
         queries = mixer.sample(arguments.hammer, rows(arguments.hammer), to_mask)
         queries += mixer.sample(arguments.xlam, rows(arguments.xlam), to_keep)
     else:
@@ -99,7 +114,6 @@ def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random)
 
 def write(path: Path, examples: list[dict[str, str]]) -> None:
     """A JSON list, one example a line; whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.write("[\n" + ",\n".join(map(json.dumps, examples)) + "\n]\n")
 
@@ -119,6 +133,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("num_toolace", "num_hammer", "num_xlam"):
         if getattr(arguments, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if not arguments.num_toolace + arguments.num_hammer + arguments.num_xlam:
+        parser.error("all three numbers are 0, so there is nothing to build")
     return arguments
 
 
@@ -138,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for why, rows in mixer.dropped.most_common(NUM_SHOWN):
             console.print(f"dropped {rows}: {escape(why)}", highlight=False, soft_wrap=True)
     table = Table("what", "rows", title="Summary")
-    table.add_row(f"written to {arguments.out}", str(len(examples)))
+    table.add_row(escape(f"written to {arguments.out}"), str(len(examples)))
     for name in ("toolace", "hammer", "xlam"):
         table.add_row(f"  {name}", str(getattr(arguments, f"num_{name}")))
     Console().print(table)

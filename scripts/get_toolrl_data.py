@@ -100,10 +100,12 @@ TEST_FILES: Mapping[str, Published] = {
 @contextlib.contextmanager
 def checked_out(repository: str, commit: str) -> Iterator[Path]:
     """A folder with the repository's files at this commit, gone afterwards."""
+    if Path(repository).expanduser().exists():
+        repository = str(Path(repository).expanduser().resolve())  # git runs in another folder
     with tempfile.TemporaryDirectory() as folder:
         for command in (
             ["init", "--quiet"],
-            ["fetch", "--quiet", "--depth", "1", repository, commit],
+            ["fetch", "--quiet", "--depth", "1", "--end-of-options", repository, commit],
             ["checkout", "--quiet", "FETCH_HEAD"],
         ):
             try:
@@ -113,7 +115,7 @@ def checked_out(repository: str, commit: str) -> Iterator[Path]:
             except subprocess.CalledProcessError as error:
                 raise DataError(
                     f"git {command[0]} failed ({error.stderr.strip()})",
-                    mend="Check the network, or give a clone you have with --repository",
+                    mend="Check the network and --commit (all 40 digits), or give a clone you have with --repository",
                     file=repository,
                 ) from error
         yield Path(folder)
@@ -127,9 +129,14 @@ def copy_checked(source: Path, published: Published, target: Path) -> None:
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if published.sha256 and found != published.sha256:
         raise DataError(f"has SHA-256 {found}", published.sha256, "Take the published commit", published.path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as unfinished:
         shutil.copyfile(path, unfinished)
+
+
+def copy_all(clone: Path, files: Mapping[str, Published], folder: Path, console: Console) -> None:
+    for name, published in files.items():
+        copy_checked(clone, published, folder / name)
+        console.print(escape(f"wrote {folder / name}"))
 
 
 def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]]:
@@ -144,6 +151,8 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
         task = generator.choice(tasks)
         reply = generator.choice([task.answer, *(spoiled.text for spoiled in spoiled_replies(task, task.answer))])
         variant = {name: "1" for name in TOGGLES if generator.random() < 0.25}
+        if "WITHLENGTH" in variant and generator.random() < 0.5:
+            variant["SCHEDULELENGTH"] = "1"  # alone it does nothing in ToolRL's code, and here it does
         family, step = generator.choice(sorted(TEMPLATES)), generator.choice(STEPS)
         solution = TEMPLATES[family].format(reply)
         want = score_silently(module.compute_score, solution, task.answer, step, variant | {"EXPERIMENT_NAME": family})
@@ -157,6 +166,8 @@ def score_silently(
 ) -> list[float]:
     """ToolRL's reward reads the environment and prints each reply; neither must outlive the call."""
     before = dict(os.environ)
+    for name in (*TOGGLES, "SCHEDULELENGTH"):
+        os.environ.pop(name, None)
     os.environ.update(variant)
     try:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -168,19 +179,16 @@ def score_silently(
 
 def fetch(arguments: argparse.Namespace, console: Console) -> None:
     out, raw = Path(arguments.out), Path(arguments.raw)
-    console.print(f"fetching {arguments.commit[:7]} of {arguments.repository}")
+    console.print(escape(f"fetching {arguments.commit[:7]} of {arguments.repository}"))
     with checked_out(arguments.repository, arguments.commit) as clone:
-        for folder, files in ((raw, RAW_FILES), (out, TEST_FILES)):
-            for name, published in files.items():
-                copy_checked(clone, published, folder / name)
-                console.print(f"wrote {folder / name}")
+        copy_all(clone, TEST_FILES, out, console)
         tasks = TaskSet(str(out / "toolrl/rlla_test.parquet"), on_bad_row="skip")
         target = out / "parity/reward_cases.json.gz"
-        target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as unfinished, gzip.open(unfinished, "wt") as file:
             json.dump(reward_cases(clone / REWARD_FILE, tasks), file)
-        console.print(f"wrote {target}")
-    console.print(f"the tests find them with: export TOOLRL_TEST_DATA={out.resolve()}")
+        console.print(escape(f"wrote {target}"))
+        copy_all(clone, RAW_FILES, raw, console)
+    console.print(escape(f"the tests find them with: export TOOLRL_TEST_DATA={out.resolve()}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ The raw file is a list of {"instruction", "input", "output"}. Shuffle and split 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from array import array
 from collections import Counter
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +32,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.data.files import replacing
-from verl.data.rlla import RAW_FIELDS, SCHEMA, check_example, strip_thought, to_row
+from verl.data.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.reward_score.parsing import parse_gold
@@ -60,21 +62,30 @@ class Summary:
         self.calls[len(calls or ())] += 1
 
 
-def prompts_of(sources: Iterable[str]) -> set[tuple[str, str]]:
-    """(instruction, input) of every row of other files, raw or parquet."""
+def prompt_hash(example: dict[str, str]) -> bytes:
+    """16 bytes that stand for a prompt."""
+    return hashlib.blake2b(f"{example['instruction']}\0{example['input']}".encode(), digest_size=16).digest()
+
+
+def prompts_of(sources: Iterable[str]) -> set[bytes]:
+    """The hashes of every prompt of other files, raw or parquet."""
     found = set()
     for source in sources:
-        for row in read_rows(source):
+        for number, row in enumerate(read_rows(source)):
             raw = row.get("extra_info") or row if isinstance(row, dict) else row
-            example = check_example(raw)
-            found.add((example["instruction"], example["input"]))
+            try:
+                found.add(prompt_hash(check_example(raw)))
+            except DataError as error:
+                raise error.at(file=source, row=number) from error
     return found
 
 
 def token_counter(name: str) -> CountTokens:
     """Counts the tokens of a whole prompt under the tokenizer's own chat template."""
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"--tokenizer needs transformers ({error}): source scripts/setup_env.sh") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -84,7 +95,10 @@ def token_counter(name: str) -> CountTokens:
 
     def count(example: dict[str, str]) -> int:
         prompt = to_row(example, "", 0)["prompt"]
-        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        try:
+            return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"--tokenizer {name!r}: its chat template refuses these prompts ({error})") from error
 
     return count
 
@@ -97,21 +111,22 @@ def kept_examples(
     count = token_counter(arguments.tokenizer) if arguments.tokenizer else None
     for number, row in enumerate(progress(read_rows(arguments.input))):
         try:
-            example = {name: check_example(row)[name] for name in RAW_FIELDS}
+            example = check_example(row)
             if arguments.strip_thoughts:
                 example["output"] = strip_thought(example["output"])
             parse_gold(example["output"])
         except DataError as error:
             if not arguments.skip_bad_rows:
+                error.mend = "Correct or drop the row, or leave out all such rows with --skip-bad-rows"
                 raise error.at(file=arguments.input, row=number) from error
             summary.dropped[f"bad row: {error.field or 'output'} {error.problem.partition(' (')[0]}"] += 1
             continue
-        if (example["instruction"], example["input"]) in elsewhere:
+        if elsewhere and prompt_hash(example) in elsewhere:
             summary.dropped["occurs in " + ", ".join(arguments.drop_in)] += 1
             continue
         if count:
             tokens = count(example)
-            if arguments.max_prompt_tokens and tokens > arguments.max_prompt_tokens:
+            if arguments.max_prompt_tokens is not None and tokens > arguments.max_prompt_tokens:
                 summary.dropped[f"prompt longer than {arguments.max_prompt_tokens} tokens"] += 1
                 continue
             summary.prompt_tokens.append(tokens)
@@ -129,9 +144,8 @@ def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[in
 
 def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, console: Console) -> None:
     """Write the rows in this order; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished, pq.ParquetWriter(unfinished, SCHEMA) as writer:
-        for start in track(range(0, len(order), _WRITE_ROWS), f"Writing {path.name}", console=console):
+        for start in track(range(0, len(order), _WRITE_ROWS), escape(f"Writing {path.name}"), console=console):
             chosen = enumerate(order[start : start + _WRITE_ROWS], start)
             rows = [to_row(store[number], split, index) for index, number in chosen]
             writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
@@ -140,7 +154,7 @@ def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, c
 def show(summary: Summary, written: dict[Path, int], console: Console) -> None:
     table = Table("what", "rows", title="Summary")
     for path, rows in written.items():
-        table.add_row(f"written to {path}", str(rows))
+        table.add_row(escape(f"written to {path}"), str(rows))
     table.add_row("all", str(sum(written.values())), end_section=True)
     for kind, rows in summary.kinds.most_common():
         table.add_row(kind, str(rows))
@@ -160,7 +174,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", default=DEFAULT_INPUT, help="raw file: .json list, .jsonl or .parquet")
     parser.add_argument("--local_dir", default="dataset/rlla_4k", help="folder to write train and test.parquet to")
     parser.add_argument("--test-fraction", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=31415)
+    parser.add_argument("--seed", type=int, default=31415, help="of numpy's legacy generator, 0 .. 2**32 - 1")
     parser.add_argument("--strip-thoughts", action="store_true", help="put ToolRL's placeholder thoughts for real ones")
     parser.add_argument(
         "--drop-in", action="append", default=[], metavar="FILE", help="drop rows whose prompt is in FILE"
@@ -173,8 +187,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 0.0 <= arguments.test_fraction < 1.0:
         parser.error(f"--test-fraction must lie in [0, 1), got {arguments.test_fraction}")
-    if arguments.max_prompt_tokens and not arguments.tokenizer:
+    if not 0 <= arguments.seed < 2**32:
+        parser.error(f"--seed must lie in 0 .. 2**32 - 1, got {arguments.seed}")
+    if arguments.max_prompt_tokens is not None and not arguments.tokenizer:
         parser.error("--max-prompt-tokens needs --tokenizer")
+    if arguments.max_prompt_tokens is not None and arguments.max_prompt_tokens < 1:
+        parser.error(f"--max-prompt-tokens must be at least 1, got {arguments.max_prompt_tokens}")
     return arguments
 
 
@@ -202,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             kept_examples(arguments, summary, lambda rows: track(rows, "Reading", total=None, console=console))
         )
         if not len(store):
+            show(summary, {}, console)
             raise DataError("has no usable row", "at least one", file=arguments.input)
         train, test = split_order(len(store), arguments.test_fraction, arguments.seed)
         for split, order in (("train", train), ("test", test)):

@@ -11,9 +11,10 @@ import pytest
 
 from scripts.build_rlla_raw import main
 from scripts.raw import toolace, xlam
-from scripts.raw.decision import instruction_like, own_instruction
+from scripts.raw.decision import flat_parameters, instruction_like, own_instruction
 from tests.conftest import real_data
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, to_row
+from verl.data.rows import read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError
 from verl.utils.reward_score.parsing import parse_gold
@@ -78,26 +79,42 @@ def test_a_toolace_dialogue_is_split_into_single_decisions() -> None:
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("[f()]", [{"name": "f", "parameters": {}}]),
-        ('[f(a="x]y)", b=[1, (2)], c={"k": -1.5}, d=True, e=null)]', None),
-        ('[a.b-c d(x=true), g(y="\\"q\\"")]', None),
-        ("[not a call]", []),
-        ("Plain words", []),
-        ("[f(a=1)", []),
-        ("[f(1)]", []),
-        ("[f(**k)]", []),
-        ("[f(a=g(1))]", []),
-        ("[f(a=1) g(b=2)]", []),
-        ("[]", []),
+        ("[f()]", [("f", {})]),
+        (
+            '[f(a="x]y)", b=[1, (2)], c={"k": -1.5}, d=True, e=null)]',
+            [("f", {"a": "x]y)", "b": [1, 2], "c": {"k": -1.5}, "d": True, "e": None})],
+        ),
+        ('[a.b-c d(x=true), g(y="\\"q\\"")]', [("a.b-c d", {"x": True}), ("g", {"y": '"q"'})]),
+        ('[f(from="NYC", class=1, page-size=3)]', [("f", {"from": "NYC", "class": 1, "page-size": 3})]),
+        ('[f(a={"k": true}, b=[null, false])]', [("f", {"a": {"k": True}, "b": [None, False]})]),
+        ('[Get Weather (v2)(city="x")]', [("Get Weather (v2)", {"city": "x"})]),
+        ('[f(a="one\ntwo", b=[1,\n2])]', [("f", {"a": "one\ntwo", "b": [1, 2]})]),
+        ("[f(a=1)", None),
+        ("[f(1)]", None),
+        ("[f(**k)]", None),
+        ("[f(a=g(1))]", None),
+        ("[f(a=1) g(b=2)]", None),
+        ("[f(a=1), , g()]", None),
+        ("[f(a=1e999)]", None),
+        ("[f(a={1})]", None),
+        ("[f(a='it's')]", None),
+        ("[f(a=1]))]", None),
+        ("[not a call]", None),
+        ("[]", None),
     ],
 )
-def test_toolace_calls(text: str, calls: list[dict[str, Any]] | None) -> None:
-    wanted = {
-        1: [{"name": "f", "parameters": {"a": "x]y)", "b": [1, 2], "c": {"k": -1.5}, "d": True, "e": None}}],
-        2: [{"name": "a.b-c d", "parameters": {"x": True}}, {"name": "g", "parameters": {"y": '"q"'}}],
-    }
-    expected = calls if calls is not None else wanted[1 if text.startswith("[f") else 2]
-    assert (toolace.parse_calls(text) or []) == expected
+def test_toolace_calls(text: str, calls: list[tuple[str, dict[str, Any]]] | None) -> None:
+    parsed = toolace.parse_calls(text)
+    assert parsed == (calls and [{"name": name, "parameters": parameters} for name, parameters in calls])
+
+
+def test_what_looks_like_a_call_is_never_taken_for_an_answer() -> None:
+    assert toolace.read_calls("Plain words (with brackets).", ["f"]) is None
+    assert toolace.read_calls("[1] and [2]", ["f"]) is None
+    assert toolace.read_calls("[f(a=1)]", ["f"]) == [{"name": "f", "parameters": {"a": 1}}]
+    for text in ("[f(1)]", "[g(a=1)]", "[note: see f(x=1)]"):
+        with pytest.raises(DataError, match="cannot be read, or of functions that are not listed"):
+            toolace.read_calls(text, ["f"])
 
 
 def test_an_xlam_row_is_one_decision() -> None:
@@ -124,15 +141,77 @@ def test_masking_renames_tools_and_parameters_alike() -> None:
     [
         (toolace.decisions, {"system": "none", "conversations": []}, "lists no functions"),
         (toolace.decisions, {"system": "[{"}, "field 'conversations': is missing"),
-        (toolace.decisions, TOOLACE_ROW | {"conversations": [{"from": "tool", "value": "x"}]}, "is from 'tool'"),
+        (
+            toolace.decisions,
+            TOOLACE_ROW | {"conversations": [{"from": "tool", "value": "x"}]},
+            "has a turn that is not",
+        ),
         (xlam.decisions, {"query": "x", "tools": "[]"}, "field 'answers': is missing"),
         (xlam.decisions, XLAM_ROW | {"tools": "{"}, "field 'tools': is not JSON"),
+        (xlam.decisions, XLAM_ROW | {"tools": [{"name": None}]}, "has a name that is no text"),
         (xlam.decisions, XLAM_ROW | {"answers": [1]}, "not a list of objects"),
+        (xlam.decisions, XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": "x"}]}, "that are no object"),
     ],
 )
 def test_rows_of_another_form_are_refused(decisions: Any, bad: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         list(decisions(bad, own_instruction))
+
+
+def test_masking_refuses_a_name_that_is_listed_twice() -> None:
+    twice = XLAM_ROW | {"tools": json.loads(str(XLAM_ROW["tools"])) * 2}
+    with pytest.raises(DataError, match="lists a name twice"):
+        list(xlam.decisions(twice, own_instruction, xlam.masker(random.Random(0))))
+
+
+def test_masks_never_collide() -> None:
+    tools = [Tool(f"tool {number}", "", {f"key {number}": {}}) for number in range(400)]
+
+    class FewNames(random.Random):
+        def choices(self, population: Any, *args: Any, k: int = 1, **kwargs: Any) -> Any:
+            return super().choices("ab0", *args, k=k, **kwargs)
+
+    masked, _ = xlam.masker(FewNames(0))(tools, [])
+    names = [name for tool in masked for name in (tool.name, *tool.parameters)]
+    assert len(set(names)) == len(names) == 800
+
+
+def test_a_flat_parameter_may_be_called_properties() -> None:
+    assert flat_parameters({"properties": {"type": "str"}}).keys() == {"properties"}
+    assert flat_parameters({"type": "object", "properties": {"a": {"type": "str"}}}).keys() == {"a"}
+
+
+BROKEN_ROWS = [
+    XLAM_ROW | {"query": None},
+    XLAM_ROW | {"tools": json.loads(str(XLAM_ROW["tools"])) * 2},
+    XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": None}]},
+    XLAM_ROW | {"tools": [{"name": "giveaways", "parameters": [1]}]},
+    XLAM_ROW | {"tools": "[" * 50_000},
+    XLAM_ROW | {"answers": [{"name": "stranger", "arguments": {}}]},
+    XLAM_ROW | {"query": "   "} | {"answers": 3},
+    TOOLACE_ROW | {"system": None},
+    TOOLACE_ROW | {"conversations": None},
+    TOOLACE_ROW | {"conversations": [{"role": "user", "content": "x"}]},
+    TOOLACE_ROW | {"conversations": [{"from": "user", "value": None}]},
+    TOOLACE_ROW | {"conversations": [{"from": "assistant", "value": "Use <tool_call> here."}]},
+    TOOLACE_ROW | {"conversations": [{"from": "user", "value": "x"}, {"from": "assistant", "value": "[Nope(a=1)]"}]},
+    "text",
+]
+
+
+def test_broken_rows_of_any_kind_are_dropped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = sources(tmp_path, 8)
+    for name in ("toolace.json", "xlam.jsonl"):
+        path = tmp_path / name
+        rows = list(read_rows(str(path))) + BROKEN_ROWS
+        path.write_text(json.dumps(rows) if name.endswith("json") else "\n".join(map(json.dumps, rows)))
+    out = tmp_path / "raw.json"
+    numbers = ["--num-toolace", "24", "--num-hammer", "4", "--num-xlam", "4"]
+    assert main([*arguments, *numbers, "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())) == 32
+    assert "not of the expected form" in capsys.readouterr().err
+    for example in read_rows(str(out)):
+        to_task(to_row(example, "train", 0), "x")
 
 
 def test_the_wording_can_be_a_published_files() -> None:
@@ -159,6 +238,18 @@ def test_the_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("Query" in example["input"] and "giveaways" not in example["output"] for example in examples) == 3
     said = capsys.readouterr().err
     assert "makes no call" in said and "tools is missing" in said
+
+
+def test_hammers_own_file_is_masked_whole_and_the_mix_is_shuffled(tmp_path: Path) -> None:
+    (tmp_path / "hammer.jsonl").write_text("\n".join(json.dumps(XLAM_ROW | {"query": f"Masked {n}"}) for n in range(9)))
+    numbers = ["--num-toolace", "0", "--num-hammer", "5", "--num-xlam", "5", "--out", str(tmp_path / "raw.json")]
+    arguments = [*sources(tmp_path, 9)[2:], "--toolace", "gone.json", "--hammer", str(tmp_path / "hammer.jsonl")]
+    assert main([*arguments, *numbers]) == 0  # what is not asked for is not read
+    examples = json.loads((tmp_path / "raw.json").read_text())
+    kinds = ["Masked" in example["input"] for example in examples]
+    assert kinds == ["giveaways" not in example["output"] for example in examples]
+    assert sum(kinds) == 5 and kinds not in (sorted(kinds), sorted(kinds, reverse=True))
+    assert [e["input"] for e in examples if "Query" in e["input"]] != [f"Query {n}" for n in range(5)]
 
 
 def test_too_few_rows_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,9 @@ def test_files_and_reward_cases_are_fetched(
     for name in ("RAW_FILES", "TEST_FILES"):
         unchecked = {key: Published(file.path) for key, file in getattr(get_toolrl_data, name).items()}
         monkeypatch.setattr(get_toolrl_data, name, unchecked)
-    assert run(repository, tmp_path) == 0
+    monkeypatch.setenv("CORRECTMAX1", "1")  # the user's own choice must not get into the cases
+    monkeypatch.chdir(repository.parent)
+    assert run(Path(repository.name), tmp_path) == 0
     assert (tmp_path / "raw/rlla_rl.json").exists() and (tmp_path / "data/toolrl/benchmarks/bamboogle.json").exists()
     with gzip.open(tmp_path / "data/parity/reward_cases.json.gz", "rt") as file:
         cases = json.load(file)
@@ -60,7 +62,8 @@ def test_files_and_reward_cases_are_fetched(
     for case in cases:
         is_on = float(case["env"].get("CORRECTMAX1") == "1")
         assert case["want"] == [is_on, case["step"], len(case["solution"]), case["family"] == "qwen"]
-    assert "EXPERIMENT_NAME" not in os.environ and "CORRECTMAX1" not in os.environ
+    assert "EXPERIMENT_NAME" not in os.environ and os.environ["CORRECTMAX1"] == "1"
+    assert any("SCHEDULELENGTH" in case["env"] for case in cases)
     assert capsys.readouterr().out == ""  # the reward's own prints are thrown away
 
 
@@ -68,8 +71,8 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(repository, tmp_path) == 2
-    assert "rlla_sft.json: has SHA-256" in capsys.readouterr().err
-    assert not (tmp_path / "raw/rlla_sft.json").exists()
+    assert "LICENSE: has SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "data/toolrl/LICENSE").exists()
 
 
 def test_a_repository_that_cannot_be_reached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

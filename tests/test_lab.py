@@ -21,6 +21,11 @@ RESPONSE_TASK = to_task(
     to_row(example() | {"input": dialogue(["<user> hi </user>"]), "output": render_reply("t", None, "hello")}, "t", 0),
     "response",
 )
+TWO_CALLS = [
+    {"name": "get_weather", "parameters": {"a": 1e17, "b": True}},
+    {"name": "get_time", "parameters": {"c": "x"}},
+]
+TWO_CALLS_TASK = to_task(to_row(example() | {"output": render_reply("t", TWO_CALLS)}, "t", 0), "two calls")
 ASKED_FOR = {
     "no-op",
     "think only",
@@ -38,9 +43,9 @@ ASKED_FOR = {
 @pytest.mark.parametrize("toggle", ["", "refined", "intermediate", "coarse", "schedule_reward", "with_length"])
 def test_gold_scores_the_maximum_and_every_spoiled_call_less(toggle: str) -> None:
     options = RllaOptions(**{toggle: True}) if toggle else RllaOptions()
-    report = try_reward(RllaReward(options), [CALL_TASK])
+    report = try_reward(RllaReward(options), [CALL_TASK, TWO_CALLS_TASK])
     assert report.offences == []
-    assert report.scores.keys() >= ASKED_FOR | {GOLD}
+    assert report.tallies.keys() >= ASKED_FOR | {GOLD, "missing call", "tool_call unclosed"}
 
 
 def test_a_call_inside_a_response_is_ToolRLs_own_hole_and_the_penalty_closes_it() -> None:  # noqa: N802
@@ -65,6 +70,47 @@ class Careless:
         return [Mutation("empty", ""), Mutation("nonsense", "nonsense")]
 
 
+class Overpaying(Careless):
+    """Pays a spoiled reply more than the gold one, whose score is no number."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float("nan") if trajectory.reply == task.answer else 5.0, {})
+
+
+class Failing(Careless):
+    def gold(self, task: Task, step: int) -> str:
+        raise RuntimeError("no gold today")
+
+
+class FromStepThree(Careless):
+    """Careful from step 3 on."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(trajectory.reply == task.answer or (step < 3 and bool(trajectory.reply))), {})
+
+
+def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
+    offences = try_reward(Overpaying(), [CALL_TASK]).offences
+    assert [str(offence) for offence in offences] == [
+        "call: gold scores nan, expected exactly 1",
+        "call: empty scores 5, expected less than 1",
+        "call: nonsense scores 5, expected less than 1",
+    ]
+
+
+def test_an_upside_down_range_is_found() -> None:
+    """ToolRL's equal maximum under its unclamped schedule pays wrong calls more from step 300 on."""
+    options = RllaOptions(correct_max_1=True, schedule_reward=True)
+    assert try_reward(RllaReward(options), [CALL_TASK], 200).offences == []
+    assert try_reward(RllaReward(options), [CALL_TASK], 400).offences
+
+
+def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [row()])
+    codes = [main(["--data", path, "--reward", "tests.test_lab:FromStepThree", "--step", step]) for step in ("2", "3")]
+    assert codes == [1, 0]
+
+
 def count_letters(reply: str, answer: str) -> float:
     return float(len(reply))
 
@@ -74,9 +120,10 @@ def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.Ca
     assert isinstance(Careless(), LabReward)
     assert main(["--data", path, "--reward", "tests.test_lab:Careless", "--show", "1"]) == 1
     said = capsys.readouterr().out
-    assert "t.jsonl#0: nonsense scores the maximum: 1 of 1" in said and "and 1 more" in said
+    assert "t.jsonl#0: nonsense scores 1, expected less than 1" in said and "and 1 more" in said
     assert "2 rows tried, 2 with offences" in said
     assert main(["--data", path, "--reward", f"{__file__}:Careless", "--limit", "1"]) == 1
+    assert "1 rows tried, 1 with offences" in capsys.readouterr().out
 
 
 def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
@@ -100,6 +147,11 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
         (["--reward", "gone.py:Thing"], "there is no file 'gone.py'"),
         (["--option", "coarse=maybe"], "must be true or false"),
         (["--option", "coars=true"], "did you mean 'coarse'?"),
+        (["--option", "environ=5"], "unknown option 'environ'"),
+        (["--reward", "tests.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
+        (["--reward", "tests.test_lab:Careless", "--option", "a=1"], "cannot be made with options"),
+        (["--reward", "tests.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),
+        (["--reward", ":X"], "unknown reward ':X'"),
         (["--data", "gone.parquet"], "there is no such file"),
     ],
 )
@@ -111,8 +163,18 @@ def test_what_cannot_be_used_is_one_clear_error(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-def test_rows_that_cannot_be_read_offend(tmp_path: Path) -> None:
-    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row(), row(prompt=[])])]) == 1
+@pytest.mark.parametrize("option", ["--limit", "--step", "--show"])
+def test_numbers_are_checked(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--data", "x.jsonl", option, "-5"])
+    assert "is not a whole number" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_read_offend_and_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [row(prompt=[])] * 30
+    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row(), *bad]), "--show", "25"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("unreadable: ") == 25 and "and 5 more (--show 30 lists all)" in said.out and not said.err
     assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
 
 
@@ -127,4 +189,4 @@ def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.Cap
     assert main(["--data", str(real_data("toolrl", "rlla_test.parquet"))]) == 1
     said = capsys.readouterr().out
     assert "79 rows tried, 9 with offences; 1 rows unreadable" in said
-    assert said.count("call inside response scores the maximum: 1 of 1") == 9
+    assert said.count("call inside response scores 1, expected less than 1") == 9

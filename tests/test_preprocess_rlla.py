@@ -15,6 +15,7 @@ from tests.conftest import real_data
 from tests.test_tasks import example
 from verl.data.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from verl.data.rows import read_rows
+from verl.utils.reward_score.parsing import render_reply
 
 
 def raw_file(path: Path, examples: list[Any]) -> str:
@@ -102,9 +103,11 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     ("examples", "said"),
     [
         ([{"instruction": "a", "input": "b"}], "row 0, field 'output': is missing; expected a text"),
-        ([example(), {**example(), "input": 3}], "row 1, field 'input': is a int; expected a text"),
-        ([example(), "text"], "row 1: is a str"),
+        ([example(), {**example(), "input": 3}], "row 1, field 'input': is of type int; expected a text"),
+        ([example(), "text"], "row 1: is of type str"),
         ([{**example(), "output": "<tool_call>\n{\n</tool_call>"}], "row 0: line 1 of the gold calls is not JSON"),
+        ([example(), {**example(), "input": " "}], "row 1, field 'input': is empty"),
+        ([{**example(), "input": "\ud800"}], "row 0, field 'input': holds half a surrogate pair"),
         ([], "has no usable row"),
     ],
 )
@@ -115,6 +118,45 @@ def test_bad_raw_rows_stop_with_their_place(
     assert main(["--input", source, "--local_dir", str(tmp_path / "out")]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--seed", "-1"],
+        ["--seed", str(2**32)],
+        ["--test-fraction", "1"],
+        ["--max-prompt-tokens", "5"],
+        ["--max-prompt-tokens", "0", "--tokenizer", "x"],
+    ],
+)
+def test_options_are_checked_before_anything_is_read(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_bad_file_of_other_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, other = raw_file(tmp_path / "r.json", [example()]), raw_file(tmp_path / "other.json", [example(), {}])
+    assert main(["--input", source, "--drop-in", other, "--local_dir", str(tmp_path)]) == 2
+    assert "other.json, row 1, field 'instruction': is missing" in capsys.readouterr().err
+
+
+def test_the_summary_counts_kinds_calls_and_brackets_in_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [{"name": "get_weather", "parameters": {}}, {"name": "get_time", "parameters": {}}]
+    outputs = [render_reply("t", calls), render_reply("t", calls[:1], "r"), render_reply("t", None, "r")]
+    examples = [example() | {"output": output} for output in outputs for _ in range(len(output) % 3 + 1)]
+    source, folder = raw_file(tmp_path / "r.json", examples), tmp_path / "o[/red]ut"
+    assert main(["--input", source, "--local_dir", str(folder), "--test-fraction", "0.3"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for output, kind, number in zip(
+        outputs, ("call only", "both", "response only"), ("2 calls", "1 call", "0 calls"), strict=True
+    ):
+        count = len(output) % 3 + 1
+        assert f" {kind} {count} " in said and f" {number} {count} " in said
+    assert len(split_rows(folder, "test")) == int(len(examples) * 0.3)
 
 
 def test_bad_raw_rows_can_be_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,14 @@ from verl.types import Message, Task
 from verl.utils.reward_score import build_reward
 from verl.utils.reward_score.lab import as_trajectory
 from verl.utils.reward_score.parsing import final_turn, matches_shape, render_reply, shape_of
-from verl.utils.reward_score.rlla import RllaOptions, compute_score, correctness_range, format_range, full_length
+from verl.utils.reward_score.rlla import (
+    RllaOptions,
+    _warn_of_strictmatch,
+    compute_score,
+    correctness_range,
+    format_range,
+    full_length,
+)
 
 A = {"name": "A", "parameters": {"p": 1, "q": "z"}}
 B: dict[str, Any] = {"name": "B", "parameters": {}}
@@ -129,7 +136,7 @@ def test_length_schedules_unclamped_as_published_and_clamped_on_request() -> Non
 
 def test_clamped_reward_schedule_is_symmetric_and_ends() -> None:
     options = RllaOptions(schedule_reward=True, schedule_steps=100)
-    for step, end, top in ((0, 2.0, 2.0), (50, 1.5, 2.5), (100, 1.0, 3.0), (999, 1.0, 3.0)):
+    for step, end, top in ((-9, 2.0, 2.0), (0, 2.0, 2.0), (50, 1.5, 2.5), (100, 1.0, 3.0), (999, 1.0, 3.0)):
         assert format_range(options, step) == (-end, end)
         assert correctness_range(options, step) == (-top, top)
 
@@ -155,6 +162,8 @@ def test_unwanted_call_penalty() -> None:
     assert [score(reply, gold, options=penalised) for reply in (calling, smuggled, gold)] == [-2.0, -1.0, 1.0]
     musing = gold.replace(" t ", " no <tool_call> needed ")
     assert score(musing, gold, options=penalised) == 1.0
+    dodges = [f"<tool_call>\n{{}}\n</tool_call>{gold}", "<tool_call>{}</tool_call></think>", "<think> <tool_call>{}"]
+    assert [score(reply, gold, options=penalised) for reply in dodges] == [-2.0, -2.0, -2.0]
 
 
 def test_the_assistants_turn_is_found_from_the_markers() -> None:
@@ -165,6 +174,7 @@ def test_the_assistants_turn_is_found_from_the_markers() -> None:
     assert final_turn(chatml) == final_turn(llama) == final_turn(f"  {GOLD}\n") == GOLD
     earlier = f"<|im_start|>assistant\nno<|im_end|>\n{chatml}"
     assert final_turn(earlier) == GOLD
+    assert final_turn(f"{GOLD}<|im_end|><|endoftext|>") == final_turn(f"{GOLD}<|eot_id|>") == GOLD
 
 
 @pytest.mark.parametrize(
@@ -320,8 +330,9 @@ def test_environment_chooses_the_variant(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_strictmatch_warns_once() -> None:
+    _warn_of_strictmatch.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         for _ in range(3):
             RllaOptions.from_env({"STRICTMATCH": "0"})
     assert [str(warning.message) for warning in caught] == [

@@ -6,9 +6,14 @@ import json
 import logging
 import pickle
 import resource
+import sys
 from collections import Counter
+from dataclasses import asdict
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +25,7 @@ from hypothesis import strategies as st
 from tests.conftest import real_data
 from verl.data.rlla import SCHEMA, Tool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
-from verl.data.tasks import TaskSet, TaskStream, to_task
+from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
 from verl.types import Message
 from verl.utils.reward_score.parsing import render_reply
@@ -60,7 +65,7 @@ def test_optional_columns_choose_environment_and_reward() -> None:
 
 CALL = render_reply("t", [{"name": "get_weather", "parameters": {}}])
 BAD_ROWS: dict[str, tuple[Any, str, str]] = {
-    "not an object": (3, "", "is a int"),
+    "not an object": (3, "", "is of type int"),
     "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),
     "source of wrong type": (row(data_source=1), "data_source", "is of type int"),
     "no prompt": ({"data_source": "rlla"}, "prompt", "is missing"),
@@ -112,8 +117,9 @@ def test_bad_rows_can_be_skipped_and_are_listed(tmp_path: Path, caplog: pytest.L
     [
         ("missing.parquet", None, "there is no such file"),
         ("torn.parquet", "PAR1 not really", "cannot be read as parquet"),
-        ("torn.jsonl", '{"a": 1}\n{"a"', "row 1: is not JSON"),
-        ("torn.json", '[{"a": 1}, {"a"', "is not JSON"),
+        ("torn.json", '[{"a": 1}, {"a"', "cannot be read as json"),
+        ("object.json", '{"a": 1}', "does not begin with"),
+        ("deep.json", f"[{'[' * 100_000}", "cannot be read as json"),
         ("folder/notes.txt", None, "needs the package datasets|neither a data file"),
         ("empty.jsonl", "", "has no usable row"),
     ],
@@ -124,6 +130,55 @@ def test_a_file_that_cannot_be_read_is_named(name: str, text: str | None, said: 
         path.write_text(text)
     with pytest.raises(DataError, match=said):
         TaskSet(str(path), on_bad_row="skip")
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe[\x00", b"\x1f\x8b\x08\x00[", b"[\xe9]"])
+def test_a_file_of_another_encoding_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        TaskSet(str(tmp_path / name))
+
+
+def test_a_line_that_is_not_json_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(row())}\n\n{{torn\n{'[' * 100_000}\n{json.dumps(row())}\n")
+    with pytest.raises(DataError, match=r"t\.jsonl, row 1: line 3 is not JSON"):
+        TaskSet(str(path))
+    tasks = TaskSet(str(path), on_bad_row="skip")
+    assert [task.id for task in tasks] == ["t.jsonl#0", "t.jsonl#3"] and len(tasks.bad_rows) == 2
+
+
+def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:
+    rows = [{**row(), "extra_info": {"when": datetime(2026, 1, 1)}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="holds a value that JSON cannot"):
+        TaskSet(str(tmp_path / "t.parquet"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.recursive(st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5)), st.data()
+)
+def test_a_json_list_is_read_whole_however_it_is_cut(values: list[Any], data: st.DataObject) -> None:
+    indent = data.draw(st.sampled_from([None, 0, 2]))
+    text = data.draw(st.sampled_from(["", "\ufeff"])) + json.dumps(values, indent=indent)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.data.rows._CHUNK_CHARS", data.draw(st.integers(1, 20)))
+        Path(folder, "t.json").write_text(text, encoding="utf-8")
+        assert list(read_rows(f"{folder}/t.json")) == values
+
+
+def test_a_data_set_by_name_is_streamed_from_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str, streaming: bool) -> list[dict[str, Any]]:
+        asked.append((name, split, streaming))
+        return [row()]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert len(TaskSet("owner/name")) == len(TaskSet("owner/na-me.2:test")) == 1
+    assert asked == [("owner/name", "train", True), ("owner/na-me.2", "test", True)]
 
 
 def test_a_wrong_policy_is_a_config_error(tmp_path: Path) -> None:
@@ -200,16 +255,38 @@ def test_a_cursor_resumes_exactly(sizes: list[int], stop: int, seed: int, data: 
     assert ids(resumed, 20) == expected[stop:]
 
 
-def test_resuming_over_other_files_is_refused(tmp_path: Path) -> None:
-    cursor = TaskStream([tasks_named("a", 3, tmp_path)]).cursor
-    with pytest.raises(DataError, match=r"had \[3\] rows when the run was saved and has \[4\] now"):
-        TaskStream([tasks_named("b", 4, tmp_path)], cursor=cursor)
+def test_resuming_over_other_files_weights_or_seed_is_refused(tmp_path: Path) -> None:
+    sets = [tasks_named("a", 3, tmp_path), tasks_named("b", 3, tmp_path)]
+    cursor = TaskStream(sets).cursor
+    TaskStream(sets, cursor=TaskCursor(**json.loads(json.dumps(asdict(cursor)))))  # what a checkpoint does
+    others: list[tuple[list[TaskSet], dict[str, Any]]] = [
+        ([tasks_named("a", 4, tmp_path), sets[1]], {}),
+        (sets[::-1], {}),
+        (sets, {"seed": 1}),
+        (sets, {"weights": [2.0, 1.0]}),
+    ]
+    for other, changed in others:
+        with pytest.raises(DataError, match="differ from those of the saved run"):
+            TaskStream(other, cursor=cursor, **changed)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -2.0], [1.0, float("nan")]])
-def test_bad_weights_are_a_config_error(weights: list[float], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 positive numbers"):
+def test_two_equal_files_are_not_shuffled_alike(tmp_path: Path) -> None:
+    stream = TaskStream([tasks_named("a", 20, tmp_path), tasks_named("b", 20, tmp_path)])
+    drawn = ids(stream, 40)
+    numbers = {file: [id.partition("#")[2] for id in drawn if id.startswith(file)] for file in "ab"}
+    assert numbers["a"] != numbers["b"]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -2.0], [1.0, float("nan")], [1e-320, 1.0], ["1", 1], 3])
+def test_bad_weights_are_a_config_error(weights: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 numbers between"):
         TaskStream([tasks_named("a", 1, tmp_path), tasks_named("b", 1, tmp_path)], weights)
+
+
+@pytest.mark.parametrize("seed", [-1, "x", 1.5, True])
+def test_a_bad_seed_is_a_config_error(seed: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.seed"):
+        TaskStream([tasks_named("a", 1, tmp_path)], seed=seed)
 
 
 def test_toolrls_own_file_is_read_unchanged() -> None:

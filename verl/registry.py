@@ -31,9 +31,9 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """
     location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
-    if not colon:
+    if not colon or not module_name.strip("."):
         raise ConfigError(
-            f"unknown {kind} {name!r}; {nearest(name, list(table))} Your own is named as "
+            f"unknown {kind} {name!r}; {nearest(name, list(table))}. Your own is named as "
             "package.module:attribute or path/to/file.py:attribute"
         )
     module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
@@ -46,8 +46,8 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 def _import(kind: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({error})") from error
+    except Exception as error:
+        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({_told(error)})") from error
 
 
 def _load_file(kind: str, path: str) -> ModuleType:
@@ -58,5 +58,12 @@ def _load_file(kind: str, path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{kind}: running {path!r} fails ({_told(error)})") from error
     return module
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,33 @@ from verl.utils.reward_score.parsing import render_reply
 from verl.utils.reward_score.prompt import TOOLS_HEADING
 
 Instruction = Callable[[Sequence[Tool]], str]
-OWN_WORDING = Path(__file__).with_name("instruction.txt")
+
+
+@cache
+def _own_wording() -> str:
+    return Path(__file__).with_name("instruction.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
 def own_instruction(tools: Sequence[Tool]) -> str:
     """The system text in this project's wording."""
-    return OWN_WORDING.read_text(encoding="utf-8").rstrip("\n").replace("{tools}", tool_list(tools))
+    return _own_wording().replace("{tools}", tool_list(tools))
 
 
 def instruction_like(source: str) -> Instruction:
     """The system text in the wording of a published raw file, its own tool list taken out."""
-    sample = check_example(next(read_rows(source)))["instruction"]
+    try:
+        sample = check_example(next(read_rows(source), None))["instruction"]
+    except DataError as error:
+        raise error.at(file=source, row=0) from error
     head, heading, rest = sample.partition(TOOLS_HEADING)
     _, gap, tail = rest.partition("\n\n")
     if not heading or not gap:
         raise DataError(
-            "has no tool list to replace", f"a {TOOLS_HEADING} section, ended by an empty line", file=source, row=0
+            "has no tool list to replace",
+            f"a {TOOLS_HEADING} section, ended by an empty line",
+            "Name a file of ToolRL's raw form",
+            file=source,
+            row=0,
         )
     return lambda tools: f"{head}{tool_list(tools)}\n\n{tail}"
 
@@ -38,9 +50,18 @@ def to_reply(calls: Sequence[dict[str, Any]] | None, response: str | None) -> st
     return render_reply(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
 
 
+def to_tool(function: Mapping[str, Any]) -> Tool:
+    """A function's description as ToolRL lists it. Raises DataError for a name that is no text."""
+    name = function["name"]
+    if not isinstance(name, str) or not name.strip():
+        raise DataError("has a name that is no text", field="tools")
+    return Tool(name.strip(), str(function.get("description") or ""), flat_parameters(function.get("parameters") or {}))
+
+
 def flat_parameters(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """{name: {description, type, default}} of a JSON-schema object or of a map that is flat already."""
-    properties = parameters.get("properties", parameters) or {}
+    is_schema = isinstance(parameters.get("type"), str) and isinstance(parameters.get("properties"), Mapping)
+    properties = parameters["properties"] if is_schema else parameters
     return {
         name: {
             "description": about.get("description", ""),

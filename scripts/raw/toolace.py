@@ -9,54 +9,54 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scripts.raw.decision import Instruction, flat_parameters, to_reply
+from scripts.raw.decision import Instruction, to_reply, to_tool
 from verl.data.rlla import Tool, dialogue, observation
 from verl.errors import DataError
 
+_LOOKS_LIKE_CALLS = re.compile(r"\[.*\(.*\)\s*\]", re.DOTALL)
+# the name takes brackets of its own only where another pair follows: `Get Weather (v2)(city="x")`
+_CALL = re.compile(r"(?P<name>[^()=,\[\]]+(?:\([^()=]*\)(?=\())?)\((?P<arguments>.*)\)", re.DOTALL)
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+
 
 def decisions(row: Any, instruction: Instruction) -> Iterator[dict[str, str]]:
-    """One example per assistant turn, each with all that came before it. Raises DataError for a row of another form."""
+    """One example per assistant turn, each with all that came before it. Raises DataError for a row of another form.
+
+    A row may also be so far from the form that it raises KeyError, TypeError, AttributeError, ValueError or
+    RecursionError.
+    """
     for name in ("system", "conversations"):
         if not isinstance(row, dict) or name not in row:
             raise DataError("is missing", "system and conversations, as ToolACE has them", field=name)
-    system = instruction(listed_functions(row["system"]))
+    tools = listed_functions(row["system"])
+    system = instruction(tools)
     turns: list[str] = []
-    for number, turn in enumerate(row["conversations"]):
-        if not isinstance(turn, dict) or turn.keys() < {"from", "value"}:
-            raise DataError("is not a turn", "an object {from, value}", field=f"conversations[{number}]")
+    for turn in row["conversations"]:
         speaker, said = turn["from"], turn["value"].strip()
         if speaker == "user":
             turns.append(f"<user> {said} </user>")
         elif speaker == "assistant":
-            calls = parse_calls(said)
+            calls = read_calls(said, [tool.name for tool in tools])
             reply = to_reply(calls, None if calls else said)
             yield {"instruction": system, "input": dialogue(turns), "output": reply}
             turns.append(reply)
         elif speaker == "tool" and turns:
             turns[-1] += f"\n{_observed(said)}"  # feedback follows its call without an empty line
         else:
-            raise DataError(
-                f"is from {speaker!r}", "user, assistant, or tool after a call", field=f"conversations[{number}]"
-            )
+            raise DataError("has a turn that is not user, assistant, or tool after a call", field="conversations")
 
 
 def listed_functions(system: str) -> list[Tool]:
     """The functions in ToolACE's system text: the first JSON list of objects in it."""
-    decoder = json.JSONDecoder()
     start = system.find("[{")
     if start < 0:
         raise DataError("lists no functions", "a JSON list of functions", field="system")
-    try:
-        functions, _ = decoder.raw_decode(system, start)
-        return [
-            Tool(item["name"], item.get("description", ""), flat_parameters(item.get("parameters") or {}))
-            for item in functions
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"has a list of functions that cannot be read ({error!r})", field="system") from error
+    functions, _ = json.JSONDecoder().raw_decode(system, start)
+    return [to_tool(function) for function in functions]
 
 
 def _observed(said: str) -> str:
@@ -67,30 +67,79 @@ def _observed(said: str) -> str:
     return observation(results if isinstance(results, list) else [results])
 
 
-def parse_calls(text: str) -> list[dict[str, Any]] | None:
-    """The calls of `[Name(key=value, ..), ..]`; None where the text is anything else, an answer in words."""
-    if not (text.startswith("[") and text.endswith("]")):
+def read_calls(said: str, known: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The calls of an assistant's turn; None where it answers in words.
+
+    Raises DataError for a text in the form of calls that cannot be read or that calls no known function: it is neither
+    a call to learn from nor an answer.
+    """
+    if not _LOOKS_LIKE_CALLS.fullmatch(said):
         return None
-    calls, rest = [], text[1:-1].strip()
-    while rest:
-        name, bracket, after = rest.partition("(")
-        end = _closing(after) if bracket else None
-        if end is None or not name.strip():
+    calls = parse_calls(said)
+    if calls is None or any(call["name"] not in known for call in calls):
+        raise DataError("has calls that cannot be read, or of functions that are not listed", field="conversations")
+    return calls
+
+
+def parse_calls(text: str) -> list[dict[str, Any]] | None:
+    """The calls of `[Name(key=value, ..), ..]`; None where the text has another form."""
+    pieces = _split(text[1:-1])
+    if pieces is None:
+        return None
+    calls = []
+    for piece in pieces:
+        call = _CALL.fullmatch(piece.strip())
+        arguments = _arguments(call["arguments"]) if call else None
+        if call is None or arguments is None:
             return None
-        parameters = _keywords(after[:end])
-        if parameters is None:
-            return None
-        calls.append({"name": name.strip(), "parameters": parameters})
-        rest = after[end + 1 :].lstrip()
-        if rest and not rest.startswith(","):
-            return None
-        rest = rest[1:].lstrip()
+        calls.append({"name": call["name"].strip(), "parameters": arguments})
     return calls or None
 
 
-def _closing(text: str) -> int | None:
-    """Where the bracket that is open before `text` closes, quotes and nested brackets skipped."""
-    depth, quote, skip = 1, "", False
+def _arguments(text: str) -> dict[str, Any] | None:
+    """{key: value} of `key=value, ..`; keys may be Python's own words, values are Python or JSON literals."""
+    pieces = _split(text) if text.strip() else []
+    if pieces is None:
+        return None
+    arguments = {}
+    for piece in pieces:
+        key, equals, literal = piece.partition("=")
+        try:
+            value = _literal(literal.strip())
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return None
+        if not equals or not re.fullmatch(r"[\w.-]+", key.strip()):
+            return None
+        arguments[key.strip()] = value
+    return arguments
+
+
+def _literal(text: str) -> Any:
+    """A Python literal in which true, false and null mean what they mean in JSON; ValueError or SyntaxError if none."""
+    try:
+        tree = ast.parse(f"({text})", mode="eval")
+    except SyntaxError:
+        tree = ast.parse(text.replace("\n", "\\n"), mode="eval")  # a line break inside a quoted text
+    value = _value(tree.body)
+    json.dumps(value, allow_nan=False)  # neither infinities nor sets are JSON
+    return value
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
+        return _JSON_WORDS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("unpacking is no literal")
+        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
+
+
+def _split(text: str) -> list[str] | None:
+    """The text cut at commas outside quotes and brackets; None where a quote or bracket does not close."""
+    pieces, start, closers, quote, skip = [], 0, [], "", False
     for position, letter in enumerate(text):
         if skip:
             skip = False
@@ -100,28 +149,11 @@ def _closing(text: str) -> int | None:
         elif letter in "'\"":
             quote = letter
         elif letter in "([{":
-            depth += 1
+            closers.append({"(": ")", "[": "]", "{": "}"}[letter])
         elif letter in ")]}":
-            depth -= 1
-            if not depth:
-                return position
-    return None
-
-
-def _keywords(arguments: str) -> dict[str, Any] | None:
-    words = {"true": "True", "false": "False", "null": "None"}
-    try:
-        call = ast.parse(f"f({arguments})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            return None
-        literals = {}
-        for keyword in call.keywords:
-            value = keyword.value
-            if isinstance(value, ast.Name) and value.id in words:
-                value = ast.parse(words[value.id], mode="eval").body
-            literals[str(keyword.arg)] = ast.literal_eval(value)
-        json.dumps(literals)  # sets, bytes and complex numbers are no JSON
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-    return literals
+            if not closers or closers.pop() != letter:
+                return None
+        elif letter == "," and not closers:
+            pieces.append(text[start:position])
+            start = position + 1
+    return None if quote or closers else [*pieces, text[start:]]

@@ -14,7 +14,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from scripts.raw.decision import Instruction, flat_parameters, to_reply
+from scripts.raw.decision import Instruction, to_reply, to_tool
 from verl.data.rlla import Tool, dialogue
 from verl.errors import DataError
 
@@ -23,18 +23,16 @@ Mask = Callable[[list[Tool], Calls], tuple[list[Tool], Calls]]
 
 
 def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> Iterator[dict[str, str]]:
-    """The one example of a row; none where the row makes no call. Raises DataError for a row of another form."""
+    """The one example of a row; none where the row makes no call. Raises DataError for a row of another form.
+
+    A row may also be so far from the form that it raises KeyError, TypeError, AttributeError, ValueError or
+    RecursionError.
+    """
     for name in ("query", "tools", "answers"):
         if not isinstance(row, dict) or name not in row:
             raise DataError("is missing", "query, tools and answers, as xLAM has them", field=name)
-    tools = [
-        Tool(tool["name"], tool.get("description", ""), flat_parameters(tool.get("parameters") or {}))
-        for tool in _listed(row, "tools")
-    ]
-    calls = [
-        {"name": answer["name"], "parameters": answer.get("arguments", answer.get("parameters", {}))}
-        for answer in _listed(row, "answers")
-    ]
+    tools = [to_tool(tool) for tool in _listed(row, "tools")]
+    calls = [_call(answer) for answer in _listed(row, "answers")]
     if not calls:
         return
     if mask:
@@ -44,6 +42,13 @@ def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> I
         "input": dialogue([f"<user> {row['query'].strip()} </user>"]),
         "output": to_reply(calls, None),
     }
+
+
+def _call(answer: dict[str, Any]) -> dict[str, Any]:
+    parameters = answer["arguments"] if "arguments" in answer else answer.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise DataError("has arguments that are no object", field="answers")
+    return {"name": answer["name"].strip(), "parameters": parameters}
 
 
 def _listed(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -61,6 +66,8 @@ def masker(generator: random.Random) -> Mask:
     """Masks the names of one row: the same name gets the same random string in the tools and in the calls."""
 
     def mask(tools: list[Tool], calls: Calls) -> tuple[list[Tool], Calls]:
+        if len({tool.name for tool in tools}) < len(tools):
+            raise DataError("lists a name twice, so that a call could mean either", field="tools")
         taken: set[str] = set()
         names = _random_names((tool.name for tool in tools), generator, taken)
         keys = {tool.name: _random_names(tool.parameters, generator, taken) for tool in tools}
@@ -74,7 +81,7 @@ def masker(generator: random.Random) -> Mask:
         ]
         for call in calls:
             if call["name"] not in names or not call["parameters"].keys() <= keys[call["name"]].keys():
-                raise DataError(f"calls {call['name']!r} with names that no tool lists", field="answers")
+                raise DataError("calls with names that no tool lists", field="answers")
         masked_calls = [
             {
                 "name": names[call["name"]],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from verl.errors import DataError
@@ -14,15 +15,18 @@ from verl.errors import DataError
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; renamed to `path` at the end, removed if anything fails.
 
-    Raises DataError when the disk is full or the folder cannot be written to.
+    Makes the folder if need be. Raises DataError when the disk is full or the place cannot be written to.
     """
+    if not path.name:
+        raise DataError("names no file to write", mend="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         unfinished.replace(path)
     except OSError as error:
-        raise DataError(
-            f"cannot be written ({error})", mend="Free some space or choose another folder", file=str(path)
-        ) from error
+        mend = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Name another place"
+        raise DataError(f"cannot be written ({error.strerror or error})", mend=mend, file=str(path)) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ reads. See docs/data.md.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,20 +43,28 @@ SCHEMA = pa.schema(
     ]
 )
 
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
 # The thoughts that stand in for reasoning in ToolRL's RL rows.
 CALL_THOUGHT = "I should use the appropriate tool with proper parameters to respond to the user's need."
 RESPONSE_THOUGHT = "I should directly respond to the user's need."
 
 
 def check_example(example: Any) -> dict[str, str]:
-    """The raw example if it has its three texts; DataError names the field that is missing or of the wrong type."""
+    """The three texts of a raw example; DataError names the field that is missing, empty or no text."""
+    if isinstance(example, DataError):
+        raise example  # a line that could not even be decoded
     if not isinstance(example, dict):
-        raise DataError(f"is a {type(example).__name__}", f"an object with {', '.join(RAW_FIELDS)}")
+        raise DataError(f"is of type {type(example).__name__}", f"an object with {', '.join(RAW_FIELDS)}")
     for name in RAW_FIELDS:
         if not isinstance(example.get(name), str):
-            problem = "is missing" if name not in example else f"is a {type(example[name]).__name__}"
+            problem = "is missing" if name not in example else f"is of type {type(example[name]).__name__}"
             raise DataError(problem, "a text", field=name)
-    return example
+        if not example[name].strip():
+            raise DataError("is empty", "a text", field=name)
+        if _LONE_SURROGATE.search(example[name]):
+            raise DataError("holds half a surrogate pair, which no file can", "whole characters", field=name)
+    return {name: example[name] for name in RAW_FIELDS}
 
 
 def to_row(example: Mapping[str, str], split: str, index: int) -> dict[str, Any]:

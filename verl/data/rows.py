@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
@@ -17,63 +18,102 @@ from typing import Any
 from verl.errors import DataError
 
 _BATCH_ROWS = 512
+_CHUNK_CHARS = 1 << 20
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
 _FORMATS = ".parquet, .jsonl or .json (a list of objects)"
 
 
 def read_rows(source: str) -> Iterator[Any]:
     """The rows of a parquet, jsonl or json file, or of a data set named as `owner/name[:split]`, one after the other.
 
-    Raises DataError for a file that is missing or is not what its name says.
+    A line of a jsonl file that is not JSON comes as its DataError, for the reader of rows to raise or to count. Raises
+    DataError for a file that is missing or is not what its name says.
     """
     path = Path(source)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
-    if path.suffix in readers:
-        if not path.is_file():
-            raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
-        yield from readers[path.suffix](path)
-    elif path.exists() or source.count("/") != 1 or source.startswith((".", "/")):
-        raise DataError(
-            "is neither a data file nor a data set's name", f"{_FORMATS}, or owner/name[:split]", file=source
-        )
-    else:
+    if path.suffix not in readers:
         yield from _read_hub(source)
+        return
+    if not path.is_file():
+        raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
+    try:
+        yield from readers[path.suffix](path)
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and pyarrow's are ValueErrors
+        raise DataError(
+            f"cannot be read as {path.suffix[1:]} ({_one_line(error)})", mend="Write or copy it anew", file=source
+        ) from error
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as file:
+    # without pre-buffering, memory holds a batch; with it, the whole compressed file
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"cannot be read as parquet ({error})", mend="Write or copy it anew", file=str(path)) from error
+        except pa.ArrowException as error:
+            raise ValueError(str(error)) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
-                    raise DataError(
-                        f"is not JSON ({error})", "one object a line", file=str(path), row=number
-                    ) from error
+                except (ValueError, RecursionError) as error:
+                    yield DataError(f"line {number} is not JSON ({_one_line(error)})", "one object a line")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    import ijson
+    """The elements of a JSON list, decoded one by one, so that memory holds about one of them."""
+    decoder = json.JSONDecoder()
+    with path.open(encoding="utf-8-sig") as file:
+        text, position, ended = file.read(_CHUNK_CHARS), 0, False
+        position = _after_blanks(text, 0)
+        if text[position : position + 1] != "[":
+            raise ValueError("it does not begin with [")
+        position += 1
+        while True:
+            position = _after_blanks(text, position)
+            if text[position : position + 1] == "]":
+                return
+            try:
+                value, end = decoder.raw_decode(text, position)
+                after = _after_blanks(text, end)
+                if text[after : after + 1] not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' or ']'", text, after)
+            except json.JSONDecodeError as error:
+                if ended:
+                    raise ValueError(f"{error.msg} near {text[position : position + 40]!r}") from error
+                text, position = text[position:], 0
+                more = file.read(max(_CHUNK_CHARS, len(text)))  # doubling keeps a huge element linear
+                text, ended = text + more, not more
+                continue
+            yield value
+            position = after + (text[after] == ",")
 
-    with path.open("rb") as file:
-        try:
-            yield from ijson.items(file, "item", use_float=True)
-        except (ijson.JSONError, UnicodeDecodeError) as error:
-            raise DataError(f"is not JSON ({error})", "a list of objects", file=str(path)) from error
+
+def _after_blanks(text: str, position: int) -> int:
+    while text[position : position + 1] in (" ", "\n", "\r", "\t"):
+        position += 1
+    return position
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _read_hub(source: str) -> Iterator[Any]:
+    if Path(source).exists() or not _HUB_NAME.fullmatch(source):
+        raise DataError(
+            "is neither a data file nor a data set's name",
+            f"{_FORMATS}, or owner/name[:split]",
+            "Check it",
+            file=source,
+        )
     try:
         import datasets  # not a requirement: only data sets by name need it
     except ImportError as error:
@@ -100,6 +140,15 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
         ) from error
 
 
+def _encoded(row: Any) -> bytes:
+    try:
+        return json.dumps(row, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"holds a value that JSON cannot ({_one_line(error)})", "texts, numbers, booleans, lists and objects"
+        ) from error
+
+
 class RowStore:
     """JSON values on disk, in an unnamed temporary file, read back by number.
 
@@ -112,7 +161,7 @@ class RowStore:
         with _disk_errors(directory):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives as long as the store
         for row in rows:
-            encoded = json.dumps(row, separators=(",", ":")).encode()
+            encoded = _encoded(row)
             with _disk_errors(directory):
                 self._file.write(encoded)
             self._starts.append(self._starts[-1] + len(encoded))

@@ -5,6 +5,7 @@ files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> tasks, 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +33,10 @@ def to_task(row: Any, id: str) -> Task:
     Columns: data_source, prompt [{role, content}], reward_model {ground_truth}; optional extra_info, env, reward.
     Rows of ToolRL's kind must also have a gold answer that parses and calls listed tools only.
     """
+    if isinstance(row, DataError):
+        raise row  # a line that could not even be decoded
     if not isinstance(row, Mapping):
-        raise DataError(f"is a {type(row).__name__}", "an object with data_source, prompt and reward_model")
+        raise DataError(f"is of type {type(row).__name__}", "an object with data_source, prompt and reward_model")
     prompt = _prompt(row)
     task = Task(
         id=id,
@@ -156,10 +159,13 @@ class TaskSet(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True)
 class TaskCursor:
-    """Where a stream stands: how many tasks it has drawn from each file, and how many rows each file had."""
+    """Where a stream stands: how many tasks it has drawn from each file, and over what it was made.
 
-    drawn: tuple[int, ...]
-    rows: tuple[int, ...]
+    Survives JSON: TaskCursor(**json.loads(json.dumps(asdict(cursor)))) is the same cursor.
+    """
+
+    drawn: Sequence[int]
+    made_of: str  # hash of files, rows, weights and seed
 
 
 class TaskStream:
@@ -177,23 +183,27 @@ class TaskStream:
         seed: int = 0,
         cursor: TaskCursor | None = None,
     ) -> None:
-        """`cursor` resumes a stream over the same files; raises DataError if their numbers of rows have changed."""
+        """`cursor` resumes a stream; raises DataError if it was made over other files, weights or another seed."""
         if not sets:
             raise ConfigError("data.train_files names no file")
-        if weights is not None and (len(weights) != len(sets) or not all(0 < w < float("inf") for w in weights)):
-            raise ConfigError(f"data.weights must be {len(sets)} positive numbers, one a file, got {list(weights)}")
+        if weights is not None:
+            _check_weights(weights, len(sets))
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"data.seed must be a whole number >= 0, got {seed!r}")
         self._sets = sets
         self._rows = tuple(len(tasks) for tasks in sets)
         self._weights = tuple(weights or self._rows)
         self._seed = seed
         self._orders: dict[int, tuple[int, Any]] = {}  # file -> (epoch, permutation)
-        if cursor and cursor.rows != self._rows:
+        names = [tasks[0].id for tasks in sets]
+        self._made_of = hashlib.sha256(repr((names, self._rows, self._weights, seed)).encode()).hexdigest()[:16]
+        if cursor and cursor.made_of != self._made_of:
             raise DataError(
-                f"had {list(cursor.rows)} rows when the run was saved and has {list(self._rows)} now",
-                mend="Resume with the same files, or start a new run",
+                "differ from those of the saved run in files, rows, data.weights or data.seed",
+                mend="Resume with the same, or start a new run",
                 file="the training data",
             )
-        self._drawn = list(cursor.drawn if cursor else [0] * len(sets))
+        self._drawn = list(cursor.drawn) if cursor else [0] * len(sets)
 
     def __len__(self) -> int:
         """Tasks in all files together: the length of an epoch where weights are left alone."""
@@ -219,4 +229,13 @@ class TaskStream:
     @property
     def cursor(self) -> TaskCursor:
         """The integers from which a new stream goes on exactly here."""
-        return TaskCursor(tuple(self._drawn), self._rows)
+        return TaskCursor(list(self._drawn), self._made_of)
+
+
+def _check_weights(weights: Sequence[float], num_sets: int) -> None:
+    expected = f"data.weights must be {num_sets} numbers between 1e-6 and 1e6, one a file"
+    if not isinstance(weights, Sequence) or len(weights) != num_sets:
+        raise ConfigError(f"{expected}, got {weights!r}")
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight <= 1e6:
+            raise ConfigError(f"{expected}, got {weight!r}")

@@ -63,10 +63,13 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     options = dict(options or {})
     if isinstance(found, type):
         from_options = getattr(found, "from_options", None)
-        reward: Reward = from_options(options) if from_options else found(**options)
+        try:
+            reward: Reward = from_options(options) if from_options else found(**options)
+        except TypeError as error:
+            raise ConfigError(f"reward {name!r} cannot be made with options {options} ({error})") from error
         return reward
     if not callable(found):
-        raise ConfigError(f"reward {name!r} is neither a class nor a function")
+        raise ConfigError(f"reward {name!r} must be a class or a function, not an object of {type(found).__name__}")
     if options:
         raise ConfigError(f"reward {name!r} is a plain function and takes no options, but got {sorted(options)}")
     return FunctionReward(found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections import defaultdict
@@ -37,23 +38,38 @@ _TOLERANCE = 1e-9
 class Offence:
     """A row on which the reward breaks its promise."""
 
-    task: Task
+    task_id: str
     reply_kind: str  # GOLD or the name of a mutation
     score: float
     maximum: float
-    text: str
 
     def __str__(self) -> str:
-        fault = "scores below" if self.reply_kind == GOLD else "scores"
-        return f"{self.task.id}: {self.reply_kind} {fault} the maximum: {self.score:g} of {self.maximum:g}"
+        expected = "exactly" if self.reply_kind == GOLD else "less than"
+        return f"{self.task_id}: {self.reply_kind} scores {self.score:g}, expected {expected} {self.maximum:g}"
+
+
+@dataclass
+class Tally:
+    """Running figures of one kind of reply."""
+
+    replies: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    at_maximum: int = 0
+
+    def add(self, score: float, maximum: float) -> None:
+        self.replies += 1
+        self.total += score
+        self.low, self.high = min(self.low, score), max(self.high, score)
+        self.at_maximum += score >= maximum - _TOLERANCE
 
 
 @dataclass
 class LabReport:
-    """What the lab saw: per kind of reply all scores and how many of them were at the row's maximum."""
+    """What the lab saw, by kind of reply."""
 
-    scores: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    at_maximum: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     offences: list[Offence] = field(default_factory=list)
 
 
@@ -65,31 +81,37 @@ def as_trajectory(task: Task, reply: str) -> Trajectory:
 
 
 def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """Score the gold reply and every mutation of every task."""
+    """Score the gold reply and every mutation of every task. Raises ConfigError where the reward itself fails."""
     report = LabReport()
     for task in tasks:
-        maximum = reward.maximum(task, step)
-        replies = [(GOLD, reward.gold(task, step))]
-        replies += [(mutation.name, mutation.text) for mutation in reward.mutations(task, step)]
-        for kind, text in replies:
-            score = reward.score(as_trajectory(task, text), task, step).total
-            at_maximum = math.isclose(score, maximum, abs_tol=_TOLERANCE)
-            report.scores[kind].append(score)
-            report.at_maximum[kind] += at_maximum
-            if at_maximum != (kind == GOLD):
-                report.offences.append(Offence(task, kind, score, maximum, text))
+        try:
+            maximum = float(reward.maximum(task, step))
+            replies = [(GOLD, reward.gold(task, step))]
+            replies += [(mutation.name, mutation.text) for mutation in reward.mutations(task, step)]
+            scores = [float(reward.score(as_trajectory(task, text), task, step).total) for _, text in replies]
+        except VerlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the reward fails on {task.id} ({type(error).__name__}: {error})") from error
+        for (kind, _), score in zip(replies, scores, strict=True):
+            report.tallies[kind].add(score, maximum)
+            # written so that a score that is no number offends
+            kept = math.isclose(score, maximum, abs_tol=_TOLERANCE) if kind == GOLD else score < maximum - _TOLERANCE
+            if not kept:
+                report.offences.append(Offence(task.id, kind, score, maximum))
     return report
 
 
 def _table(report: LabReport) -> Table:
+    offending = {offence.reply_kind for offence in report.offences}
     table = Table(title="Reward lab")
-    for column in ("reply", "rows", "mean", "min", "max", "at maximum"):
+    for column in ("reply", "replies", "mean", "min", "max", "at maximum"):
         table.add_column(column, justify="left" if column == "reply" else "right")
-    for kind, scores in report.scores.items():
-        share = report.at_maximum[kind] / len(scores)
-        broken = share < 1.0 if kind == GOLD else share > 0.0
-        row = [str(len(scores)), f"{sum(scores) / len(scores):.3f}", f"{min(scores):.3f}", f"{max(scores):.3f}"]
-        table.add_row(kind, *row, f"{share:.1%}", style="red" if broken else None)
+    for kind, tally in report.tallies.items():
+        figures = [f"{figure:.3f}" for figure in (tally.total / tally.replies, tally.low, tally.high)]
+        share = f"{tally.at_maximum / tally.replies:.1%}"
+        style = "red" if kind in offending else None
+        table.add_row(escape(kind), str(tally.replies), *figures, share, style=style)
     return table
 
 
@@ -110,36 +132,47 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="rlla", help="a known reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--option", type=_option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--limit", type=int, help="look at the first N rows only")
-    parser.add_argument("--step", type=int, default=0, help="training step, for scheduled rewards")
-    parser.add_argument("--show", type=int, default=20, help="how many offending rows to list")
+    parser.add_argument("--limit", type=_count, help="try the first N readable rows only")
+    parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
+    parser.add_argument("--show", type=_count, default=20, help="how many offending and unreadable rows to list")
     return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not text.isascii():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the lab; returns the exit code."""
     arguments = _arguments(argv)
-    console = Console()
+    console = Console(soft_wrap=True)
     try:
         reward = build_reward(arguments.reward, dict(arguments.option))
         if not isinstance(reward, LabReward):
             raise ConfigError(f"reward {arguments.reward!r} brings no maximum(), gold() and mutations() to try")
         tasks = TaskSet(arguments.data, on_bad_row="skip")
-        count = min(len(tasks), arguments.limit or len(tasks))
+        count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
         report = try_reward(reward, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
         return 2
     console.print(_table(report))
-    for offence in report.offences[: arguments.show]:
-        console.print(escape(str(offence)), highlight=False, soft_wrap=True)
-    hidden = len(report.offences) - arguments.show
-    if hidden > 0:
-        console.print(f"... and {hidden} more (--show {len(report.offences)} lists all)")
-    rows = len({offence.task.id for offence in report.offences})
+    _list("unreadable: ", tasks.bad_rows, arguments.show, console)
+    _list("", report.offences, arguments.show, console)
+    rows = len({offence.task_id for offence in report.offences})
     console.print(f"{count} rows tried, {rows} with offences; {len(tasks.bad_rows)} rows unreadable")
     return 1 if report.offences or tasks.bad_rows else 0
 
 
+def _list(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
+    for item in items[:show]:
+        console.print(escape(f"{prefix}{item}"), highlight=False)
+    if len(items) > show:
+        console.print(f"... and {len(items) - show} more (--show {len(items)} lists all)")
+
+
 if __name__ == "__main__":
+    logging.getLogger("verl.data.tasks").setLevel(logging.ERROR)  # the lab lists skipped rows itself
     sys.exit(main())

@@ -62,7 +62,7 @@ def final_turn(text: str) -> str:
     """The assistant's last turn of a chat-templated text, stripped; a bare reply is returned as it is, stripped.
 
     The template is the one whose turn marker comes first in the text, so that a marker of another template quoted in a
-    prompt or a reply is text like any other.
+    prompt or a reply is text like any other. A bare reply ends at an end-of-turn marker that it still carries.
     """
     first, header, end = len(text), "", ""
     for opening, its_header, its_end in _CHAT_MARKERS:
@@ -71,6 +71,8 @@ def final_turn(text: str) -> str:
             first, header, end = found, its_header, its_end
     start = text.rfind(header) if header else -1
     if start < 0:
+        for _, _, its_end in _CHAT_MARKERS:
+            text = text.partition(its_end)[0]
         return text.strip()
     return text[start + len(header) :].partition(end)[0].strip()
 

@@ -9,8 +9,8 @@ Scores equal ToolRL's published code for every reply, variant and step, except f
       scored as it is;
     - SCHEDULELENGTH=1 alone switches the length reward on, as its description promises;
     - nothing is printed;
-    - a gold answer whose calls cannot be read raises DataError instead of dying inside json, or quietly giving every
-      reply the minimum.
+    - a gold answer whose calls cannot be read raises DataError. ToolRL dies inside json; where it is JSON but no call,
+      it gives every reply but an equal one the minimum.
 No reply, whatever its text, raises.
 """
 
@@ -41,6 +41,7 @@ from verl.utils.reward_score.matching import (
     whole_call_similarity,
 )
 from verl.utils.reward_score.parsing import (
+    THINK,
     THINK_END,
     TOOL_CALL,
     Gold,
@@ -108,15 +109,15 @@ class RllaOptions:
             raise ConfigError("reward option refined_ignores_order has no effect without refined")
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> RllaOptions:
-        """The variant that ToolRL's environment variables choose, with `overrides` laid over it.
+    def from_env(
+        cls, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
+    ) -> RllaOptions:
+        """The variant that ToolRL's environment variables choose, with `overrides` by option name laid over it.
 
         A toggle counts when equal to "1". Raises ConfigError for an unknown override.
         """
         if "STRICTMATCH" in environ:
-            warnings.warn(
-                "STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=1
-            )
+            _warn_of_strictmatch()
         toggled = _toggled(tuple(name for key, name in _TOGGLES.items() if environ.get(key) == "1"))
         if not overrides:
             return toggled
@@ -129,6 +130,11 @@ class RllaOptions:
     @property
     def scores_length(self) -> bool:
         return self.with_length or self.schedule_length
+
+
+@cache  # once in a process, whatever the filters for warnings say
+def _warn_of_strictmatch() -> None:
+    warnings.warn("STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=3)
 
 
 @cache  # compute_score asks for each reply; there are 256 variants
@@ -168,7 +174,10 @@ def format_range(options: RllaOptions, step: int) -> Range:
 
 
 def correctness_range(options: RllaOptions, step: int) -> Range:
-    """Range of the correctness part: [-3, 3], shaped by the equal-maximum, two-stage and scheduled variants."""
+    """Range of the correctness part: [-3, 3], shaped by the equal-maximum, two-stage and scheduled variants.
+
+    As in ToolRL, an equal maximum under its unclamped schedule shrinks to nothing at step 300 and is upside down after.
+    """
     end = 1.0 if options.correct_max_1 else 3.0
     if options.two_stage and step < 30:
         end /= 3
@@ -211,8 +220,10 @@ def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions)
 
 
 def _calls_a_tool(reply: str) -> bool:
-    thought, closing, said = reply.partition(THINK_END)
-    return TOOL_CALL in (said if closing else thought)  # a thought may mention the tag
+    if reply.startswith(THINK):  # a thought may mention the tag
+        thought, closing, said = reply.partition(THINK_END)
+        return TOOL_CALL in (said if closing else thought)
+    return TOOL_CALL in reply
 
 
 def _correctness_score(reply: str, gold: Gold, options: RllaOptions, step: int) -> float:
@@ -270,7 +281,7 @@ class RllaReward:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
         """Options of the configuration laid over the environment's toggles."""
-        return cls(RllaOptions.from_env(**options))
+        return cls(RllaOptions.from_env(overrides=options))
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Score the last turn; raises DataError that names the task if its gold answer cannot be read."""

@@ -53,17 +53,15 @@ def spoiled_replies(task: Task, reply: str) -> list[Mutation]:
         spoiled["call inside response"] = reply.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
     else:
         spoiled |= _spoiled_calls(task, reply, calls)
-    if not calls and RESPONSE not in task.answer:  # a lone thought
-        del spoiled["think only"]
-    return [Mutation(name, text) for name, text in spoiled.items() if text != reply]
+    mutations = [Mutation(name, text) for name, text in spoiled.items()]
+    mutations += _spoiled_parameters(reply, calls or [])
+    return [mutation for mutation in mutations if mutation.text != reply]
 
 
 def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[str, str]:
-    before, _, rest = reply.partition(TOOL_CALL)
-    after = rest.partition(TOOL_CALL_END)[2]
 
     def with_lines(lines: list[str]) -> str:
-        return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
+        return _with_calls(reply, lines)
 
     lines = [render_call(call) for call in calls]
     first, *others = calls
@@ -82,12 +80,6 @@ def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[
         "tool_call doubled": f"{reply}\n{TOOL_CALL}\n{lines[0]}\n{TOOL_CALL_END}",
         "calls on the tag's line": reply.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
     }
-    for key, value in parameters.items():
-        dropped = {name: kept for name, kept in parameters.items() if name != key}
-        spoiled["dropped parameter"] = with_lines([render_call({**first, "parameters": dropped}), *lines[1:]])
-        wrong = {**parameters, key: _another_value(value)}
-        spoiled["wrong value"] = with_lines([render_call({**first, "parameters": wrong}), *lines[1:]])
-        break
     if others:
         spoiled["missing call"] = with_lines(lines[1:])
         spoiled["blank line between calls"] = with_lines(["\n\n".join(lines)])
@@ -97,7 +89,30 @@ def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[
     return spoiled
 
 
+def _spoiled_parameters(reply: str, calls: list[dict[str, Any]]) -> list[Mutation]:
+    """Each parameter of each call once dropped and once with another value."""
+    lines = [render_call(call) for call in calls]
+    spoiled = []
+    for number, call in enumerate(calls):
+        for key, value in call["parameters"].items():
+            others = {name: kept for name, kept in call["parameters"].items() if name != key}
+            for name, parameters in (
+                ("dropped parameter", others),
+                ("wrong value", {**call["parameters"], key: _another_value(value)}),
+            ):
+                line = render_call({**call, "parameters": parameters})
+                spoiled.append(Mutation(name, _with_calls(reply, [*lines[:number], line, *lines[number + 1 :]])))
+    return spoiled
+
+
+def _with_calls(reply: str, lines: list[str]) -> str:
+    """The reply with these lines in its first tool_call block."""
+    before, _, rest = reply.partition(TOOL_CALL)
+    after = rest.partition(TOOL_CALL_END)[2]
+    return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
+
+
 def _another_value(value: Any) -> Any:
     if isinstance(value, str):
         return f"{value}x"
-    return value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else [value]
+    return value + 1 if type(value) is int else [value]  # a large float may equal itself plus one
