@@ -3,7 +3,8 @@
     python bench/task_memory.py [--rows 1000000] [--draws 20000]
 
 Writes a parquet file of that many rows of dataset/mini, each with 600 random characters more, then reads it in a
-process of its own and prints that process's peak memory, the seconds it took, and the draws per second of a shuffled stream.
+process of its own and prints that process's peak memory, the seconds it took, and the draws per second of a shuffled
+stream.
 """
 
 from __future__ import annotations
@@ -53,12 +54,9 @@ def read(path: Path, draws: int) -> None:
         pass
     drawn = time.perf_counter()
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
     size_mib = path.stat().st_size / 2**20
     print(f"{len(tasks):,} rows, {size_mib:,.0f} MiB of parquet: peak memory {peak_mib:,.0f} MiB", end=", ")
     print(f"read in {ready - started:.0f} s", end=", ")
-        end=", ",
-    )
     print(f"{draws / (drawn - ready):,.0f} tasks drawn per second")
 
 
