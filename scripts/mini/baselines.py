@@ -1,0 +1,49 @@
+"""Replies that need no understanding, and what the default reward gives them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+from scripts.mini.phrases import NO_TOOL
+from scripts.mini.reading import VALUE, Row, gold, requests, system_text
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
+from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.rlla import RllaOptions, score_reply
+
+_FIRST_TOOL = re.compile(r"^1\. Name: (.*)\nDescription: .*\nParameters: (.*)$", re.MULTILINE)
+
+
+def copy_first_tool(row: Row) -> str:
+    """Call the first listed tool with the capitalised, quoted and number words of the last request, in their order."""
+    name, parameters = _FIRST_TOOL.search(system_text(row)).groups()
+    found = [_typed(text) for text in VALUE.findall(requests(row)[-1])]
+    call = {"name": name, "parameters": dict(zip(json.loads(parameters), found, strict=False))}
+    return render_reply(CALL_THOUGHT, [call])
+
+
+def _typed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def always_respond(row: Row) -> str:
+    """Say that no tool fits, whatever is asked."""
+    return render_reply(RESPONSE_THOUGHT, response=NO_TOOL)
+
+
+BASELINES: dict[str, Callable[[Row], str]] = {
+    "gold": gold,
+    "copy the first tool": copy_first_tool,
+    "always respond": always_respond,
+}
+
+
+def mean_reward(rows: Sequence[Row], reply: Callable[[Row], str]) -> float:
+    """Mean total reward, default options, of what `reply` answers to each row."""
+    return mean(score_reply(reply(row), gold(row), 0, RllaOptions()).score for row in rows)

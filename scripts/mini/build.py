@@ -1,0 +1,99 @@
+"""The splits, and the way from a draft to a row: its tool list and its gold reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from scripts.mini import domains, new_tools, phrases
+from scripts.mini.families import FAMILIES, Draft
+from scripts.mini.listing import draw_tools, instruction, mask
+from scripts.mini.requests import Call, World
+from scripts.mini.tools import read_lookups, read_tools
+from scripts.mini.values import split_values
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
+from verl.utils.reward_score.parsing import render_reply
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One file of the data set: its rows come from `world`; `reasons` gives them thoughts instead of placeholders."""
+
+    name: str
+    num_rows: int
+    world: World
+    reasons: bool = False
+
+
+def all_splits(seed: int) -> tuple[Split, ...]:
+    """The four files, in the order in which they are drawn."""
+    seen_values, unseen_values = split_values(seed)
+    seen_tools, new = read_tools(domains.TOOLS), read_tools(new_tools.TOOLS)
+    lookups, new_lookups = read_lookups(domains.LOOKUPS, seen_tools), read_lookups(new_tools.LOOKUPS, new)
+    training = World(seen_tools, lookups, seen_values, held_out=False)
+    return (
+        Split("test", 200, World(seen_tools, lookups, unseen_values, held_out=True)),
+        Split("test_new_tools", 200, World(new, new_lookups, unseen_values, held_out=True)),
+        Split("train", 2400, training),
+        Split("sft", 3200, training, reasons=True),
+    )
+
+
+def build(seed: int) -> dict[str, list[dict[str, Any]]]:
+    """All rows of all splits. No two rows, of whichever splits, have the same prompt."""
+    prompts: set[tuple[str, str]] = set()
+    return {split.name: _rows(split, Random(f"{seed}/{split.name}"), prompts) for split in all_splits(seed)}
+
+
+def _rows(split: Split, random: Random, prompts: set[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The rows of one split in random order; their prompts are added to `prompts`."""
+    examples: list[dict[str, str]] = []
+    for draw, share in FAMILIES.values():
+        wanted = len(examples) + round(share * split.num_rows)
+        while len(examples) < wanted:
+            example = _example(draw(split.world, random), split, random)
+            if example and (example["instruction"], example["input"]) not in prompts:
+                prompts.add((example["instruction"], example["input"]))
+                examples.append(example)
+    random.shuffle(examples)
+    return [to_row(example, split.name, index) for index, example in enumerate(examples)]
+
+
+def _example(draft: Draft, split: Split, random: Random) -> dict[str, str] | None:
+    """The draft as a raw example; None where its prompt would be too long even with two tools."""
+    said = dialogue(draft.turns)
+    tools, calls = draw_tools(draft, len(said), split.world, random), draft.calls
+    if not tools:
+        return None
+    if draft.masked:
+        tools, calls = mask(tools, calls, random)
+    return {"instruction": instruction(tools), "input": said, "output": _reply(draft, calls, split.reasons, random)}
+
+
+def _reply(draft: Draft, calls: Sequence[Call], reasons: bool, random: Random) -> str:
+    """The gold reply, with a short thought of its own or with ToolRL's placeholder."""
+    if not calls:
+        thought = random.choice(phrases.THOUGHTS["none"]) if reasons else RESPONSE_THOUGHT
+        return render_reply(thought, response=phrases.NO_TOOL)
+    named = [
+        {
+            "name": call.tool.name,
+            "parameters": {p.name: v for p, v in zip(call.tool.parameters, call.values, strict=True)},
+        }
+        for call in calls
+    ]
+    return render_reply(_thought(draft, calls, random) if reasons else CALL_THOUGHT, named)
+
+
+def _thought(draft: Draft, calls: Sequence[Call], random: Random) -> str:
+    """A thought that names the tools and their values: "I call get_rain with Kalo and Miru, set_timer with 12"."""
+    kind = "dialogue" if len(draft.turns) > 1 else "call"
+    values: dict[str, list[str]] = {}
+    for call in calls:
+        values.setdefault(call.tool.name, []).append(" ".join(word.strip('"') for word in call.words))
+    known = [f"{tool} with {' and '.join(said)}" if said[0] else tool for tool, said in values.items()]
+    return random.choice(phrases.THOUGHTS[kind]).format(
+        calls=", ".join(known), tool=calls[0].tool.name, value=values[calls[0].tool.name][0]
+    )

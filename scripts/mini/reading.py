@@ -1,0 +1,80 @@
+"""Facts read back from finished rows: family, user text, values, and the phrasing with the values taken out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.types import Message
+from verl.utils.reward_score.parsing import parse_gold
+from verl.utils.reward_score.prompt import listed_tools
+
+Row = Mapping[str, Any]
+MASK = "fn_"  # how the names of masked tools begin
+
+_USER = re.compile(r"<user> (.*?) </user>")
+_RESULTS = re.compile(r"<obs> (.*?) </obs>")
+# what a reader without understanding takes for values: quoted, capitalised and number words
+VALUE = re.compile(r'"[^"]*"|\b[A-Z]\w*\b|\d+(?:[.:]\d+)*')
+_NAME = re.compile(r"\b(?:[B-DF-HJ-NP-TV-Z][aeiou][b-df-hj-np-tv-z][aeiou]|[A-Z]\d+)\b")
+
+
+def system_text(row: Row) -> str:
+    """The instruction and the list of tools."""
+    return row["prompt"][0]["content"]
+
+
+def dialogue_text(row: Row) -> str:
+    """The user message: the dialogue so far."""
+    return row["prompt"][1]["content"]
+
+
+def gold(row: Row) -> str:
+    """The gold reply."""
+    return row["reward_model"]["ground_truth"]
+
+
+def requests(row: Row) -> list[str]:
+    """What the user said, turn by turn."""
+    return _USER.findall(dialogue_text(row))
+
+
+def tools(row: Row) -> tuple[str, ...]:
+    """The names of the listed tools."""
+    return listed_tools([Message("system", system_text(row))]) or ()
+
+
+def values(row: Row) -> set[str]:
+    """Every value of the gold calls and of the tools' answers so far, as JSON; true and false left out."""
+    calls = parse_gold(gold(row)).calls or []
+    found = [value for call in calls for value in call["parameters"].values() if not isinstance(value, bool)]
+    found += [answer["results"] for text in _RESULTS.findall(dialogue_text(row)) for answer in json.loads(text)]
+    return {json.dumps(value) for value in found}
+
+
+def phrasing(row: Row) -> str:
+    """The user's words with a blank for every value."""
+    return " / ".join(re.sub(r"\d+(?:[.:]\d+)*|_ _", "_", _NAME.sub("_", text)) for text in requests(row))
+
+
+def family(row: Row) -> str:
+    """The family of tasks that the row belongs to."""
+    calls = parse_gold(gold(row)).calls
+    if calls is None:
+        return "irrelevant"
+    if len(requests(row)) > 1 or _RESULTS.search(dialogue_text(row)):
+        return "dialogue"
+    if all(name.startswith(MASK) for name in tools(row)):
+        return "masked"
+    names = {call["name"] for call in calls}
+    if len(calls) == 1:
+        return "single"
+    return "parallel" if len(names) == 1 else "multiple"
+
+
+def words(row: Row) -> Iterator[str]:
+    """The words of what the user said, in small letters and without punctuation."""
+    for text in requests(row):
+        yield from re.findall(r"[a-z0-9.:]*[a-z0-9]", text.lower())
