@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from tests.conftest import TOGGLES  # noqa: E402
 from tests.test_rlla import ANSWERS, HOSTILE  # noqa: E402
 from tests.toolrl_oracle import oracle_score  # noqa: E402
 from verl.data.tasks import TaskSet  # noqa: E402
@@ -67,7 +68,7 @@ def cpu_seconds(scorer: Scorer, pairs: Pairs) -> float:
 
 def plain(solution: str, truth: str) -> object:
     reply = solution.rpartition("<|im_start|>assistant")[2].partition("<|im_end|>")[0].strip()
-    return oracle_score(reply, truth, 0, set())
+    return oracle_score(reply, truth, 0, {name for name in TOGGLES if os.environ.get(name) == "1"})
 
 
 def slowest_hostile() -> tuple[str, float]:
