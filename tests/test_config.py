@@ -1,0 +1,133 @@
+"""The configuration: veRL's words are understood, unknown keys name the nearest, bad values name their key."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from verl.algorithms import ALGORITHMS
+from verl.config.load import RECIPES, known_keys, load_config
+from verl.config.schema import Config
+from verl.errors import ConfigError
+
+# Every override of ToolRL's run_grpo.sh.
+TOOLRL_SCRIPT = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.parquet",
+    "data.val_files=test.parquet",
+    "data.train_batch_size=512",
+    "data.val_batch_size=128",
+    "data.max_prompt_length=2048",
+    "data.max_response_length=1024",
+    "actor_rollout_ref.model.path=MODEL",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.kl_loss_coef=0.001",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+    "actor_rollout_ref.actor.fsdp_config.grad_offload=False",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "trainer.critic_warmup=0",
+    "trainer.logger=['console','wandb']",
+    "trainer.project_name=TinyZero",
+    "trainer.experiment_name=run",
+    "trainer.n_gpus_per_node=2",
+    "trainer.nnodes=1",
+    "trainer.save_freq=15",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=15",
+]
+
+
+def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load_config(TOOLRL_SCRIPT)
+    assert (config.model.path, config.actor.optim.lr, config.rollout.n) == ("MODEL", 1e-6, 4)
+    assert (config.data.train_files, config.data.val_files) == (["train.parquet"], ["test.parquet"])
+    algorithm = config.algorithm
+    assert (algorithm.name, algorithm.kl_placement, algorithm.kl_coefficient) == ("grpo", "reward", 0.001)
+    assert config.trainer.logger == ["console", "wandb"] and config.minibatches_per_step == 4
+    moot = {record.message.partition(" ")[0] for record in caplog.records}
+    assert len(caplog.records) == len(moot) == 11 and "trainer.critic_warmup" in moot
+
+
+@pytest.mark.parametrize(
+    ("words", "placement", "estimator", "coefficient"),
+    [
+        ("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=low_var_kl", "loss", "k3", 0.01),
+        ("algorithm.kl_ctrl.kl_coef=0.0", "none", "k1", 0.0),
+        ("", None, None, None),
+    ],
+)
+def test_kl_has_one_place(words: str, placement: str | None, estimator: str | None, coefficient: float | None) -> None:
+    algorithm = load_config([f"actor_rollout_ref.{w}" if w.startswith("actor") else w for w in words.split()]).algorithm
+    assert (algorithm.kl_placement, algorithm.kl_estimator, algorithm.kl_coefficient) == (
+        placement,
+        estimator,
+        coefficient,
+    )
+
+
+def test_ppo_by_verls_name() -> None:
+    assert load_config(["algorithm.adv_estimator=gae"]).algorithm.name == "ppo"
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES.glob("*.yaml")])
+def test_recipes_load_and_words_lie_over_them(recipe: str) -> None:
+    config = load_config([f"recipe={recipe}", "data.seed=7"])
+    assert config.algorithm.name in ALGORITHMS and config.data.seed == 7
+    assert load_config([f"recipe={recipe}", "rollout.n=9"]).rollout.n == 9
+
+
+def test_reward_options_are_open() -> None:
+    assert load_config(["reward.options.coarse=true"]).reward.options == {"coarse": True}
+    assert load_config(["reward.options={coarse: true}"]).reward.options == {"coarse": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.train_batchsize=3"], "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
+        (["rollout.n=four"], "rollout.n='four'"),
+        (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
+        (["data.on_bad_row=ignore"], "data.on_bad_row must be error or skip"),
+        (["data.train_batch_size=100"], "must be a multiple of actor.ppo_mini_batch_size (128)"),
+        (["actor.max_tokens_per_pack=3000"], "the longest sample would fit no pack"),
+        (["trainer.logger=[wandbb]"], "some of console, jsonl, tensorboard, wandb"),
+        (["recipe=toolrl_gpro"], "unknown recipe 'toolrl_gpro'; did you mean 'toolrl_grpo'?"),
+        (["data.seed"], "is not key=value"),
+        (["~data.seed"], "neither deletions nor sweeps"),
+        (["data.seed=1,2"], "neither deletions nor sweeps"),
+    ],
+)
+def test_what_cannot_be_used_names_its_key(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words)
+    assert said in str(caught.value)
+
+
+def test_batch_arithmetic_is_spelled_out() -> None:
+    assert Config().batch_arithmetic() == (
+        "a step: 512 prompts x 4 rollouts = 2048 samples; 4 optimizer steps of 128 prompts = 512 samples each; "
+        "packs of at most 16384 tokens"
+    )
+    assert "actor.optim.lr" in known_keys() and "reward.options." in known_keys()
+
+
+def test_loading_imports_nothing_heavy() -> None:
+    code = "import sys, verl.config.load; assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

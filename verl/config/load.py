@@ -1,0 +1,103 @@
+"""From `key=value` words to a checked Config. Hydra and OmegaConf end here; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.legacy import translate
+from verl.config.schema import Config
+from verl.errors import ConfigError
+from verl.registry import nearest
+
+_log = logging.getLogger(__name__)
+RECIPES = Path(__file__).with_name("recipe")
+
+
+def load_config(words: Sequence[str]) -> Config:
+    """The configuration that `key=value` words choose, a `recipe=name` beneath them.
+
+    veRL's keys are accepted: aliases silently, moot ones with one warning each. Raises ConfigError that names the
+    nearest key for an unknown one, and the key for a value of the wrong type.
+    """
+    written = _parse(words)
+    recipe = written.pop("recipe", None)
+    settings, moot = translate(written)
+    for key in moot:
+        _log.warning("%s has no effect: packing and FSDP2 leave it nothing to do", key)
+    return _build({**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise ConfigError(f"{word!r} is not key=value ({' '.join(str(error).split())})") from error
+        if override.is_delete() or override.is_sweep_override():
+            raise ConfigError(f"{word!r}: only key=value is understood, neither deletions nor sweeps")
+        written[override.key_or_group] = override.value()
+    return written
+
+
+def _read_recipe(name: str) -> dict[str, Any]:
+    path = RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"unknown recipe {name!r}; {nearest(name, [each.stem for each in RECIPES.glob('*.yaml')])}")
+    return _flat(OmegaConf.to_container(OmegaConf.load(path)))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix.rstrip("."): tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat
+
+
+def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
+    """Every key of the tree; one that ends in a dot takes any key below it."""
+    types = get_type_hints(kind)
+    keys = []
+    for item in fields(kind):
+        inner, key = types[item.name], f"{prefix}{item.name}"
+        if is_dataclass(inner) and isinstance(inner, type):
+            keys += known_keys(inner, f"{key}.")
+        else:
+            keys.append(f"{key}." if getattr(inner, "__origin__", None) is dict else key)
+    return keys
+
+
+def _make_writable(tree: DictConfig) -> None:
+    """Nodes of frozen dataclasses are read-only one by one; the objects made of them are frozen again."""
+    OmegaConf.set_readonly(tree, None)
+    for key in tree:
+        if isinstance(tree[key], DictConfig):
+            _make_writable(tree[key])
+
+
+def _build(settings: Mapping[str, Any]) -> Config:
+    known = known_keys()
+    open_keys = tuple(key for key in known if key.endswith("."))
+    tree = OmegaConf.structured(Config)
+    _make_writable(tree)
+    for key, value in settings.items():
+        if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
+            raise ConfigError(f"unknown key {key!r}; {nearest(key, [each.rstrip('.') for each in known])}")
+        try:
+            OmegaConf.update(tree, key, value, force_add=key.startswith(open_keys))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    return config
