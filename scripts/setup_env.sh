@@ -11,11 +11,15 @@
 #   TORCH_INDEX=URL       package index for torch alone on a CPU machine, such as PyTorch's own CPU index
 #   VERL_DEV=1            ask an environment that is already active for the test tools too (.venv always has them)
 
+if [ -z "${BASH_VERSION:-}" ]; then
+    echo "setup: this script needs bash; start one with: bash" >&2
+    return 1 2>/dev/null || exit 1
+fi
 if (return 0 2>/dev/null); then  # this file is being sourced
     # all work happens in a process of its own, so that options, traps and folders of this shell stay as they are
     VERL_PYTHON="$(bash "${BASH_SOURCE[0]}" --print-python)" || { unset VERL_PYTHON; return 1; }
     export VERL_PYTHON
-    _toolrl_root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    _toolrl_root="$(CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     if [[ "$VERL_PYTHON" == "$_toolrl_root/.venv/bin/python" ]]; then
         # shellcheck disable=SC1091  # written by python -m venv
         source "$_toolrl_root/.venv/bin/activate"
@@ -28,6 +32,7 @@ if (return 0 2>/dev/null); then  # this file is being sourced
 fi
 
 set -euo pipefail
+unset CDPATH  # makes cd print
 
 root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 locks="$root/scripts/requirements"
@@ -75,7 +80,7 @@ find_active_python() {
     [[ -z "${VERL_DEV:-}" ]] || options=(--dev)
     for name in python3 python; do
         candidate="$(command -v "$name")" || continue
-        [[ "$candidate" != "$venv"/* ]] || continue
+        [[ "$candidate" != "$venv"/* || ! (-e "$incomplete" || -e "$complete") ]] || continue
         if report="$(quick_check "$candidate" "${options[@]}")"; then
             say "using $candidate. $report"
             echo "$candidate"
@@ -91,10 +96,11 @@ find_active_python() {
 
 # A Python that can build the environment: 3.11 if there is one, else 3.12.
 find_base_python() {
-    local name candidate
+    local name candidate  # never the environment's own: it is about to be cleared
     local usable='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])'
     for name in python3.11 python3.12 python3; do
         while IFS= read -r candidate; do
+            [[ "$candidate" != "$venv"/* ]] || continue
             if "$candidate" -c "$usable" 2>/dev/null; then
                 echo "$candidate"
                 return 0
@@ -107,10 +113,11 @@ find_base_python() {
 
 # What a complete .venv was built from. Its place counts too: scripts inside name it, so that a copy does not work.
 fingerprint() {
-    { echo "$venv $device" && cat "$locks"/*.txt; } | sha256sum | cut -d ' ' -f 1
+    { echo "$venv $device" && cat "$locks"/*.txt; } | sha256sum | sed "s/ .*/ $device/"
 }
 
 # absent | ready | stale (ours, to be built again) | foreign (not made by this script, hence never touched)
+# | other-device (ours and complete, but for the other kind of machine: perhaps only the driver does not answer)
 venv_state() {
     if [[ ! -e "$venv" || -z "$(ls -A "$venv")" ]]; then
         echo absent
@@ -120,6 +127,8 @@ venv_state() {
         echo foreign
     elif [[ "$(<"$complete")" == "$(fingerprint)" ]] && "$python" -c 'import pip' 2>/dev/null; then
         echo ready
+    elif [[ "$(cut -d ' ' -f 2 "$complete")" != "$device" ]]; then
+        echo other-device
     else
         echo stale
     fi
@@ -158,9 +167,10 @@ progress() {
 
 # Tells why a step failed and what to do, from what it logged since line $2.
 step_failed() {
-    local lines reason
-    lines="$(tail -n "+$2" "$log" | grep -v '^WARNING')" || true
-    reason="$(grep -iE 'error|no space left|no matching' <<<"$lines" | tail -n 6)" || reason="$(tail -n 6 <<<"$lines")"
+    local lines shown reason
+    lines="$(tail -n "+$2" "$log")"  # what pip says of the network stands in warnings
+    shown="$(grep -v '^WARNING' <<<"$lines")" || true
+    reason="$(grep -iE 'error|no space left|no matching' <<<"$shown" | tail -n 6)" || reason="$(tail -n 6 <<<"$shown")"
     say "failed: $1"
     printf '    %s\n' "$reason" "everything that was printed: $log" >&2
     if grep -qi 'no space left' <<<"$lines" || (($(df -Pm "$root" | awk 'END {print $4}') < 100)); then
@@ -219,6 +229,12 @@ build() {
 # pip inherits the lock, so that a build whose script was killed is not cleared while its pip still writes.
 prepare_venv() {
     local report
+    [[ "$(venv_state)" == ready ]] || build_locked
+    report="$(quick_check "$python" --dev)" || die "$venv was changed by hand. $report Or remove it and run this again."
+}
+
+build_locked() {
+    { : >>"$root/.venv.lock"; } 2>/dev/null || die "cannot write to $root, so no environment can be built there"
     exec 9>"$root/.venv.lock"
     if ! flock -n 9; then
         say "another set-up of this folder is running; waiting for it"
@@ -235,8 +251,11 @@ prepare_venv() {
             build
             ;;
         absent) build ;;
+        other-device)
+            die "$venv was built for $(cut -d ' ' -f 2 "$complete"), and now this machine asks for $device. If that is" \
+                "right, remove $venv and run this again; if not, set VERL_DEVICE=$(cut -d ' ' -f 2 "$complete")"
+            ;;
     esac
-    report="$(quick_check "$python" --dev)" || die "$venv was changed by hand. $report Or remove it and run this again."
 }
 
 main() {

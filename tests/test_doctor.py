@@ -254,3 +254,17 @@ def test_the_whole_examination_ends_with_a_sum(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_a_real_engine_starts() -> None:
     assert doctor.check_vllm().status == "ok"
+
+
+def test_a_half_installed_package_is_a_failed_check_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers-5.17.0.dist-info").mkdir()  # no METADATA in it
+    monkeypatch.syspath_prepend(str(tmp_path))
+    failed = {check.name for check in versions.check_all("cpu") if check.status == "fail"}
+    assert "transformers" in failed
+
+
+def test_an_unknown_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_DEVICE", "tpu")
+    assert doctor.check_device("cpu").status == "fail"

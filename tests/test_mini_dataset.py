@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -86,7 +87,7 @@ def test_every_family_has_enough_rows_and_phrasings(splits, name):
     rows = splits[name]
     count = Counter(map(reading.family, rows))
     assert set(count) == {"single", "multiple", "parallel", "irrelevant", "dialogue", "masked"}
-    assert min(count.values()) >= len(rows) // 20
+    assert min(count.values()) >= len(rows) // 25
     if name == "train":
         for family in count:
             assert len({reading.phrasing(row) for row in rows if reading.family(row) == family}) >= 30
@@ -151,3 +152,21 @@ def test_script_makes_the_committed_files_again(tmp_path):
             assert made.read_bytes() == committed.read_bytes()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "tokenizer" / name).read_text() == (MINI / "tokenizer" / name).read_text()
+
+
+def test_the_tokenizer_is_the_same_beside_a_qwen2_model(splits, tmp_path):
+    """There transformers builds Qwen2's own cutting around our merges; other tokens would come without a word."""
+    from transformers import AutoTokenizer, Qwen2Config
+
+    shutil.copytree(MINI / "tokenizer", tmp_path, dirs_exist_ok=True)
+    alone = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    Qwen2Config().save_pretrained(tmp_path)
+    beside = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(alone) is not type(beside)
+    for row in splits["test"]:
+        messages = row["prompt"]
+        rendered = [each.apply_chat_template(messages, add_generation_prompt=True) for each in (alone, beside)]
+        assert rendered[0]["input_ids"] == rendered[1]["input_ids"]
+        text = chat_text(row)
+        assert alone(text).input_ids == beside(text).input_ids
+        assert beside.decode(beside(text).input_ids) == text

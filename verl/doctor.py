@@ -48,6 +48,10 @@ def check_device(flavour: Flavour) -> Check:
     """The device that training would use."""
     gpus = find_gpus()
     forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
+    if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
+        return Check(
+            "device", "fail", f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}", "set it to cpu or gpu, or unset it"
+        )
     if flavour == "gpu" and not gpus:
         return Check("device", "fail", f"no NVIDIA GPU answers{forced}", "see what `nvidia-smi -L` says, or unset it")
     if gpus and flavour == "gpu":
@@ -235,4 +239,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
+        sys.exit(main())

@@ -25,6 +25,19 @@ def copy_first_tool(row: Row) -> str:
     return render_reply(CALL_THOUGHT, [call])
 
 
+def copy_first_tool_by_type(row: Row) -> str:
+    """The same, but each parameter takes the first value left that fits its declared type."""
+    name, parameters = _FIRST_TOOL.search(system_text(row)).groups()
+    left = [_typed(text) for text in VALUE.findall(requests(row)[-1])]
+    chosen = {}
+    for parameter, about in json.loads(parameters).items():
+        fitting = [value for value in left if type(value).__name__ == about["type"]]
+        if fitting:
+            chosen[parameter] = fitting[0]
+            left.remove(fitting[0])
+    return render_reply(CALL_THOUGHT, [{"name": name, "parameters": chosen}])
+
+
 def _typed(text: str) -> Any:
     try:
         return json.loads(text)
@@ -40,6 +53,7 @@ def always_respond(row: Row) -> str:
 BASELINES: dict[str, Callable[[Row], str]] = {
     "gold": gold,
     "copy the first tool": copy_first_tool,
+    "copy it by type": copy_first_tool_by_type,
     "always respond": always_respond,
 }
 

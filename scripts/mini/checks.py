@@ -47,4 +47,6 @@ def check_splits(splits: Mapping[str, Sequence[Row]]) -> None:
         assert overlap.phrasings == overlap.values == overlap.prompts == 0, f"{name}: {overlap}"
     assert overlap.tools == 0, f"{overlap.tools} new tools were seen in training"
     assert len(set(map(phrasing, splits["train"]))) > 1000, "too few phrasings"
-    assert mean_reward(splits["test"], BASELINES["copy the first tool"]) < -1.0, "copying is too good a policy"
+    for split in ("test", "test_new_tools"):
+        for name in ("copy the first tool", "copy it by type"):
+            assert mean_reward(splits[split], BASELINES[name]) < -1.0, f"{split}: too good a policy: {name}"

@@ -64,9 +64,10 @@ def _two_requests(calls: tuple[Call, ...], world: World, random: Random) -> Draf
 
 
 def irrelevant(world: World, random: Random) -> Draft:
-    """A request for a tool that is not listed."""
+    """A request for a tool that is not listed, nor any of its domain, which might serve as well."""
     asked = single(world, random)
-    return Draft(asked.turns, (), (), unwanted=asked.needed)
+    domain = asked.needed[0].domain
+    return Draft(asked.turns, (), (), unwanted=tuple(tool for tool in world.tools if tool.domain == domain))
 
 
 def observed(world: World, random: Random) -> Draft:
@@ -100,11 +101,11 @@ def masked(world: World, random: Random) -> Draft:
 
 
 FAMILIES: dict[str, tuple[Callable[[World, Random], Draft], float]] = {  # draw, share of a split
-    "single": (single, 0.17),
-    "multiple": (multiple, 0.2),
-    "parallel": (parallel, 0.27),
-    "irrelevant": (irrelevant, 0.05),
-    "observed": (observed, 0.05),
-    "told": (told, 0.08),
-    "masked": (masked, 0.18),
+    "single": (single, 0.12),
+    "multiple": (multiple, 0.23),
+    "parallel": (parallel, 0.34),
+    "irrelevant": (irrelevant, 0.04),
+    "observed": (observed, 0.03),
+    "told": (told, 0.07),
+    "masked": (masked, 0.17),
 }

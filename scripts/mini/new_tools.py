@@ -12,7 +12,7 @@ TOOLS = {
             "Find a hotel.",
             "city=city:name",
             (),
-            ("find a hotel in [{city}]", "find me a hotel in [{city}]", "see a hotel in [{city}]"),
+            ("find a hotel in [{city}]", "look for a hotel in [{city}]", "see a hotel in [{city}]"),
         ),
         (
             "stop_hotel",
@@ -52,7 +52,7 @@ TOOLS = {
             "Save a recipe.",
             "dish=dish:title",
             (),
-            ("save the recipe of [{dish}]", "save a recipe for [{dish}]", "save me the recipe of [{dish}]"),
+            ("save the recipe of [{dish}]", "save a recipe for [{dish}]", "save my recipe of [{dish}]"),
         ),
         (
             "rate_meal",
@@ -100,6 +100,6 @@ TOOLS = {
 LOOKUPS = {
     "hotel": (("my_hotel", "My hotel.", "my hotel", "code", "stop_hotel"),),
     "cars": (("my_car", "My car.", "my car", "code", "lock_car clean_car"),),
-    "kitchen": (("my_recipe", "My recipe.", "my recipe", "title", "save_recipe"),),
-    "alarms": (("that_room", "That room.", "that room", "name", "log_heating"),),
+    "kitchen": (("top_dish", "Top dish.", "the top dish", "title", "save_recipe"),),
+    "alarms": (("top_room", "Top room.", "the top room", "name", "log_heating"),),
 }

@@ -1,10 +1,12 @@
-"""The tokenizer: byte-level BPE of 1,024 tokens over pieces that keep names and numbers copyable.
+"""The tokenizer: byte-level BPE of 1,024 tokens that keeps names and numbers copyable.
 
 special tokens      <|endoftext|> <|im_start|> <|im_end|>
 single tokens       ToolRL's tags, and the fixed pieces of its prompt (they survive skip_special_tokens=True)
 spare tokens        special and unused, up to the round number
-pieces for BPE      a word with a space or underscore before it, half a four-letter name, one digit,
-                    anything else between them
+merges              first all syllables of names, such as K+a and l+o, then those that training finds within words
+
+Pieces are cut as Qwen2 cuts them. They have to be: beside a Qwen2 model's config.json, transformers builds Qwen2's own
+cutting around our merges, whatever tokenizer.json says.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.mini.reading import Row, gold
+from scripts.mini.values import SYLLABLES
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
 
 VOCABULARY = 1024
@@ -36,14 +39,16 @@ FRAMES = (
     CALL_THOUGHT,
     RESPONSE_THOUGHT,
 )
-PIECES = "|".join(
+QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Merges are found within these, so that none joins a name to what stands before it, or its two syllables.
+WORDS = "|".join(
     (
         r"[A-Z][a-z](?=[a-z]{2}(?![a-z]))",  # the first half of a word such as Kalo
         r"[A-Z][a-z]*",
         r"[ _]?[a-z]+",
-        r":[0-9]{2}",
-        r" ?[0-9]",  # the first digit of a number has the space, so its order shows
-        r"[^A-Za-z0-9]+?(?=[ _]?[a-z0-9])|[^A-Za-z0-9]+",  # whatever stands between
     )
 )
 CHAT_TEMPLATE = (
@@ -57,26 +62,47 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Train on `texts`; the result encodes any UTF-8 text and decodes it to itself."""
     whole = (*TAGS, *FRAMES)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(whole),
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     between = re.compile("|".join(map(re.escape, sorted((*SPECIAL, *whole), key=len, reverse=True))))
-    tokenizer.train_from_iterator((piece for text in texts for piece in between.split(text)), trainer)
+    qwen2 = pre_tokenizers.Split(Regex(QWEN2_PIECES), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = pre_tokenizers.Sequence([qwen2, words, as_bytes])
+    pieces = (piece for text in texts for part in between.split(text) for piece, _ in cut.pre_tokenize_str(part))
+    tokens, merges = _train_merges(pieces, VOCABULARY - len(SPECIAL) - len(whole))
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *tokens))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([qwen2, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
     spare = (f"<|spare_{number}|>" for number in range(VOCABULARY - tokenizer.get_vocab_size()))
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in spare])
     return tokenizer
+
+
+def _train_merges(pieces: Iterable[str], size: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """(tokens, merges): the bytes, the syllables, then what BPE finds once every syllable is one symbol.
+
+    While training, one character stands for each syllable, so that the library's trainer takes it for a letter.
+    """
+    syllables = [written for each in SYLLABLES for written in (each, each.capitalize())]
+    stands_for = {chr(0xE000 + number): written for number, written in enumerate(syllables)}
+    symbol = {written: letter for letter, written in stands_for.items()}
+    syllable = re.compile("|".join(symbol))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    learner = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=[*alphabet, *stands_for], limit_alphabet=size, show_progress=False
+    )
+    learner.train_from_iterator((syllable.sub(lambda found: symbol[found[0]], piece) for piece in pieces), trainer)
+
+    def spelled(token: str) -> str:
+        return "".join(stands_for.get(letter, letter) for letter in token)
+
+    learned = json.loads(learner.to_str())["model"]["merges"]
+    merges = [*map(tuple, syllables), *((spelled(left), spelled(right)) for left, right in learned)]
+    tokens = list(dict.fromkeys([*alphabet, *("".join(merge) for merge in merges)]))
+    return tokens, list(dict.fromkeys(merges))
 
 
 def chat_text(row: Row, with_reply: bool = True) -> str:

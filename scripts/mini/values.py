@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 _HELD_OUT_SHARE = 0.2
-_SYLLABLES = [consonant + vowel for consonant in "bdfklmnrst" for vowel in "aeio"]
-_NAMES = [f"{first}{second}".capitalize() for first in _SYLLABLES for second in _SYLLABLES if first != second]
+SYLLABLES = [consonant + vowel for consonant in "bdfklmnrst" for vowel in "aeio"]
+_NAMES = [f"{first}{second}".capitalize() for first in SYLLABLES for second in SYLLABLES if first != second]
 
 POOLS: dict[str, list[Any]] = {
     "name": _NAMES,

@@ -92,7 +92,8 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
             metadata = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found[name] = Distribution(metadata.version, tuple(metadata.requires or ()))
+        # an interrupted install leaves a folder without metadata
+        found[name] = Distribution(metadata.version or "0", tuple(metadata.requires or ()))
     return found
 
 
@@ -123,18 +124,26 @@ def check_python(version: tuple[int, int]) -> Check:
 
 def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Check]:
     """One check per needed distribution: there, and in the tested range."""
-    from packaging.specifiers import SpecifierSet
-
     checks = []
     for name, specifier in needed.items():
         if name not in installed:
             checks.append(Check(name, "fail", "missing", SET_UP))
-        elif SpecifierSet(specifier).contains(installed[name].version, prereleases=True):
+        elif _in_range(specifier, installed[name].version):
             checks.append(Check(name, "ok", installed[name].version))
         else:
             found = f"{installed[name].version}, but tested with {specifier}"
             checks.append(Check(name, "fail", found, f"pip install '{name}{specifier}'"))
     return checks
+
+
+def _in_range(specifier: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(specifier).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 def check_pairs(installed: Installed) -> list[Check]:
@@ -149,12 +158,15 @@ def check_pairs(installed: Installed) -> list[Check]:
 
 def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
     """What `requirement_text` of distribution `name` says against what is installed, if anything."""
-    from packaging.requirements import Requirement
+    from packaging.requirements import InvalidRequirement, Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
-    requirement = Requirement(requirement_text)
+    try:
+        requirement = Requirement(requirement_text)
+    except InvalidRequirement:
+        return None  # a line that no installer could follow either
     other = canonicalize_name(requirement.name)
     applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     if other not in installed or not applies:
@@ -162,7 +174,11 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
     # "+cpu" and the like name a build; the builds are told apart by check_torch_build
     specifier = SpecifierSet(re.sub(r"\+[\w.]+", "", str(requirement.specifier)))
     found = installed[other].version
-    if specifier.contains(Version(found).public, prereleases=True):
+    try:
+        fits = specifier.contains(Version(found).public, prereleases=True)
+    except InvalidVersion:
+        fits = False
+    if fits:
         return None
     mend = f"pip install '{other}{specifier}', or {SET_UP} for a set that fits"
     return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", mend)
@@ -183,7 +199,7 @@ def check_collision(installed: Installed) -> list[Check]:
     here = Path(__file__).parents[1]
     code = "import verl; print(verl.__file__)"
     # from the root folder, because the current folder comes first on sys.path and would hide the answer
-    ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
     imported = Path(ask.stdout.strip() or "/nothing").parent
     ours = imported == here
     found = f"distribution verl {installed['verl'].version} is installed beside ours (toolrl); `import verl` gives "
@@ -225,7 +241,7 @@ def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) 
         return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", mend)]
     if flavour == "gpu" and cuda is None and "torch" in installed:
         mend = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
-        return [Check("torch build", "fail", "CPU build, but there is a GPU", mend)]
+        return [Check("torch build", "fail", "CPU build, but the GPU set is asked for", mend)]
     return []
 
 
