@@ -161,16 +161,14 @@ def format_range(options: RllaOptions, step: int) -> Range:
     ToolRL's schedule leaves the lower end at -1 from step 75 on; the clamped one is symmetric, [-2 + p, 2 - p], as the
     paper writes it.
     """
-    low, high = 0.0, 1.0
-    if options.two_stage and step >= 30:
-        high = 0.5
+    high = 0.5 if options.two_stage and step >= 30 else 1.0
     if options.schedule_reward:
         done = _progress(options, step)
         if done is not None:
             end = 2.0 - (2.0 - high) * done
             return Range(-end, end)
-        return Range(min(-2.0 + (2.0 + low) * step / 150, -1.0), max(2.0 - (2.0 - high) * step / 150, 1.0))
-    return Range(low, high)
+        return Range(min(-2.0 + 2.0 * step / 150, -1.0), max(2.0 - (2.0 - high) * step / 150, 1.0))
+    return Range(0.0, high)
 
 
 def correctness_range(options: RllaOptions, step: int) -> Range:
