@@ -85,6 +85,14 @@ def test_blank_line_between_calls_is_the_minimum() -> None:
     assert score(GOLD.replace("}\n{", "}\n\n{")) == -2.0
 
 
+def test_a_name_that_is_no_text_fails_only_where_toolrl_compares_it_as_a_key() -> None:
+    """Refined names are compared as lists, which any value survives; multisets need values that can be hashed."""
+    gold, odd = render_reply("t", [A]), {"name": ["x"], "parameters": {}}
+    reply = render_reply("t", [A, odd])
+    assert score(reply, gold) == -2.0
+    assert score(reply, gold, options=VARIANTS["refined"]) == pytest.approx(1 + 6 * (0 + 1 + 2) / 4 - 3)
+
+
 def test_greedy_and_optimal_matching_part_ways() -> None:
     first, second = {"name": "A", "parameters": {"p": 1, "q": 2}}, {"name": "A", "parameters": {"p": 1}}
     gold = render_reply("t", [second, first])
