@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 from verl.data.files import replacing
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
+from verl.utils.reward_score.rlla import TOGGLES
 from verl.utils.reward_score.rlla_lab import spoiled_replies
 
 REPOSITORY = "https://github.com/qiancheng0/ToolRL"
@@ -43,15 +44,6 @@ COMMIT = "8cee13ec0ca72f0461da372a93a6fd8140dbb840"
 REWARD_FILE = "verl/utils/reward_score/rlla.py"
 NUM_CASES = 800
 STEPS = (0, 1, 15, 29, 30, 31, 75, 104, 105, 149, 150, 151, 400)
-TOGGLES = (
-    "WITHLENGTH",
-    "CORRECTMAX1",
-    "MAX1STEP30MAX3",
-    "SCHEDULEREWARD",
-    "REFINEDREWARD",
-    "INTERMEDIATEREWARD",
-    "COARSEREWARD",
-)
 TEMPLATES = {
     "qwen": "<|im_start|>system\nS<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>",
     "llama": "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
@@ -150,7 +142,7 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
     for _ in range(NUM_CASES):
         task = generator.choice(tasks)
         reply = generator.choice([task.answer, *(spoiled.text for spoiled in spoiled_replies(task, task.answer))])
-        variant = {name: "1" for name in TOGGLES if generator.random() < 0.25}
+        variant = {name: "1" for name in TOGGLES if name != "SCHEDULELENGTH" and generator.random() < 0.25}
         if "WITHLENGTH" in variant and generator.random() < 0.5:
             variant["SCHEDULELENGTH"] = "1"  # alone it does nothing in ToolRL's code, and here it does
         family, step = generator.choice(sorted(TEMPLATES)), generator.choice(STEPS)
@@ -166,7 +158,7 @@ def score_silently(
 ) -> list[float]:
     """ToolRL's reward reads the environment and prints each reply; neither must outlive the call."""
     before = dict(os.environ)
-    for name in (*TOGGLES, "SCHEDULELENGTH"):
+    for name in TOGGLES:
         os.environ.pop(name, None)
     os.environ.update(variant)
     try:

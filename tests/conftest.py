@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from verl.utils.reward_score import rlla
+
 ROOT = Path(__file__).parents[1]
-TOGGLES = (
-    "WITHLENGTH",
-    "SCHEDULELENGTH",
-    "CORRECTMAX1",
-    "MAX1STEP30MAX3",
-    "SCHEDULEREWARD",
-    "REFINEDREWARD",
-    "INTERMEDIATEREWARD",
-    "COARSEREWARD",
-    "STRICTMATCH",
-)
+TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
 
 
 def real_data(*parts: str) -> Path:

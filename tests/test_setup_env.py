@@ -216,7 +216,10 @@ def test_a_read_only_checkout_uses_what_is_there(built: Checkout) -> None:
 
 
 def test_an_exported_cdpath_does_no_harm(checkout: Checkout) -> None:
-    assert checkout.run(CDPATH=".:/tmp").returncode == 0
+    environment = checkout.environment | {"CDPATH": ".:/tmp"}  # matters where the script is named by a relative path
+    command = ["bash", "scripts/setup_env.sh", "--print-python"]
+    result = subprocess.run(command, cwd=checkout.root, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.strip() == str(checkout.venv / "bin" / "python")
 
 
 def test_another_shell_is_told_so(checkout: Checkout) -> None:

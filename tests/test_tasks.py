@@ -116,6 +116,7 @@ def test_bad_rows_can_be_skipped_and_are_listed(tmp_path: Path, caplog: pytest.L
     ("name", "text", "said"),
     [
         ("missing.parquet", None, "there is no such file"),
+        ("long" * 100 + ".jsonl", None, "there is no such file"),
         ("torn.parquet", "PAR1 not really", "cannot be read as parquet"),
         ("torn.json", '[{"a": 1}, {"a"', "cannot be read as json"),
         ("object.json", '{"a": 1}', "does not begin with"),

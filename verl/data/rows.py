@@ -34,7 +34,7 @@ def read_rows(source: str) -> Iterator[Any]:
     if path.suffix not in readers:
         yield from _read_hub(source)
         return
-    if not path.is_file():
+    if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises for a name that is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
     try:
         yield from readers[path.suffix](path)

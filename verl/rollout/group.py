@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from verl.data.chat import ChatCodec
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.types import FinishReason, Message, Outcome, Score, Task, Trajectory, TrajectoryGroup, Turn
-
-
-class Scorer(Protocol):
-    """The part of a reward that a rollout needs."""
-
-    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score: ...
+from verl.types import FinishReason, Message, Outcome, Task, Trajectory, TrajectoryGroup, Turn
+from verl.utils.reward_score.base import Reward
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,7 @@ class GroupRollout:
 
     engine: RolloutEngine
     codec: ChatCodec
-    scorer: Scorer
+    reward: Reward
     sampling: Sampling
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
@@ -33,7 +27,7 @@ class GroupRollout:
         trajectories = await asyncio.gather(
             *(self._episode(task, index, prompt_ids, seed) for index, seed in enumerate(seeds))
         )
-        scores = tuple(self.scorer.score(trajectory, task, step) for trajectory in trajectories)
+        scores = tuple(self.reward.score(trajectory, task, step) for trajectory in trajectories)
         return TrajectoryGroup(task, tuple(trajectories), scores, tuple(score.total for score in scores))
 
     async def _episode(self, task: Task, index: int, prompt_ids: tuple[int, ...], seed: int | None) -> Trajectory:

@@ -93,7 +93,7 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
         except importlib.metadata.PackageNotFoundError:
             continue
         # an interrupted install leaves a folder without metadata
-        found[name] = Distribution(metadata.version or "0", tuple(metadata.requires or ()))
+        found[name] = Distribution(metadata.version or "unreadable", tuple(metadata.requires or ()))
     return found
 
 

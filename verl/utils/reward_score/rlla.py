@@ -57,7 +57,8 @@ from verl.utils.reward_score.rlla_lab import lengthen_thought, spoiled_replies
 # What reading or matching a reply's calls can raise when they are not what they should be.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
-_TOGGLES: Mapping[str, str] = {
+# ToolRL's environment variables -> the options they switch on
+TOGGLES: Mapping[str, str] = {
     "WITHLENGTH": "with_length",
     "SCHEDULELENGTH": "schedule_length",
     "CORRECTMAX1": "correct_max_1",
@@ -91,7 +92,7 @@ class RllaOptions:
     unwanted_call_penalty: float = 0.0  # subtracted where the reply calls a tool and the gold calls none
 
     def __post_init__(self) -> None:
-        for name in (*_TOGGLES.values(), "refined_ignores_order"):
+        for name in (*TOGGLES.values(), "refined_ignores_order"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"reward option {name} must be true or false, got {getattr(self, name)!r}")
         steps, penalty = self.schedule_steps, self.unwanted_call_penalty
@@ -118,7 +119,7 @@ class RllaOptions:
         """
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
-        toggled = _toggled(tuple(name for key, name in _TOGGLES.items() if environ.get(key) == "1"))
+        toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
         if not overrides:
             return toggled
         known = [item.name for item in fields(cls)]
