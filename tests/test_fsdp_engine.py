@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,21 @@ def critic_loss(module: Any, packed: Any) -> Any:
     return ((module(packed) - 1.0).square() * packed.columns["weight"]).sum(), {}
 
 
-def train(rank: int, world: int, folder: str, kind: str) -> None:
-    """Two updates of a policy and a critic on this rank's packs; rank 0 writes what came out."""
+def run_rank(rank: int, world: int, folder: str, kind: str) -> None:
+    """One rank's life. What holds the process group goes first, then all ranks together, then the group itself:
+    a rank that leaves while another still talks to it, or with the group in use, may abort at its exit."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    outcome = train(rank, world, kind)
+    gc.collect()
+    if rank == 0:
+        torch.save(outcome, f"{folder}/outcome.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """Two updates of a policy and a critic on this rank's packs: the metrics, and the full weights afterwards."""
     mesh = init_device_mesh("cpu", (world,))
     samples = random_samples(5, group_sizes=(4, 1, 3, 2))
     counts = torch.tensor([sum(each.action_mask) for each in samples])
@@ -53,15 +65,13 @@ def train(rank: int, world: int, folder: str, kind: str) -> None:
         outcome[name] = [engine.update(packs, loss) for _ in range(2)]
         named = published_names(module) if isinstance(module, PackedPolicy) else module.named_parameters()
         outcome[f"{name} weights"] = {key: full.clone() for key, full in engine.export_weights(named)}
-    if rank == 0:
-        torch.save(outcome, f"{folder}/outcome.pt")
-    dist.destroy_process_group()
+    return outcome
 
 
 def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
     folder.mkdir()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(train, args=(world, str(folder), kind), nprocs=world)
+    mp.spawn(run_rank, args=(world, str(folder), kind), nprocs=world)
     outcome: dict[str, Any] = torch.load(folder / "outcome.pt")
     return outcome
 
