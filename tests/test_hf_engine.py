@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.data.packing import make_units, pack
+from verl.errors import EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.types import Completion, FinishReason, Sample
@@ -26,10 +27,11 @@ def rollout_model() -> PreTrainedModel:
 
 
 def generate(engine: HFEngine, prompts: Sequence[Sequence[int]], *samplings: Sampling) -> list[Completion]:
-    async def together() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(*each) for each in zip(prompts, samplings, strict=True)))
+    async def together() -> list[tuple[Completion, ...]]:
+        requests = zip(prompts, samplings, strict=True)
+        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests))
 
-    return asyncio.run(together())
+    return [completion for completions in asyncio.run(together()) for completion in completions]
 
 
 def trainer_logprobs(
@@ -52,7 +54,7 @@ def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(tem
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.5 * torch.randn_like(parameter))
-            engine.load_weights(version, published_names(policy))
+            asyncio.run(engine.load_weights(version, published_names(policy)))
         samplings = [Sampling(12, temperature, seed=seed) for seed in range(3)]
         for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, *samplings), strict=True):
             assert completion.weight_version == version and len(completion.token_ids) == 12
@@ -65,8 +67,15 @@ def test_a_seeded_request_does_not_depend_on_its_batch() -> None:
     samplings = [Sampling(8, seed=seed) for seed in (1, 2, 3)]
     together = generate(engine, PROMPTS, *samplings)
     alone = [generate(engine, [prompt], sampling)[0] for prompt, sampling in zip(PROMPTS, samplings, strict=True)]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert together == alone  # log-probs bit for bit, too
     assert generate(engine, PROMPTS[:1], Sampling(8, seed=4))[0].token_ids != alone[0].token_ids
+
+
+def test_several_completions_of_a_prompt_count_their_seeds_up() -> None:
+    engine = HFEngine(rollout_model())
+    alone = [generate(engine, PROMPTS[:1], Sampling(8, seed=seed))[0] for seed in (5, 6, 7)]
+    together = generate(engine, PROMPTS[:1], Sampling(8, n=3, seed=5))
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
 def test_greedy_takes_the_likeliest_token_and_stops_where_told() -> None:
@@ -94,5 +103,7 @@ def test_samples_follow_the_distribution() -> None:
 def test_a_failure_reaches_every_one_who_asked() -> None:
     with pytest.raises(IndexError):
         generate(HFEngine(rollout_model()), [[10**6]], Sampling(1))
+    with pytest.raises(EngineError, match=r"lacks \d+ weights"):
+        asyncio.run(HFEngine(rollout_model()).load_weights(1, []))
     with pytest.raises(KeyError):
-        HFEngine(rollout_model()).load_weights(1, [("no.such.weight", torch.zeros(1))])
+        asyncio.run(HFEngine(rollout_model()).load_weights(1, [("no.such.weight", torch.zeros(1))]))

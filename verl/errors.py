@@ -1,7 +1,7 @@
 """What can go wrong at the door, told once and clearly.
 
 `ConfigError` and `DataError` are for the user: they say what is wrong, where, what was expected and how to mend it.
-Faults of our own are `assert`s. Both classes pickle, because worker processes raise them too.
+Faults of our own are `assert`s. All classes pickle, because worker processes raise them too.
 """
 
 from __future__ import annotations
@@ -53,3 +53,7 @@ class DataError(VerlError, ValueError):
 
     def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
         return type(self), (self.problem, self.expected, self.mend, self.file, self.row, self.field)
+
+
+class EngineError(VerlError):
+    """A rollout engine that did not start, has died or cannot be trusted any more."""

@@ -14,19 +14,30 @@ if TYPE_CHECKING:  # engines of other kinds need no torch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one completion."""
+    """How to sample the completions of one prompt."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
+    n: int = 1  # completions, independent of one another
     stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None  # engines that can make one request repeatable by itself do
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None  # of the first completion, counting up; engines that can repeat a request by itself heed it
 
 
 class RolloutEngine(Protocol):
     """Generates completions, many at a time, with weights that are replaced between them."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One completion; concurrent calls run as one batch. Its log-probs are those at the sampling temperature."""
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        """`sampling.n` completions; concurrent calls run together. Log-probs are those at the sampling temperature."""
 
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights by name; completions carry `version` from now on."""
+    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights by name, all of them; completions carry `version` from now on."""
+
+    async def sleep(self) -> None:
+        """Give up device memory until `wake`, so that the trainer can have it. Nothing where there is none to give."""
+
+    async def wake(self) -> None:
+        """Be ready to take weights and to generate again."""
+
+    async def close(self) -> None:
+        """End all that the engine started."""

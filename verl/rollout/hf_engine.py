@@ -1,22 +1,33 @@
 """A rollout engine on transformers: slow, exact and repeatable; for tests and for machines without vLLM.
 
-Requests that wait at the same moment are decoded as one left-padded batch. Each draws from a generator of its own, so a
-seeded request gives the same tokens whatever else is in its batch. Shape legend: B requests, L tokens, V vocabulary.
+Requests without a seed that wait at the same moment are decoded as one left-padded batch. A seeded request is decoded
+by itself, because the rounding of its log-probs depends on what shares its batch: it repeats bit for bit.
+Shape legend: B requests, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason
 
-_Request = tuple[Sequence[int], Sampling, "asyncio.Future[Completion]"]
+
+class _Request(NamedTuple):
+    """One call of `generate`."""
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    future: asyncio.Future[tuple[Completion, ...]]
 
 
 class HFEngine:
@@ -29,39 +40,69 @@ class HFEngine:
         self._waiting: list[_Request] = []
         self._flush: asyncio.Task[None] | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One completion; what else waits at this moment is decoded with it."""
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prompt_ids, sampling, future))
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        """`sampling.n` completions; what else waits at this moment is decoded with them."""
+        if sampling.stop_strings:
+            raise ConfigError("the transformers engine stops at tokens only, not at strings; use rollout.name=vllm")
+        request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
         if self._flush is None or self._flush.done():
             self._flush = asyncio.create_task(self._run_waiting())
-        return await future
+        return await request.future
+
+    async def sleep(self) -> None:
+        """Nothing to give up."""
+
+    async def wake(self) -> None:
+        """Always awake."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
 
     async def _run_waiting(self) -> None:
         while self._waiting:
             await asyncio.sleep(0)  # let all that are about to ask do so
-            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            batch = self._next_batch()
+            rows = [(request.prompt_ids, one) for request in batch for one in _each(request.sampling)]
             try:
-                completions = self._decode([prompt for prompt, _, _ in batch], [sampling for _, sampling, _ in batch])
+                completions = self._decode([prompt for prompt, _ in rows], [sampling for _, sampling in rows])
             except Exception as error:  # noqa: BLE001  whoever asked must hear of it
-                for _, _, future in batch:
-                    future.set_exception(error)
+                for request in batch:
+                    request.future.set_exception(error)
             else:
-                for (_, _, future), completion in zip(batch, completions, strict=True):
-                    future.set_result(completion)
+                remaining = iter(completions)
+                for request in batch:
+                    request.future.set_result(tuple(islice(remaining, request.sampling.n)))
 
-    @torch.no_grad()
-    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _next_batch(self) -> list[_Request]:
+        """The first request alone if it is seeded, else with others that are not, while there is room."""
+        batch = [self._waiting.pop(0)]
+        count = batch[0].sampling.n
+        while batch[0].sampling.seed is None and self._waiting:
+            following = self._waiting[0].sampling
+            if following.seed is not None or count + following.n > self._max_batch:
+                break
+            batch.append(self._waiting.pop(0))
+            count += following.n
+        return batch
+
+    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors in by name. Raises KeyError for a name the model does not have."""
         own = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, tensor in weights:
-            own[name].copy_(tensor)
+        missing = set(own)
+        with torch.no_grad():
+            for name, tensor in weights:
+                own[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise EngineError(f"a publication lacks {len(missing)} weights, among them {min(missing)!r}")
         self._version = version
 
     @torch.no_grad()
     def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         longest = max(len(prompt) for prompt in prompts)
         pads_B = torch.tensor([longest - len(prompt) for prompt in prompts])
+        device = self._model.device
         ids_BL = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask_BL = (torch.arange(longest)[None] >= pads_B[:, None]).long()
         generators = [_generator(sampling.seed) for sampling in samplings]
@@ -72,17 +113,18 @@ class HFEngine:
         while any(reason is None for reason in reasons):
             positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -step_BL.shape[1] :]
             output = self._model(
-                input_ids=step_BL,
-                attention_mask=mask_BL,
-                position_ids=positions_BL,
+                input_ids=step_BL.to(device),
+                attention_mask=mask_BL.to(device),
+                position_ids=positions_BL.to(device),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
+            logits_BV = output.logits[:, -1].cpu()
             next_B = torch.zeros(len(prompts), dtype=torch.long)
             for row, sampling in enumerate(samplings):
                 if reasons[row] is None:
-                    token, logprob = _draw(output.logits[row, -1], sampling.temperature, generators[row])
+                    token, logprob = _draw(logits_BV[row], sampling.temperature, generators[row])
                     next_B[row] = token
                     tokens[row].append(token)
                     logprobs[row].append(logprob)
@@ -95,10 +137,25 @@ class HFEngine:
         ]
 
 
+def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int) -> HFEngine:
+    """An engine with a model of its own. Raises ConfigError if there is no model at `path`."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
+    return HFEngine(model.to(torch.device(device)), max_batch)  # type: ignore[arg-type]
+
+
+def _each(sampling: Sampling) -> list[Sampling]:
+    """The request's completions one by one; their seeds count up."""
+    first = sampling.seed
+    seeds = [None if first is None else first + number for number in range(sampling.n)]
+    return [replace(sampling, n=1, seed=seed) for seed in seeds]
+
+
 def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator()
-    generator.manual_seed(torch.initial_seed() if seed is None else seed)
-    return generator
+    """Of its own for a seeded completion, torch's for all others."""
+    return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
 
 
 def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:
