@@ -1,0 +1,118 @@
+"""The run on the console: live on a terminal, one plain line a step elsewhere; and the table at its end."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from verl.tracking.names import reward_parts
+from verl.tracking.tracker import Tracker
+
+
+class Display(Tracker):
+    """A tracker for people. On a terminal it stays at the bottom, below whatever else is printed to `console`."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._total = total_steps
+        self._phase, self._phase_started = "start", time.monotonic()
+        self._facts: dict[str, str] = {"step": f"0/{total_steps}"}
+        self._first, self._first_time = 0, time.monotonic()
+        self._live: Live | None = None
+
+    def phase(self, name: str) -> None:
+        """Says what is running now; only a terminal shows it."""
+        self._phase, self._phase_started = name, time.monotonic()
+        if self.console.is_interactive and self._live is None:
+            self._live = Live(self, console=self.console, refresh_per_second=2)
+            self._live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Says how the step went; step 0 is the validation before training."""
+        self._facts = {"step": f"{step}/{self._total}", **facts(metrics)}
+        if step > self._first:
+            seconds = (time.monotonic() - self._first_time) / (step - self._first) * (self._total - step)
+            self._facts["left"] = duration(seconds)
+        else:
+            self._first_time = time.monotonic()
+        if not self.console.is_interactive:
+            line = ", ".join(f"{name} {value}" for name, value in self._facts.items())
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`step` under the name that trackers have for it."""
+        self.step(step, metrics)
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
+
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """Counts the time left from the steps of this session alone."""
+        self._first, self._first_time = max(step, 0), time.monotonic()
+        self._facts = {"step": f"{self._first}/{self._total}"}
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        running = f"{self._phase} ({duration(time.monotonic() - self._phase_started)})"
+        for name, value in {"now": running, **self._facts}.items():
+            table.add_row(Text(name, style="bold cyan"), Text(value))
+        return table
+
+
+def facts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The few metrics worth a person's eye, in words; those that are missing are left out."""
+    told: dict[str, str] = {}
+    if "reward/total" in metrics:
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in reward_parts(metrics).items())
+        told["reward"] = f"{metrics['reward/total']:.3f}" + (f" ({parts})" if parts else "")
+    elif "actor/loss" in metrics:
+        told["loss"] = f"{metrics['actor/loss']:.4f}"
+    totals = [(name[4:-6], value) for name, value in metrics.items() if re.fullmatch("val/.+/total", name)]
+    if totals:
+        told["validation"] = ", ".join(f"{name} {value:.3f}" for name, value in totals)
+    if "perf/tokens_per_s" in metrics:
+        told["speed"] = f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
+    if "time/step_s" in metrics:
+        told["took"] = f"{metrics['time/step_s']:.1f} s"
+    return told
+
+
+def duration(seconds: float) -> str:
+    """Time for people: 45 s, 12 min, 3 h 05 min."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def before_after_table(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], title: str = "Validation"
+) -> Table:
+    """Rows: metrics. Columns: before, after and change for every validation set (set -> metric -> value)."""
+    sets = list(dict.fromkeys((*before, *after)))
+    empty: Mapping[str, float] = {}
+    columns = [(before.get(name, empty), after.get(name, empty)) for name in sets]
+    table = Table(title=title)
+    table.add_column("metric")
+    for name in sets:
+        for kind in ("before", "after", "change"):
+            table.add_column(Text(f"{name}\n{kind}"), justify="right")
+    for metric in dict.fromkeys(metric for pair in columns for values in pair for metric in values):
+        cells = [cell for pair in columns for cell in _cells(*(values.get(metric) for values in pair))]
+        table.add_row(Text(metric), *cells)
+    return table
+
+
+def _cells(before: float | None, after: float | None) -> list[str]:
+    change = "" if before is None or after is None else f"{after - before:+.3f}"
+    return ["" if before is None else f"{before:.3f}", "" if after is None else f"{after:.3f}", change]

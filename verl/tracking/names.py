@@ -1,0 +1,111 @@
+"""Every metric's name, unit and meaning: the table that docs/metrics.md is made from.
+
+`python -m verl.tracking.names > docs/metrics.md` writes the page. A word in angle brackets stands for a name of the
+run: a data set, a part of the reward, a phase.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+INTRODUCTION = """# Metrics
+
+Names and units are fixed. A word in `<angle brackets>` stands for a name of the run: a data source, a validation set, a
+part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and tool tokens never count.
+A metric is missing from a step where it does not apply: no critic, no validation, no known peak of the device.
+Written to `metrics.jsonl` (one line a step) and TensorBoard. This page is made by `python -m verl.tracking.names`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric("reward/total", "points", "mean reward of the step's replies, before shaping within the group"),
+    Metric("reward/<part>", "points", "mean of one named part of the reward"),
+    Metric("reward/<data_source>/total", "points", "mean reward of the replies to one data source"),
+    Metric("reward/<data_source>/<part>", "points", "mean of one part over the replies to one data source"),
+    Metric("reward/zero_variance_groups", "share", "groups whose rewards are all equal: nothing to learn from"),
+    Metric("reward/infrastructure_faults", "count", "replies left out because something broke; never trained as a 0"),
+    Metric("reply/tokens_mean", "tokens", "mean length of what the policy wrote"),
+    Metric("reply/tokens_max", "tokens", "longest of them"),
+    Metric("reply/truncated", "share", "replies cut off at the length limit"),
+    Metric("actor/loss", "1", "loss of the policy, mean over the step's optimizer steps"),
+    Metric("actor/grad_norm", "1", "norm of the gradient before clipping"),
+    Metric("actor/lr", "1", "learning rate"),
+    Metric("actor/entropy", "nats", "token mean of the entropy at the rollout's temperature"),
+    Metric("actor/clip_fraction", "share", "tokens at which the clip removed the gradient"),
+    Metric("actor/dual_clip_fraction", "share", "tokens at which the dual clip did"),
+    Metric("actor/ppo_kl", "nats", "token mean of log p_old - log p: how far the step's updates have gone"),
+    Metric("actor/kl", "nats", "token mean of the KL estimate to the reference, where it is paid in the loss"),
+    Metric("critic/loss", "1", "value loss"),
+    Metric("critic/grad_norm", "1", "norm of the gradient before clipping"),
+    Metric("critic/lr", "1", "learning rate"),
+    Metric("critic/clip_fraction", "share", "tokens at which the value clip was active"),
+    Metric("critic/values_mean", "points", "token mean of the values before the update"),
+    Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
+    Metric(
+        "engine/gap_mean", "nats", "token mean of the absolute difference between the trainer's log p and the engine's"
+    ),
+    Metric("engine/gap_max", "nats", "largest of them"),
+    Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),
+    Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
+    Metric("kl/reference", "nats", "token mean of log p - log p_ref (k1), where it is paid in the reward"),
+    Metric("kl/coefficient", "1", "what one nat of it costs"),
+    Metric("val/<set>/total", "points", "mean reward of greedy replies to a validation set"),
+    Metric("val/<set>/exact", "share", "greedy replies that get the highest reward there is"),
+    Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
+    Metric("val/demonstrations/loss", "nats", "token mean of -log p over the validation demonstrations (main_sft)"),
+    Metric("time/<phase>_s", "s", "wall time of one phase of the step"),
+    Metric("time/<phase>_cpu_s", "s", "processor time of the controller process in it, worker processes left out"),
+    Metric("time/step_s", "s", "wall time of the step"),
+    Metric("time/overhead_s", "s", "wall time of the step outside every phase"),
+    Metric("perf/rollout_tokens_per_s", "tokens/s", "tokens that the policy wrote, by the time of the rollout phase"),
+    Metric("perf/update_tokens_per_s", "tokens/s", "tokens through the update, prompts too, by the time of that phase"),
+    Metric("perf/tokens_per_s", "tokens/s", "tokens of all samples, prompts too, by the wall time of the step"),
+    Metric("perf/mfu", "share", "model FLOPs of the update by what the devices could do in its time"),
+    Metric("memory/trainer_gib", "GiB", "peak memory of the largest training rank: of its device, or resident on CPU"),
+    Metric("memory/driver_gib", "GiB", "resident memory of the controller process"),
+)
+_FREE = {"data_source": r".+", "set": r".+"}  # names of data sets may hold slashes
+
+
+def _pattern(name: str) -> str:
+    pieces = re.split(r"<(\w+)>", name)  # text, placeholder, text, ...
+    return "".join(
+        re.escape(piece) if number % 2 == 0 else _FREE.get(piece, r"[^/]+") for number, piece in enumerate(pieces)
+    )
+
+
+_KNOWN = re.compile("|".join(_pattern(metric.name) for metric in METRICS))
+_FIXED = frozenset(metric.name for metric in METRICS)
+
+
+def known(name: str) -> bool:
+    """Whether the table has this name, placeholders filled in."""
+    return "<" not in name and _KNOWN.fullmatch(name) is not None
+
+
+def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Part -> value, of the metrics that the table knows as reward/<part> alone."""
+    parts = {name: value for name, value in metrics.items() if re.fullmatch("reward/[^/]+", name)}
+    return {name.removeprefix("reward/"): value for name, value in parts.items() if name not in _FIXED}
+
+
+def markdown() -> str:
+    """The page docs/metrics.md."""
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    return "\n".join([INTRODUCTION, "| name | unit | meaning |", "|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,87 @@
+"""What was asked and answered, kept per step and shown in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from verl.tracking.jsonl import write_rows
+from verl.types import Message, Score, Trajectory, TrajectoryGroup
+
+
+class Transcripts:
+    """`transcripts/step-000012.jsonl` in the run folder, one line a rollout; read with `jsonl.read_rows`.
+
+    show: how many to show per step, each of another prompt, on `console`
+    max_chars: longest text shown; files hold all of it
+    """
+
+    def __init__(self, run_folder: Path, console: Console | None = None, show: int = 1, max_chars: int = 600) -> None:
+        self.folder = run_folder / "transcripts"
+        self._console, self._show, self._max_chars = console, show, max_chars
+
+    def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
+        """Writes the file of a step, whole or not at all, and shows a few. Returns its path."""
+        path = self.folder / f"step-{step:06d}.jsonl"
+        rows = [row for group in groups for row in group_rows(step, group)]
+        write_rows(path, rows)
+        if self._console is not None:
+            firsts = [group for group in groups if group.trajectories][: self._show]
+            for group in firsts:
+                self._console.print(self._panel(step, group.trajectories[0], group.scores[0]))
+        return path
+
+    def truncate_after(self, step: int) -> None:
+        """Removes the files of later steps, which a resumed run will write again."""
+        for path in self.folder.glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def _panel(self, step: int, trajectory: Trajectory, score: Score) -> Panel:
+        task = trajectory.task
+        texts = [*(("prompt", message.content) for message in task.prompt[-1:])]
+        texts += [(message.role, message.content) for message in _replies(trajectory)]
+        texts.append(("gold answer", task.answer))
+        body = [Text.assemble((f"{role}: ", "bold"), self._cut(text)) for role, text in texts]
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in score.parts.items())
+        title = f"step {step}, {task.id}: {score.total:.3g}" + (f" ({parts})" if parts else "")
+        return Panel(Group(*body), title=Text(title), title_align="left")
+
+    def _cut(self, text: str) -> str:
+        """The text for a terminal: not too long, and without characters that would steer it."""
+        left = len(text) - self._max_chars
+        shown = text if left <= 0 else f"{text[: self._max_chars]} [{left} more characters]"
+        return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
+
+
+def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
+    """One JSON object per rollout of a group; `num_tokens` counts what the policy wrote, over all turns."""
+    for trajectory, score, reward in zip(group.trajectories, group.scores, group.rewards, strict=True):
+        yield {
+            "step": step,
+            "task_id": group.task.id,
+            "data_source": group.task.data_source,
+            "index": trajectory.index,
+            "prompt": _messages(group.task.prompt),
+            "replies": _messages(_replies(trajectory)),
+            "answer": group.task.answer,
+            "score": {"total": score.total, "parts": dict(score.parts)},
+            "reward": reward,
+            "stop_reason": trajectory.stop_reason,
+            "outcome": trajectory.outcome,
+            "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),
+        }
+
+
+def _replies(trajectory: Trajectory) -> list[Message]:
+    """All after the prompt: the policy's messages, and the environment's answers to them."""
+    return [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+
+
+def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
