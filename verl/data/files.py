@@ -25,8 +25,13 @@ def replacing(path: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(path)
     except OSError as error:
-        mend = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Name another place"
-        raise DataError(f"cannot be written ({error.strerror or error})", mend=mend, file=str(path)) from error
+        raise unwritable(path, error) from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> DataError:
+    """The error to raise when `path` could not be written because of `error`."""
+    mend = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Name another place"
+    return DataError(f"cannot be written ({error.strerror or error})", mend=mend, file=str(path))

@@ -8,19 +8,30 @@ denominators (algorithms/aggregate.py), so gradients are summed over ranks, not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.batch import PackedBatch
+from verl.errors import DataError
 from verl.workers.optim import OptimizerSettings, build_optimizer
+from verl.workers.rng import get_random_state, set_random_state
 
 PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
+
+# One entry for each parameter and not one for the whole optimizer: what resharding needs.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class FSDPEngine:
@@ -43,6 +54,7 @@ class FSDPEngine:
         self.module = module
         fully_shard(module, mesh=mesh, mp_policy=precision)
         self._mesh = mesh
+        self._device = torch.device(mesh.device_type)
         self._settings = optimizer
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
@@ -52,36 +64,135 @@ class FSDPEngine:
     def score(self, packs: Iterable[PackedBatch], forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
         """`forward(module, pack)` of every pack, without gradients, on the CPU."""
         self.module.eval()
-        return [forward(self.module, packed).cpu() for packed in packs]
+        scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
+        self._give_back_memory()
+        return scores
 
     def update(self, packs: Sequence[PackedBatch], loss: PackLoss) -> dict[str, float]:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
 
         loss: (module, pack) -> (the pack's share of the global loss, further sums to report)
-        Returns the sums over all packs and ranks, with "loss", "grad_norm" (before clipping) and "lr".
+        Returns the sums over all packs and ranks (of a fact whose name ends in "_max", the largest value), with "loss",
+        "grad_norm" (before clipping) and "lr".
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
         self.module.train()
-        sums: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for packed in packs:
-            value, facts = loss(self.module, packed)
+            value, facts = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
             for name, fact in {"loss": value.detach(), **facts}.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + fact.double().cpu()
+                so_far = totals.get(name)
+                totals[name] = fact.double() if so_far is None else _together(name)(so_far, fact.double())
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        return {**self._summed(sums), "grad_norm": float(grad_norm), "lr": float(lr)}
+        self._give_back_memory()
+        return {**_over_ranks(totals), "grad_norm": float(grad_norm), "lr": float(lr)}
 
-    def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        together = torch.stack([sums[name] for name in sorted(sums)])
-        dist.all_reduce(together, group=self._mesh.get_group())
-        return dict(zip(sorted(sums), together.tolist(), strict=True))
+    def _give_back_memory(self) -> None:
+        """What a rollout engine on the same device will want to have."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def export_weights(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, one at a time, in the order given; a collective, so every rank must go through all of it."""
+        self._reshard()
         for name, parameter in named:
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all ranks."""
+        return dist.get_rank()
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks see.
+
+        Collective. An engine without optimizer writes nothing: its weights come from the model's own files.
+        Raises DataError, on all ranks, if any of them cannot write.
+        """
+        if self._optimizer is None or self._scheduler is None:
+            return
+        random_states: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(random_states, get_random_state())
+        host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
+        state = {**self._sharded_state(), "host": host}
+        with _data_errors("cannot be written", "Free some space or name another place", folder):
+            save(state, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """Take up where the engine that was saved in `folder` stood, bit for bit on as many ranks as then.
+
+        Collective. On another number of ranks weights and optimizer are dealt anew, and a rank that was not there gets
+        a random state derived from rank 0's. Learning rate, betas and weight decay are those saved; the shape of the
+        schedule is this engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this
+        one is then half loaded and of no use.
+        """
+        if self._optimizer is None or self._scheduler is None:
+            return
+        state = {**self._sharded_state(), "host": None}
+        with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was made with", folder):
+            load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.module,
+            self._optimizer,
+            model_state_dict=self._with_aliases(state["module"]),
+            optim_state_dict=state["optimizer"],
+            options=_FLAT,
+        )
+        schedule, random_states = state["host"]
+        self._scheduler.load_state_dict(schedule)
+        set_random_state(random_states, self.rank)
+
+    def _sharded_state(self) -> dict[str, Any]:
+        """Weights, tied ones once, and optimizer state by name; what is written into it in place, the engine has."""
+        assert self._optimizer is not None
+        self._reshard()
+        untouched = not self._optimizer.state
+        module, optimizer = get_state_dict(self.module, self._optimizer, options=_FLAT)
+        if untouched:  # to make the state torch takes a step without gradients, and counts it
+            for state in self._optimizer.state.values():
+                state["step"].zero_()
+        names = {name for name, _ in self.module.named_parameters()} | {name for name, _ in self.module.named_buffers()}
+        return {"module": {name: module[name] for name in module if name in names}, "optimizer": optimizer}
+
+    def _with_aliases(self, state: dict[str, Any]) -> dict[str, Any]:
+        first = {parameter: name for name, parameter in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {**state, **{name: state[first[parameter]] for name, parameter in every}}
+
+    def _reshard(self) -> None:
+        """After a pass without gradients FSDP leaves the outermost unit gathered, in the compute dtype."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()
+
+
+@contextmanager
+def _data_errors(problem: str, mend: str, folder: Path) -> Iterator[None]:
+    """Turn a failure of any rank, which torch raises as a bare BaseException on all, into a DataError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        reason = f"rank {rank}: {type(cause).__name__}: {cause}"
+        raise DataError(f"{problem} ({reason})", mend=mend, file=str(folder)) from error
+
+
+def _together(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.maximum if name.endswith("_max") else torch.add
+
+
+def _over_ranks(totals: dict[str, Tensor]) -> dict[str, float]:
+    for operation, names in (
+        (dist.ReduceOp.SUM, [name for name in sorted(totals) if not name.endswith("_max")]),
+        (dist.ReduceOp.MAX, [name for name in sorted(totals) if name.endswith("_max")]),
+    ):
+        if names:
+            together = torch.stack([totals[name] for name in names])
+            dist.all_reduce(together, op=operation)
+            totals = {**totals, **dict(zip(names, together, strict=True))}
+    return {name: float(total) for name, total in totals.items()}

@@ -1,0 +1,109 @@
+"""What a checkpoint consists of: every file with its size and hash, so that damage is found before it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_HASHING_THREADS = 4  # hashing leaves the interpreter free, and one thread is slower than a disk
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a manifest says of a checkpoint."""
+
+    step: int
+    number: int  # counts the checkpoints of a folder in order of writing; steps go back when a run is taken back
+    score: float | None  # larger is better
+    files: Mapping[str, Mapping[str, Any]]  # relative path -> {"size": bytes, "sha256": hex digits}
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:06d}"
+
+
+def write_manifest(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write it into the checkpoint, on the disk when this returns."""
+    write_json(folder / MANIFEST, {"format": FORMAT, **asdict(checkpoint)})
+
+
+def verify(path: Path, hashes: bool = False) -> Checkpoint:
+    """Compare the checkpoint at `path` with its manifest; raises DataError that names the first file that differs."""
+    checkpoint = read_manifest(path)
+    for name, wanted in checkpoint.files.items():
+        file = path / name
+        if not file.is_file():
+            raise DataError("is missing", file=str(file))
+        if (size := file.stat().st_size) != wanted["size"]:
+            raise DataError(f"has {size} bytes", f"{wanted['size']} bytes", file=str(file))
+    if hashes and (changed := _changed(path, checkpoint)):
+        raise DataError("has changed since it was written (its hash differs)", file=str(path / changed[0]))
+    return checkpoint
+
+
+def _changed(path: Path, checkpoint: Checkpoint) -> list[str]:
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        hashes = pool.map(lambda name: _sha256(path / name), checkpoint.files)
+        wanted = checkpoint.files.items()
+        return [name for (name, each), found in zip(wanted, hashes, strict=True) if found != each["sha256"]]
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """The manifest of the checkpoint at `path`. Raises DataError if it is missing, damaged or of another format."""
+    fields = read_json(path / MANIFEST)
+    if fields.pop("format", None) != FORMAT:
+        raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path / MANIFEST))
+    try:
+        checkpoint = Checkpoint(**fields)
+        whole = all(isinstance(each["size"], int) and each["sha256"] for each in checkpoint.files.values())
+    except (TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole or checkpoint.name != path.name:
+        raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
+    return checkpoint
+
+
+def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file below `folder`, which is on the disk when this returns."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}, files)
+        return {path.relative_to(folder).as_posix(): entry for path, entry in zip(files, entries, strict=True)}
+
+
+def _sha256(path: Path, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError if there is none."""
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror or error})", file=str(path)) from error
+    except ValueError as error:
+        raise DataError(f"is damaged ({error})", "JSON", file=str(path)) from error
+    if not isinstance(fields, dict):
+        raise DataError("is damaged", "a JSON object", file=str(path))
+    return fields
+
+
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write a JSON object, on the disk when this returns."""
+    with path.open("w") as file:
+        json.dump(fields, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

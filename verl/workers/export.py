@@ -1,0 +1,85 @@
+"""A policy as a folder that transformers and vLLM load as it is."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_files
+
+from verl.data.files import unwritable
+from verl.errors import DataError
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy
+
+_TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
+_COPIED_FILES = [
+    *_TOKENIZER_FILES,
+    "tokenizer_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+def export_hf(
+    engine: FSDPEngine, folder: Path, model: str, tokenizer: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write the policy's weights, configuration, generation configuration and tokenizer into `folder`.
+
+    Collective; rank 0 writes, and holds the whole model in `dtype` in the CPU's memory meanwhile.
+    model: the folder or hub name that the policy was loaded from; its generation configuration is copied
+    tokenizer: likewise for the tokenizer, if it is another; its files are copied, for a tokenizer that is written anew
+        by one version of transformers is not always read by another
+    Raises DataError on rank 0 if there is no tokenizer or the folder cannot be written.
+    """
+    policy = engine.module
+    assert isinstance(policy, PackedPolicy)
+    weights = {}
+    for name, full in engine.export_weights(stored_weights(policy.model)):
+        if engine.rank == 0:
+            weights[name] = full.to("cpu", dtype if full.is_floating_point() else full.dtype)
+    if engine.rank != 0:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_model(policy.model, weights, folder, dtype)
+        _copy(model, ["generation_config.json"], folder)
+        _copy(tokenizer or model, _COPIED_FILES, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    except SafetensorError as error:
+        raise DataError(f"cannot be written ({error})", mend="Free some space", file=str(folder)) from error
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise DataError("holds no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
+
+
+def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what a file of weights holds: a tied weight once, under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _write_model(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Saved by a model without weights: the dtype that is written belongs to the file, not to the one that trains."""
+    with torch.device("meta"):
+        shell = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    # How the names in the file differed from the module's; vLLM reads the file's.
+    shell._weight_conversions = getattr(model, "_weight_conversions", None)
+    shell.save_pretrained(folder, state_dict=weights)
+
+
+def _copy(source: str, names: list[str], folder: Path) -> None:
+    for path in cached_files(source, names, _raise_exceptions_for_missing_entries=False) or []:
+        shutil.copyfile(path, folder / Path(path).name)

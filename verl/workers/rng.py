@@ -1,0 +1,41 @@
+"""The random generators of one process, taken down and put back: torch (all its devices), numpy and Python."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def get_random_state() -> dict[str, Any]:
+    """The state of every generator that a library may draw from without being given one."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
+    """Put this rank's state back; a rank beyond those saved is seeded from rank 0's state and its own number."""
+    if rank >= len(states):
+        _seed(states[0]["torch"], rank)
+        return
+    state = states[rank]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def _seed(state: torch.Tensor, rank: int) -> None:
+    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's generators too
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    random.seed(digest)
