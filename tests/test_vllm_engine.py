@@ -1,0 +1,368 @@
+"""The vLLM engine, with real vLLM: its log-probs are the trainer's, before and after new weights; it fails aloud."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from tests.conftest import ROOT
+from tests.test_hf_engine import trainer_logprobs
+from verl.errors import ConfigError, DataError, EngineError
+from verl.rollout import vllm_engine
+from verl.rollout.engine import Sampling
+from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.types import Completion, FinishReason
+from verl.workers.model import PackedPolicy, load_causal_lm, published_names
+
+pytest.importorskip("vllm", reason="vLLM is not installed (scripts/setup_env.sh)")
+
+VOCABULARY, EOS, ROOM = 200, 3, 512
+PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1], list(range(10, 140))]
+LONG = [(7 * position) % VOCABULARY for position in range(300)]  # more than two blocks of the prefix cache
+TOKENIZER = ROOT / "dataset" / "mini" / "tokenizer"  # knows more tokens than the model
+Result = TypeVar("Result")
+
+
+class Runner:
+    """One engine and the loop it lives in."""
+
+    def __init__(self, settings: VLLMSettings) -> None:
+        self._runner = asyncio.Runner()
+        self.engine = self(VLLMEngine.start(settings))
+
+    def __call__(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(asyncio.wait_for(work, timeout=120))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        async def together() -> list[tuple[Completion, ...]]:
+            return await asyncio.gather(*(self.engine.generate(prompt, sampling) for prompt in prompts))
+
+        return [completion for completions in self(together()) for completion in completions]
+
+    def publish(self, version: int, policy: PackedPolicy) -> None:
+        self(self.engine.load_weights(version, published_names(policy)))
+
+    def close(self) -> None:
+        self(self.engine.close())
+        self._runner.close()
+
+
+def settings(path: Path, dtype: str = "float32") -> VLLMSettings:
+    return VLLMSettings(str(path), ROOM, dtype=dtype, tokenizer_path=str(TOKENIZER), kv_cache_gib=0.25, max_num_seqs=32)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        initializer_range=0.2,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(model_path: Path) -> Iterator[Runner]:
+    runner = Runner(settings(model_path))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def policy(model_path: Path, runner: Runner) -> PackedPolicy:
+    """The trainer's model with weights of this test's own, published."""
+    policy = shaken(load_causal_lm(str(model_path)), 1)
+    runner.publish(1, policy)
+    return policy
+
+
+def shaken(model: PreTrainedModel, seed: int) -> PackedPolicy:
+    """A large change of every weight, so that old weights cannot pass for new ones."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return PackedPolicy(model)
+
+
+def gaps(policy: PackedPolicy, prompt: Sequence[int], completion: Completion, temperature: float) -> list[float]:
+    wanted = trainer_logprobs(policy, prompt, completion.token_ids, temperature)
+    return [abs(ours - theirs) for ours, theirs in zip(completion.logprobs, wanted, strict=True)]
+
+
+def mean_gap(runner: Runner, policy: PackedPolicy, temperature: float, version: int) -> float:
+    found = []
+    for prompt, completion in zip(PROMPTS, runner.generate(PROMPTS, Sampling(12, temperature)), strict=True):
+        assert completion.weight_version == version and len(completion.token_ids) == 12
+        found += gaps(policy, prompt, completion, temperature)
+    return sum(found) / len(found)
+
+
+def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:
+    policy = PackedPolicy(load_causal_lm(str(model_path)))
+    runner.publish(1, policy)  # other tests may have come first
+    for version, temperature in ((1, 1.0), (1, 0.7)):
+        assert mean_gap(runner, policy, temperature, version) < 1e-4
+    changed = shaken(policy.model, 2)
+    runner.publish(2, changed)
+    for version, temperature in ((2, 1.0), (2, 0.7)):
+        assert mean_gap(runner, changed, temperature, version) < 1e-4
+
+
+def test_several_completions_differ_and_follow_the_distribution(runner: Runner, policy: PackedPolicy) -> None:
+    drawn = runner.generate([[5]], Sampling(1, 0.5, n=500))
+    assert len(drawn) == 500
+    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in drawn]), minlength=VOCABULARY) / 500
+    logprobs = [trainer_logprobs(policy, [5], [token], 0.5)[0] for token in range(VOCABULARY)]
+    assert float((counts - torch.tensor(logprobs).exp()).abs().max()) < 0.08
+
+
+def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner: Runner, policy: PackedPolicy) -> None:
+    first, second = runner.generate([PROMPTS[0]], Sampling(6, 0.0, n=2))
+    assert first == second
+    assert max(gaps(policy, PROMPTS[0], first, 1.0)) < 1e-3
+    for place, token in enumerate(first.token_ids):
+        before = [*PROMPTS[0], *first.token_ids[:place]]
+        logprobs = [trainer_logprobs(policy, before, [other], 1.0)[0] for other in range(VOCABULARY)]
+        assert max(range(VOCABULARY), key=logprobs.__getitem__) == token
+
+
+def test_replies_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
+    del policy
+    (free,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0))
+    stop = free.token_ids[2]
+    (stopped,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert (free.finish_reason, stopped.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
+    long = runner.generate([[EOS]], Sampling(ROOM, n=16, temperature=2.0))
+    assert any(EOS in each.token_ids[:-1] for each in long)  # the model's own end is no end unless asked for
+    assert all(len(each.token_ids) == ROOM - 1 and each.finish_reason is FinishReason.LENGTH for each in long)
+
+
+def test_the_prefix_cache_does_not_survive_an_update(runner: Runner, policy: PackedPolicy) -> None:
+    for version in (1, 2):
+        for _ in range(2):  # the second time the prompt is in the cache
+            (completion,) = runner.generate([LONG], Sampling(12))
+            assert max(gaps(policy, LONG, completion, 1.0)) < 1e-3
+        if version == 1:
+            policy = shaken(policy.model, 3)
+            runner.publish(2, policy)
+
+
+def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, policy: PackedPolicy) -> None:
+    changed = shaken(load_causal_lm(runner.engine._settings.model_path), 4)
+
+    async def update_meanwhile() -> tuple[Completion, ...]:
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
+        await asyncio.sleep(0.1)
+        await runner.engine.load_weights(2, published_names(changed))
+        assert not pending.done()
+        return await pending
+
+    (completion,) = runner(update_meanwhile())
+    assert completion.weight_version == 1 and len(completion.token_ids) == 400
+    assert max(gaps(policy, [5], completion, 1.0)[:5]) < 1e-3  # begun with the old weights,
+    assert max(gaps(changed, [5], completion, 1.0)[-5:]) < 1e-3  # ended with the new ones
+
+
+def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, policy: PackedPolicy) -> None:
+    changed = shaken(load_causal_lm(runner.engine._settings.model_path), 5)
+    without_head = [(name, weight) for name, weight in published_names(changed) if name != "lm_head.weight"]
+    with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
+        runner(runner.engine.load_weights(2, without_head))
+    assert mean_gap(runner, policy, 1.0, version=1) < 1e-4
+
+
+def test_a_forgotten_part_of_a_fused_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
+    name = "model.layers.1.self_attn.k_proj.bias"
+    with pytest.raises(EngineError, match=r"k_proj\.bias is missing"):
+        runner(runner.engine.load_weights(2, [each for each in published_names(policy) if each[0] != name]))
+
+
+def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
+    weights = [*published_names(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
+    with pytest.raises(EngineError, match=r"model\.layers\.0\.no_such\.bias is unknown"):
+        runner(runner.engine.load_weights(2, weights))
+
+
+def test_a_weight_that_was_altered_on_its_way_is_refused(
+    runner: Runner, policy: PackedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = vllm_engine.write_weights
+
+    def write_with_a_flipped_bit(path: Path, digests: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        altered = tensors[digests["model.norm.weight"]].clone()
+        altered.view(torch.uint8)[0] ^= 1
+        write(path, digests, {**tensors, digests["model.norm.weight"]: altered})
+
+    monkeypatch.setattr(vllm_engine, "write_weights", write_with_a_flipped_bit)
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is not as they were sent"):
+        runner.publish(2, policy)
+
+
+def test_nothing_stays_in_shared_memory(runner: Runner, policy: PackedPolicy) -> None:
+    runner.publish(2, policy)
+    assert not list(vllm_engine.SHARED_MEMORY.glob("verl-weights-*"))
+
+
+def test_too_little_shared_memory_is_told(
+    runner: Runner, policy: PackedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    with pytest.raises(ConfigError, match="shm-size"):
+        runner.publish(2, policy)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "said"),
+    [
+        ([1] * ROOM, ConfigError, r"512 tokens .* rollout\.max_model_len=512"),
+        ([], DataError, "empty"),
+        ([VOCABULARY], DataError, "0 to 199"),
+    ],
+)
+def test_an_impossible_prompt_is_refused(runner: Runner, prompt: list[int], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        runner.generate([prompt], Sampling(1))
+    assert len(runner.generate([[1]], Sampling(1))) == 1
+
+
+def test_a_sampling_that_vllm_refuses_is_told(runner: Runner) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        runner.generate([[1]], Sampling(1, temperature=5.0))
+
+
+def test_a_stop_string_ends_the_reply_and_its_tokens_are_kept_whole(runner: Runner, policy: PackedPolicy) -> None:
+    del policy
+    decode = AutoTokenizer.from_pretrained(TOKENIZER).decode
+    (free,) = runner.generate([PROMPTS[2]], Sampling(20, 0.0))
+    texts = (decode([token]) for token in free.token_ids[2:])
+    stop = next(text for text in texts if text.isascii() and text.isprintable())  # other tokens are parts of letters
+    (stopped,) = runner.generate([PROMPTS[2]], Sampling(20, 0.0, stop_strings=(stop,)))
+    shortest = next(length for length in range(1, 21) if stop in decode(free.token_ids[:length]))
+    assert stopped.token_ids == free.token_ids[:shortest] and len(stopped.logprobs) == shortest
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_stop_strings_need_a_tokenizer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.engine, "_settings", replace(runner.engine._settings, tokenizer_path=None))
+    with pytest.raises(ConfigError, match="tokenizer_path"):
+        runner.generate([[1]], Sampling(1, stop_strings=("</tool_call>",)))
+
+
+def test_settings_that_cannot_work_are_told() -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        VLLMSettings("x", 10, dtype="fp8")
+    with pytest.raises(ConfigError, match="sleep_level"):
+        VLLMSettings("x", 10, sleep_level=3)
+
+
+def test_a_start_that_cannot_work_is_told(tmp_path: Path, runner: Runner) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
+        runner(VLLMEngine.start(VLLMSettings(str(tmp_path), 10)))
+    with pytest.raises(EngineError, match="did not start"):
+        runner(VLLMEngine.start(settings(tmp_path)))
+
+
+def test_the_environment_is_left_as_it_was(runner: Runner) -> None:
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "VLLM_LOGGING_CONFIG_PATH"):
+        assert name not in os.environ, (name, runner)
+
+
+@pytest.mark.slow
+def test_bf16_weights_are_as_near_after_a_publication_as_after_a_start(tmp_path: Path, model_path: Path) -> None:
+    policy = shaken(load_causal_lm(str(model_path)), 6)
+    policy.model.save_pretrained(tmp_path)
+    published, fresh = Runner(settings(model_path, "bfloat16")), Runner(settings(tmp_path, "bfloat16"))
+    try:
+        published.publish(1, policy)
+        found = {}
+        for version, runner in ((1, published), (0, fresh)):
+            found[version] = sum(mean_gap(runner, policy, 1.0, version) for _ in range(8)) / 8
+    finally:
+        published.close()
+        fresh.close()
+    assert found[1] <= 1.2 * found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_behind(
+    model_path: Path, victim: str
+) -> None:
+    runner = Runner(settings(model_path))
+    processes = list(runner.engine._processes)
+    (process,) = (each for each in processes if victim in each.name())
+
+    async def kill_meanwhile() -> None:
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(ROOM, n=32)))
+        await asyncio.sleep(0.1)
+        process.kill()
+        call = asyncio.ensure_future(runner.engine._call_workers("follow", str(os.getpid())))
+        for result in await asyncio.gather(pending, call, return_exceptions=True):
+            assert isinstance(result, EngineError)
+
+    try:
+        started = time.monotonic()
+        runner(kill_meanwhile())
+        with pytest.raises(EngineError, match="died"):
+            runner.generate([[5]], Sampling(1))
+        assert time.monotonic() - started < 30
+    finally:
+        runner.close()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+OWNER = """
+import asyncio, sys
+from tests.test_vllm_engine import settings
+from verl.rollout.vllm_engine import VLLMEngine
+
+async def main():
+    engine = await VLLMEngine.start(settings(sys.argv[1]))
+    print(*(process.pid for process in engine._processes), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_vllm_ends_with_its_owner(model_path: Path, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(model_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline, "vLLM lives on"
+        time.sleep(0.2)

