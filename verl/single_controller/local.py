@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,3 +23,14 @@ class LocalGroup:
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         (shard,) = shards
         return [function(self._worker, shard, *args)]
+
+    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.call(function, *args)
+
+    async def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        assert rank == 0
+        result = function(self._worker, *args)
+        return await result if inspect.isawaitable(result) else result
+
+    def close(self) -> None:
+        """Nothing to end."""

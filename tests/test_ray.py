@@ -1,0 +1,162 @@
+"""Workers as Ray actors: the verbs, what travels, and what a caller hears when a worker fails or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from verl.errors import ConfigError
+from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup
+from verl.single_controller.local import LocalGroup
+from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup
+
+BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
+
+
+class Worker:
+    """What the tests' groups hold."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.inner = {"rank": seat.rank}
+
+
+def rank_of(worker: Worker, *more: int) -> int:
+    return worker.seat.rank + sum(more)
+
+
+def add(worker: Worker, shard: int, more: int) -> int:
+    return worker.seat.rank + shard + more
+
+
+def tensors(worker: Worker) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((4,), float(worker.seat.rank))), ("b", torch.arange(3).to(torch.bfloat16))]
+
+
+def total(worker: Worker, named: list[tuple[str, torch.Tensor]]) -> float:
+    return sum(float(tensor.float().sum()) for _, tensor in named)
+
+
+def inner_rank(inner: dict[str, int], more: int) -> int:
+    return inner["rank"] + more
+
+
+def variable(worker: Worker, name: str) -> str:
+    return os.environ[name]
+
+
+def fail(worker: Worker) -> None:
+    if worker.seat.rank == 1:
+        raise ValueError("seven")
+
+
+def complain(worker: Worker) -> None:
+    raise ConfigError("model.path is wrong")
+
+
+def nap(worker: Worker, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def meet(worker: Worker, seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return time.monotonic()
+
+
+def die(worker: Worker) -> None:
+    if worker.seat.rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2)
+    raise RuntimeError("connection closed by peer")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster.start(4, {"WITHLENGTH": "1"}, call_timeout_s=60) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster) -> PlacementGroup:
+    return cluster.pool([BUNDLE] * 2)
+
+
+@pytest.fixture(scope="module")
+def group(cluster: Cluster, pool: PlacementGroup) -> Iterator[RayGroup]:
+    made = cluster.group("tester", Worker, pool, SEATED)
+    yield made
+    made.close()
+
+
+def check_verbs(group: WorkerGroup) -> None:
+    ranks = list(range(group.size))
+    assert group.call(rank_of, 1, 2) == [rank + 3 for rank in ranks]
+    assert group.scatter(add, [10 * rank for rank in ranks], 5) == [11 * rank + 5 for rank in ranks]
+    refs = group.refer(tensors)
+    assert group.call(total, refs[-1]) == [4.0 * ranks[-1] + 3.0] * group.size
+    assert asyncio.run(awaited(group)) == 7 + ranks[-1]
+    assert Member(group, "inner").call(inner_rank, 1) == [rank + 1 for rank in ranks]
+
+
+async def awaited(group: WorkerGroup) -> Any:
+    return await group.submit(group.size - 1, rank_of, 7)
+
+
+def test_verbs_on_actors(group: RayGroup) -> None:
+    check_verbs(group)
+    assert len(set(group.pids) | {os.getpid()}) == 3
+    assert group.call(variable, "WITHLENGTH") == ["1", "1"]
+
+
+def test_verbs_in_this_process() -> None:
+    check_verbs(LocalGroup(Worker(Seat(0, 1))))
+
+
+def test_coroutines_of_one_worker_run_side_by_side(group: RayGroup) -> None:
+    async def both() -> float:
+        started = time.monotonic()
+        await asyncio.gather(group.submit(0, meet, 1.0), group.submit(0, meet, 1.0))
+        return time.monotonic() - started
+
+    assert asyncio.run(both()) < 1.9
+
+
+def test_an_exception_names_the_rank_and_what_it_was_doing(group: RayGroup) -> None:
+    with pytest.raises(WorkerError, match=r"tester rank 1 of 2 \(process \d+ on node \w+\) failed in fail: .*seven"):
+        group.call(fail)
+    with pytest.raises(ConfigError, match=r"model\.path is wrong"):
+        group.call(complain)
+    with pytest.raises(WorkerError, match=r"rank 1 .* failed in fail"):
+        asyncio.run(group.submit(1, fail))  # type: ignore[arg-type]
+
+
+def test_a_call_has_a_deadline_and_a_killed_worker_is_the_cause_not_what_its_neighbours_say(
+    cluster: Cluster, pool: PlacementGroup
+) -> None:
+    group = cluster.group("tester", Worker, pool, SEATED)
+    group._timeout_s = 1.0
+    with pytest.raises(WorkerError, match=r"ranks \[0, 1\] did not end nap within 1 s"):
+        group.call(nap, 2.0)
+    group._timeout_s = 60.0
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"tester rank 1 of 2 .* died during die"):
+        group.call(die)
+    assert time.monotonic() - started < 30
+    group.close()
+
+
+def test_a_factory_that_fails_is_heard(cluster: Cluster, pool: PlacementGroup) -> None:
+    with pytest.raises(WorkerError, match=r"failed in start: .*KeyError"):
+        cluster.group("tester", broken_factory, pool, SEATED)
+
+
+def broken_factory(seat: Seat) -> None:
+    raise KeyError("no such thing")

@@ -1,0 +1,299 @@
+"""Workers as Ray actors, on one machine or on many. The only file that imports Ray.
+
+    with Cluster.start(...) as cluster:
+        pool = cluster.pool(bundles)                      # a placement group: where workers may sit
+        group = cluster.group("trainer", factory, pool)   # one actor a bundle, each with what `factory(seat)` makes
+
+Tensors of results that are passed on by reference go through Ray's shared memory once, without a copy on the reading
+side; readers must not write to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+# read by Ray when it is imported: hand tensors over without copies, write no token into the user's home
+_OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled"})
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.errors import ConfigError
+from verl.single_controller.group import Seat, WorkerError, task_name
+
+_log = logging.getLogger(__name__)
+# Tensors handed over without copies cannot be written to, which nobody here does.
+_KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
+_PLACEMENT_S = 120.0
+# When one rank dies, the others fail because of it: how long to wait for the death itself to be told.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What one worker needs of its machine."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running Ray, started here or joined."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    call_timeout_s: float = 3600.0
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls,
+        num_cpus: int,
+        environment: Mapping[str, str] | None = None,
+        call_timeout_s: float = 3600.0,
+        join: bool = False,
+    ) -> Iterator[Cluster]:
+        """Start a Ray of our own on this machine with at least `num_cpus` slots, or join one that runs already.
+
+        A cluster is joined where RAY_ADDRESS is set or `join` asks for it. Raises ConfigError if there is none.
+        environment: variables that every worker gets, whatever the cluster was started with.
+        """
+        for message in _KNOWN_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        variables = {**_OF_EVERY_WORKER, **(environment or {})}
+        join = join or "RAY_ADDRESS" in os.environ
+        slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
+        try:
+            ray.init(
+                address=os.environ.get("RAY_ADDRESS", "auto") if join else "local",
+                runtime_env={"env_vars": variables},
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                configure_logging=False,
+                **slots,
+            )
+        except Exception as error:
+            if join:
+                raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
+            raise WorkerError(f"Ray did not start on this machine: {error}") from error
+        try:
+            yield cls(variables, call_timeout_s)
+        finally:
+            ray.shutdown()
+
+    @property
+    def num_gpus(self) -> int:
+        """Accelerators in the whole cluster."""
+        return int(_resources().get("GPU", 0))
+
+    def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
+        """Reserve places. Raises ConfigError if the cluster does not have them."""
+        asked = [{"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})} for each in bundles]
+        pool: PlacementGroup = placement_group(asked, strategy=strategy)
+        try:
+            ray.get(pool.ready(), timeout=_PLACEMENT_S)
+        except GetTimeoutError as error:
+            remove_placement_group(pool)
+            raise ConfigError(
+                f"the cluster has no room for {asked} within {_PLACEMENT_S:.0f} s; it has {_resources()}. "
+                "Ask for fewer ranks or engines, or start more nodes"
+            ) from error
+        return pool
+
+    def group(
+        self,
+        name: str,
+        factory: Callable[[Seat], Any],
+        pool: PlacementGroup,
+        bundle: Bundle,
+        places: Sequence[int] | None = None,
+        devices: Sequence[tuple[str, ...]] | None = None,
+    ) -> RayGroup:
+        """One worker in each of the pool's `places` (all, if left out), made there by `factory(seat)`.
+
+        devices: accelerators of each worker where Ray should not choose them, because another group has reserved them.
+        """
+        chosen = range(len(pool.bundle_specs)) if places is None else places
+        actors = [
+            ray.remote(_Worker)
+            .options(
+                num_cpus=bundle.num_cpus,
+                num_gpus=bundle.num_gpus,
+                name=None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=place),
+            )
+            .remote()
+            for place in chosen
+        ]
+        group = RayGroup(name, actors, self.call_timeout_s)
+        host, port = group.addresses()[0]
+        seats = [Seat(rank, len(actors), host, port, devices[rank] if devices else ()) for rank in range(len(actors))]
+        group.make(factory, seats)
+        return group
+
+
+class _Worker:
+    """The actor: holds one worker object and runs functions on it. Coroutines run side by side."""
+
+    def __init__(self) -> None:
+        self._object: Any = None
+
+    async def address(self) -> tuple[str, int]:
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+    async def facts(self) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        return {"pid": os.getpid(), "node": context.get_node_id(), "gpus": tuple(map(str, ray.get_gpu_ids()))}
+
+    async def make(self, factory: Callable[[Seat], Any], seat: Seat) -> None:
+        made = factory(seat)
+        self._object = await made if inspect.isawaitable(made) else made
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        result = function(self._object, *args)
+        return await result if inspect.isawaitable(result) else result
+
+
+class RayGroup:
+    """A WorkerGroup whose workers are Ray actors."""
+
+    def __init__(self, name: str, actors: Sequence[Any], timeout_s: float) -> None:
+        self._name = name
+        self._actors = actors
+        self._timeout_s = timeout_s
+        self._facts: list[dict[str, Any]] = [{} for _ in actors]
+        self._facts = self._gather([actor.facts.remote() for actor in actors], "start")
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [facts["pid"] for facts in self._facts]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ray's name of each worker's node, in rank order."""
+        return [facts["node"] for facts in self._facts]
+
+    @property
+    def gpus(self) -> list[tuple[str, ...]]:
+        """Accelerators that Ray gave to each worker."""
+        return [facts["gpus"] for facts in self._facts]
+
+    def addresses(self) -> list[tuple[str, int]]:
+        """(host, a port that was free a moment ago) of every worker."""
+        return self._gather([actor.address.remote() for actor in self._actors], "address")
+
+    def make(self, factory: Callable[[Seat], Any], seats: Sequence[Seat]) -> None:
+        """Let every worker make its object."""
+        made = [actor.make.remote(factory, seat) for actor, seat in zip(self._actors, seats, strict=True)]
+        self._gather(made, "start")
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._gather([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
+
+    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+        pairs = zip(self._actors, shards, strict=True)
+        return self._gather(
+            [actor.run.remote(function, shard, *args) for actor, shard in pairs], task_name(function, args)
+        )
+
+    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        refs = [actor.run.remote(function, *args) for actor in self._actors]
+        self._wait(refs, task_name(function, args))
+        return refs
+
+    def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        return self._explained(rank, self._actors[rank].run.remote(function, *args), task_name(function, args))
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def _explained(self, rank: int, ref: Any, task: str) -> Any:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self._timeout_s)
+        except TimeoutError as error:
+            raise WorkerError(f"{self._name} rank {rank} did not end {task} within {self._timeout_s:.0f} s") from error
+        except RayError as error:
+            raise self._failure(rank, task, error) from error
+
+    def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
+        self._wait(refs, task)
+        results: list[Any] = ray.get(list(refs))
+        return results
+
+    def _wait(self, refs: Sequence[Any], task: str) -> None:
+        """Until all are there. Raises WorkerError for the first that fails, without waiting for the others."""
+        pending, deadline = list(refs), time.monotonic() + self._timeout_s
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            if not done:
+                late = [rank for rank, ref in enumerate(refs) if ref in pending]
+                raise WorkerError(f"{self._name} ranks {late} did not end {task} within {self._timeout_s:.0f} s")
+            for ref in done:
+                error = _error_of(ref)
+                if error is not None:
+                    rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
+                    raise self._failure(rank, task, error) from error
+
+    def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
+        """A rank that died is the cause of what its neighbours complain of, even if they were heard first."""
+        if isinstance(error, RayActorError):
+            return rank, error
+        others, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S) if pending else ([], [])
+        for ref in others:
+            other = _error_of(ref)
+            if isinstance(other, RayActorError):
+                return list(refs).index(ref), other
+        return rank, error
+
+    def _failure(self, rank: int, task: str, error: RayError) -> Exception:
+        cause = _cause(error)
+        if isinstance(cause, ConfigError):
+            return cause  # the user's to mend; whoever noticed it does not matter
+        facts = self._facts[rank]
+        place = f" (process {facts['pid']} on node {facts['node'][:8]})" if facts else ""
+        who = f"{self._name} rank {rank} of {self.size}{place}"
+        if isinstance(error, RayActorError):
+            return WorkerError(f"{who} died during {task}")
+        return WorkerError(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+
+
+def _resources() -> dict[str, float]:
+    known: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return known
+
+
+def _error_of(ref: Any) -> RayError | None:
+    try:
+        ray.get(ref, timeout=0)
+    except GetTimeoutError:
+        return None  # there, but on another node: no error is ever that large
+    except RayError as error:
+        return error
+    return None
+
+
+def _cause(error: RayError) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
