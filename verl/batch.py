@@ -6,8 +6,9 @@ Shape legend: T packed tokens, A trained tokens of the pack (A for "action").
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +38,15 @@ class PackedBatch:
     target: Tensor  # [A] the trained token
     sample: Tensor  # [A] which sample of the mini-batch it belongs to
     columns: Mapping[str, Tensor]  # each [A]
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same pack on another device."""
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            source=self.source.to(device),
+            target=self.target.to(device),
+            sample=self.sample.to(device),
+            columns={name: column.to(device) for name, column in self.columns.items()},
+        )

@@ -100,12 +100,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G rollouts of one prompt, scored; `rewards` is what is trained on, after any shaping within the group."""
+    """The G rollouts of one prompt, scored; `rewards` is what is trained on, after any shaping within the group.
+
+    A rollout that could not be scored is not among them: it is told in `faults`, and never trained as a zero.
+    """
 
     task: Task
     trajectories: tuple[Trajectory, ...]  # [G]
     scores: tuple[Score, ...]  # [G]
     rewards: tuple[float, ...]  # [G]
+    faults: tuple[str, ...] = ()  # one for each rollout that is missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,15 @@ def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
 
 
 def _gae_of_one(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
-    advantages_L = torch.zeros_like(values_L)
-    next_value, running = torch.zeros(()), torch.zeros(())
-    for t in reversed(range(len(values_L))):
-        delta = rewards_L[t] + gamma * next_value - values_L[t]
+    next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
+    deltas = (
+        rewards_L + gamma * next_values_L - values_L
+    ).tolist()  # plain floats: a tensor a token would take minutes
+    running, advantages = 0.0, []
+    for delta in reversed(deltas):
         running = delta + gamma * lam * running
-        advantages_L[t] = running
-        next_value = values_L[t]
-    return advantages_L
+        advantages.append(running)
+    return values_L.new_tensor(advantages[::-1])
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:

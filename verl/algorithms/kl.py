@@ -12,6 +12,7 @@ Shape legend: T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,3 +46,20 @@ def penalised(rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coe
     """[T] token rewards less coefficient * k1: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""
     with torch.no_grad():
         return rewards_T - coefficient * k1(logprobs_T, ref_logprobs_T)
+
+
+@dataclass
+class AdaptiveKL:
+    """A KL coefficient that follows a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+
+    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon
+    """
+
+    coefficient: float
+    target: float
+    horizon: int
+
+    def observe(self, divergence: float, num_samples: int) -> None:
+        """Adapt to the mean divergence of a step."""
+        error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
+        self.coefficient *= 1.0 + error * num_samples / self.horizon

@@ -117,8 +117,8 @@ def pack(
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
-    source: list[int] = []
-    chosen: list[tuple[int, int]] = []  # (sample, position) of every trained token
+    source: list[Tensor] = []
+    trained: list[tuple[int, Tensor]] = []  # (sample, its trained positions)
 
     def add(ids: Sequence[int], first_position: int, prefix: int | None) -> int:
         start = len(tokens)
@@ -137,23 +137,26 @@ def pack(
             start = (
                 add(sample.token_ids[unit.prefix :], unit.prefix, shared) if len(sample.token_ids) > unit.prefix else 0
             )
-            for position in (t for t, trained in enumerate(sample.action_mask) if trained):
-                before = position - 1
-                assert before >= 0, "the first token of a sample cannot be trained"
-                in_prefix = before < unit.prefix
-                source.append(shared_start + before if in_prefix else start + before - unit.prefix)
-                chosen.append((index, position))
+            positions_A = torch.tensor(sample.action_mask).nonzero().squeeze(-1)
+            before_A = positions_A - 1
+            assert not len(before_A) or before_A[0] >= 0, "the first token of a sample cannot be trained"
+            source.append(torch.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)
+            trained.append((index, positions_A))
     if not tokens:
         add([0], 0, None)  # an empty pack still takes part in the ranks' collectives
     return PackedBatch(
         token_ids=torch.tensor(tokens, dtype=torch.long),
         position_ids=torch.tensor(positions, dtype=torch.long),
         segments=tuple(segments),
-        source=torch.tensor(source, dtype=torch.long),
-        target=torch.tensor([samples[index].token_ids[t] for index, t in chosen], dtype=torch.long),
-        sample=torch.tensor([index for index, _ in chosen], dtype=torch.long),
+        source=_joined(source),
+        target=_joined([torch.tensor(samples[index].token_ids)[at] for index, at in trained]),
+        sample=_joined([torch.full_like(at, index) for index, at in trained]),
         columns={
-            name: torch.stack([rows[index][t] for index, t in chosen]) if chosen else torch.empty(0)
+            name: torch.cat([rows[index][at] for index, at in trained]) if trained else torch.empty(0)
             for name, rows in (columns or {}).items()
         },
     )
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.long)

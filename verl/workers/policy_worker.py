@@ -1,4 +1,4 @@
-"""What one training rank does for the controller: score packs, update on packs, hand out weights."""
+"""What one training rank does with a policy: score packs, update on packs, hand out weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement
@@ -28,17 +29,51 @@ class PolicyWorker:
         return self.engine.score(packs, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
 
     def update(self, packs: Sequence[PackedBatch], algorithm: Algorithm) -> dict[str, float]:
-        """One optimizer step on the packs' columns: old_logprobs, advantages, weight, metric_weight, ref_logprobs."""
+        """One optimizer step on the packs' columns.
+
+        advantages, weight, metric_weight; old_logprobs, or the policy's own of this moment where that column is
+        missing; ref_logprobs if KL is in the loss; rollout_logprobs for the gap between engine and trainer.
+        """
 
         def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return policy_loss(policy, packed, algorithm, self.temperature)
 
         return self.engine.update(packs, loss)
 
+    def imitate(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+        """One optimizer step of supervised learning: the weighted sum of -log p over the packs' trained tokens."""
+        return self.engine.update(packs, imitation_loss)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every weight, tied aliases included; a collective."""
         assert isinstance(self.engine.module, PackedPolicy)
         return self.engine.export_weights(published_names(self.engine.module))
+
+    def gathered_weights(self, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+        """All weights on the CPU, in `dtype`, on rank 0; the other ranks take part and return nothing.
+
+        Aliases of one tied weight share their memory.
+        """
+        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        known: dict[int, Tensor] = {}
+        gathered = []
+        for (name, full), (_, parameter) in zip(self.weights(), published_names(self._policy), strict=True):
+            if first:
+                if id(parameter) not in known:
+                    known[id(parameter)] = full.detach().to("cpu", dtype, copy=True)
+                gathered.append((name, known[id(parameter)]))
+        return gathered
+
+    @property
+    def _policy(self) -> PackedPolicy:
+        assert isinstance(self.engine.module, PackedPolicy)
+        return self.engine.module
+
+
+def imitation_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The pack's share of the weighted negative log-likelihood of the trained tokens."""
+    logprobs_A = policy(packed, 1.0, False).logprobs
+    return -(logprobs_A * packed.columns["weight"]).sum(), {}
 
 
 def policy_loss(
@@ -50,9 +85,8 @@ def policy_loss(
     """
     output = policy(packed, temperature, True)
     column = packed.columns
-    token = algorithm.policy_loss(
-        LossInputs(output.logprobs, column["old_logprobs"], column["advantages"], packed.sample)
-    )
+    old_A = column["old_logprobs"] if "old_logprobs" in column else output.logprobs.detach()
+    token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, column["advantages"], packed.sample))
     loss_A = token.loss_T - algorithm.entropy_coefficient * output.entropy
     facts = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
@@ -60,4 +94,16 @@ def policy_loss(
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         facts["kl"] = divergence_A.detach()
     means = {name: (fact_A * column["metric_weight"]).sum() for name, fact_A in facts.items()}
-    return (loss_A * column["weight"]).sum(), means
+    return (loss_A * column["weight"]).sum(), {**means, **_engine_gap(column, old_A)}
+
+
+def _engine_gap(column: Any, old_A: Tensor) -> dict[str, Tensor]:
+    """How far the engine's log-probs are from the trainer's, on the very tokens that the engine sampled."""
+    gap_A = column["rollout_logprobs"] - old_A
+    largest = gap_A.abs().max() if len(gap_A) else gap_A.new_zeros(())
+    weight_A = column["metric_weight"]
+    return {
+        "engine_gap_mean": (gap_A.abs() * weight_A).sum(),
+        "engine_gap_max": largest,
+        "engine_kl": (gap_A * weight_A).sum(),
+    }

@@ -1,0 +1,145 @@
+"""One training rank: a process that holds its shards of policy, reference and critic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.single_controller.group import Seat
+from verl.workers.critic_worker import CriticWorker
+from verl.workers.export import export_hf
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, load_causal_lm
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What every rank builds. Picklable, because ranks live in other processes."""
+
+    model_path: str
+    compute_dtype: torch.dtype
+    temperature: float
+    optimizer: OptimizerSettings
+    with_reference: bool = False
+    tokenizer_path: str | None = None  # for exported models; beside the model if left out
+    critic_path: str | None = None  # no critic if left out
+    critic_optimizer: OptimizerSettings | None = None
+    cliprange_value: float = 0.5
+    gradient_checkpointing: bool = False
+    device: str = "cpu"
+    ranks_per_node: int | None = None  # shard within nodes and copy across them (HSDP); over all ranks if left out
+    num_threads: int = 1  # of a CPU rank
+    seed: int = 0
+    timeout_s: float = 1800.0  # of a collective
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRank:
+    """The engines of one rank."""
+
+    spec: RankSpec
+    policy: PolicyWorker
+    reference: PolicyWorker | None
+    critic: CriticWorker | None
+
+    def save(self, folder: Path) -> None:
+        """Everything needed to go on (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
+        self.policy.engine.save(folder / "actor")
+        if self.critic is not None:
+            self.critic.engine.save(folder / "critic")
+        export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        self.policy.engine.load(folder / "actor")
+        if self.critic is not None:
+            self.critic.engine.load(folder / "critic")
+
+    def facts(self) -> tuple[str, int, int, int, int]:
+        """Name of the device, and of the policy: parameters without embeddings and head, layers, width, head's size."""
+        policy = self.policy.engine.module
+        assert isinstance(policy, PackedPolicy)
+        shape = policy.model.config
+        embeddings = {policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight}
+        embedding = max(each.numel() for each in embeddings)
+        parameters = sum(each.numel() for each in policy.parameters()) - embedding * len(embeddings)
+        device = torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu"
+        return device, parameters, shape.num_hidden_layers, shape.hidden_size, embedding
+
+    def memory_gib(self) -> float:
+        """Peak memory of the device since the start; of the process's resident set now, on CPU."""
+        if torch.cuda.is_available():
+            return float(torch.cuda.max_memory_allocated()) / _GIB
+        return float(psutil.Process().memory_info().rss) / _GIB
+
+
+def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
+    """Join the group and load the models. Raises ConfigError if there is no model at the path."""
+    mesh = join(spec, seat)
+    checkpointing = spec.gradient_checkpointing
+    policy = PolicyWorker(
+        _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, checkpointing), spec.temperature
+    )
+    reference = critic = None
+    if spec.with_reference:
+        reference = PolicyWorker(_engine(spec, spec.model_path, PackedPolicy, mesh, None, False), spec.temperature)
+    if spec.critic_path is not None:
+        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, spec.critic_optimizer, checkpointing)
+        critic = CriticWorker(engine, spec.cliprange_value)
+    return TrainingRank(spec, policy, reference, critic)
+
+
+def join(spec: RankSpec, seat: Seat) -> DeviceMesh:
+    """Threads, seeds, the process group and the mesh over it."""
+    torch.manual_seed(spec.seed + seat.rank)
+    np.random.seed(spec.seed + seat.rank)
+    random.seed(spec.seed + seat.rank)
+    if spec.device == "cpu":
+        torch.set_num_threads(spec.num_threads)
+    else:
+        torch.cuda.set_device(0)  # Ray shows each rank its own device alone
+    address = f"[{seat.host}]" if ":" in seat.host else seat.host
+    dist.init_process_group(
+        "gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://{address}:{seat.port}",
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timedelta(seconds=spec.timeout_s),
+    )
+    per_node = spec.ranks_per_node
+    if per_node is None or per_node >= seat.size:
+        return init_device_mesh(spec.device, (seat.size,))
+    names = ("replicate", "shard")
+    return init_device_mesh(spec.device, (seat.size // per_node, per_node), mesh_dim_names=names)
+
+
+def _engine(
+    spec: RankSpec,
+    path: str,
+    wrapper: Callable[..., PackedPolicy | PackedCritic],
+    mesh: DeviceMesh,
+    optimizer: OptimizerSettings | None,
+    checkpointing: bool,
+) -> FSDPEngine:
+    """A sharded model; one that is never updated is held in the dtype it computes in."""
+    model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    module: PackedPolicy | PackedCritic = wrapper(model)
+    moved: nn.Module = module.to(spec.device)
+    layers = decoder_layers(module)
+    return FSDPEngine(moved, layers, mesh, optimizer, spec.compute_dtype)
