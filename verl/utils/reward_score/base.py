@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError
@@ -45,13 +46,26 @@ class LabReward(Reward, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FunctionReward:
-    """A plain function `(reply, answer) -> float` as a reward."""
+    """A plain function as a reward: `(reply, answer)`, or veRL's (data_source, solution_str, ground_truth, extra_info).
 
-    function: Callable[[str, str], float]
+    It returns a number, or a mapping of numbers whose "score" is the total.
+    """
+
+    function: Callable[..., Any]
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        total = float(self.function(trajectory.reply, task.answer))
-        return Score(total, {"score": total})
+        if "solution_str" in signature(self.function).parameters:
+            found = self.function(
+                data_source=task.data_source,
+                solution_str=trajectory.reply,
+                ground_truth=task.answer,
+                extra_info=dict(task.extra),
+            )
+        else:
+            found = self.function(trajectory.reply, task.answer)
+        parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None
+        total = float(found) if parts is None else parts["score"]
+        return Score(total, parts or {"score": total})
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:

@@ -1,0 +1,103 @@
+"""Scoring in worker processes, each reply with a deadline: a reward that hangs or dies must not stop a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.base import Reward, build_reward
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a reply has no score: a failure of the reward, not of the policy."""
+
+    task_id: str
+    index: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.task_id}, reply {self.index}: {self.problem}"
+
+
+class Scorer(Protocol):
+    """Scores trajectories side by side."""
+
+    async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
+        """The score, or why there is none. Never raises for what a reward does."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectScorer:
+    """Scores in this process, without a deadline: for tests and for rewards that are known."""
+
+    reward: Reward
+
+    async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
+        try:
+            return self.reward.score(trajectory, task, step)
+        except Exception as error:  # noqa: BLE001  users' code may raise anything
+            return Fault(task.id, trajectory.index, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ScoringPool:
+    """Scores in processes of their own; one that runs past the deadline is killed and replaced.
+
+    Workers inherit this process's environment, so the reward's variables reach them whatever cluster is used.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
+        """Raises ConfigError if the reward cannot be made."""
+        build_reward(name, options)
+        self._made_of = (name, json.dumps(dict(options)))
+        self._timeout_s = timeout_s
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        self._pool = ProcessPool(max_workers=num_workers, context=context)
+
+    async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
+        future = self._pool.schedule(_score, args=(*self._made_of, trajectory, task, step), timeout=self._timeout_s)
+        try:
+            score: Score = await asyncio.wrap_future(future)
+        except (TimeoutError, FutureTimeoutError):
+            problem = f"the reward did not end within {self._timeout_s:g} s (reward.timeout_s)"
+        except ProcessExpired as error:
+            problem = f"the reward's process died (exit code {error.exitcode})"
+        except Exception as error:  # noqa: BLE001  users' code may raise anything
+            problem = f"the reward raised {type(error).__name__}: {error}"
+        else:
+            return score
+        return Fault(task.id, trajectory.index, problem)
+
+    def close(self) -> None:
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join(timeout=self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@cache
+def _reward(name: str, options: str) -> Reward:
+    return build_reward(name, json.loads(options))
+
+
+def _score(name: str, options: str, trajectory: Trajectory, task: Task, step: int) -> Score:
+    return _reward(name, options).score(trajectory, task, step)
