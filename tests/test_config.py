@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS
-from verl.config.load import RECIPES, known_keys, load_config
-from verl.config.schema import Config
+from verl.config.load import RECIPES, known_keys, load_config, load_plain
+from verl.config.schema import Config, GenerationConfig, SFTConfig
 from verl.errors import ConfigError
 
 # Every override of ToolRL's run_grpo.sh.
@@ -53,6 +53,40 @@ TOOLRL_SCRIPT = [
 ]
 
 
+# The settings of its run_ppo.sh.
+TOOLRL_PPO_SCRIPT = [
+    "algorithm.adv_estimator=gae",
+    "data.train_files=train.parquet",
+    "data.val_files=test.parquet",
+    "data.train_batch_size=512",
+    "data.val_batch_size=128",
+    "data.max_prompt_length=1024",
+    "data.max_response_length=512",
+    "actor_rollout_ref.model.path=MODEL",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "actor_rollout_ref.actor.ppo_micro_batch_size=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size=8",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
+    "critic.optim.lr=1e-5",
+    "critic.model.path=MODEL",
+    "critic.ppo_micro_batch_size=8",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "trainer.critic_warmup=0",
+    "trainer.logger=['console','wandb']",
+    "trainer.project_name=TinyZero",
+    "trainer.experiment_name=run",
+    "trainer.n_gpus_per_node=2",
+    "trainer.nnodes=1",
+    "trainer.save_freq=15",
+    "trainer.test_freq=5",
+    "trainer.total_epochs=15",
+]
+
+
 def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         config = load_config(TOOLRL_SCRIPT)
@@ -62,7 +96,7 @@ def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     assert (algorithm.name, algorithm.kl_placement, algorithm.kl_coefficient) == ("grpo", "reward", 0.001)
     assert config.trainer.logger == ["console", "wandb"] and config.minibatches_per_step == 4
     moot = {record.message.partition(" ")[0] for record in caplog.records}
-    assert len(caplog.records) == len(moot) == 11 and "trainer.critic_warmup" in moot
+    assert len(caplog.records) == len(moot) == 9 and "data.val_batch_size" in moot
 
 
 @pytest.mark.parametrize(
@@ -82,8 +116,24 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
     )
 
 
-def test_ppo_by_verls_name() -> None:
-    assert load_config(["algorithm.adv_estimator=gae"]).algorithm.name == "ppo"
+def test_toolrls_ppo_script_is_understood() -> None:
+    config = load_config(TOOLRL_PPO_SCRIPT)
+    assert (config.algorithm.name, config.critic.optim.lr, config.critic.path) == ("ppo", 1e-5, "MODEL")
+    assert (config.rollout.n, config.data.max_prompt_length, config.trainer.critic_warmup) == (1, 1024, 0)
+
+
+def test_a_users_reward_by_verls_names() -> None:
+    path = "custom_reward_function.path=mine.py"
+    assert load_config([path]).reward.name == "mine.py:compute_score"
+    assert load_config([path, "custom_reward_function.name=judge"]).reward.name == "mine.py:judge"
+
+
+def test_other_commands_have_trees_of_their_own() -> None:
+    sft = load_plain(["optim.lr=3e-3", "trainer.total_training_steps=5"], SFTConfig)
+    assert (sft.optim.lr, sft.trainer.total_training_steps, sft.optim.schedule) == (3e-3, 5, "cosine")
+    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.n'"):
+        load_plain(["rollout.n=3"], SFTConfig)
+    assert load_plain(["n=3"], GenerationConfig).n == 3
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES.glob("*.yaml")])
@@ -109,6 +159,15 @@ def test_reward_options_are_open() -> None:
         (["actor.max_tokens_per_pack=3000"], "the longest sample would fit no pack"),
         (["trainer.logger=[wandbb]"], "some of console, jsonl, tensorboard, wandb"),
         (["recipe=toolrl_gpro"], "unknown recipe 'toolrl_gpro'; did you mean 'toolrl_grpo'?"),
+        (["algorithm.name=grpo", "critic.optim.lr=1"], "critic.optim.lr=1 has no effect: the algorithm has no critic"),
+        (["algorithm.kl_placement=none", "algorithm.kl_coefficient=0.1"], "algorithm.kl_placement is none"),
+        (["rollout.name=hf", "rollout.kv_cache_gib=4"], "rollout.kv_cache_gib=4 has no effect"),
+        (["rollout.tensor_model_parallel_size=2"], "must divide trainer.n_gpus_per_node (1)"),
+        (["trainer.experiment_name=a/b"], "trainer.experiment_name must be a plain folder name"),
+        (["algorithm.name=grpo", "rollout.n=1"], "has nothing to compare"),
+        (["actor_rollout_ref.actor.use_kl_loss=True"], "says where KL is paid but not how much"),
+        (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
+        (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),
         (["data.seed=1,2"], "neither deletions nor sweeps"),

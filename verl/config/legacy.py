@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.errors import ConfigError
+
 Settings = dict[str, Any]
 
 _PREFIXES = {
@@ -20,6 +22,9 @@ _RENAMED = {
     "actor.entropy_coeff": "algorithm.entropy_coefficient",
     "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
     "actor.optim.lr_warmup_steps": "actor.optim.warmup_steps",
+    "critic.optim.lr_warmup_steps": "critic.optim.warmup_steps",
+    "critic.model.path": "critic.path",
+    "custom_reward_function.path": "reward.path",
 }
 # a key that is one of these, or lies below one, has nothing left to do
 _MOOT = (
@@ -32,8 +37,18 @@ _MOOT = (
     "rollout.log_prob_micro_batch_size",
     "rollout.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref",
-    "trainer.critic_warmup",
-    "trainer.project_name",
+    "critic.model.use_remove_padding",
+    "critic.model.enable_gradient_checkpointing",
+    "critic.model.fsdp_config",
+    "critic.fsdp_config",
+    "critic.use_dynamic_bsz",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size",
+    "critic.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size",
+    "critic.forward_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
 )
 _ALGORITHMS = {"gae": "ppo"}
 _KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -57,6 +72,10 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(settings.get(key), str):
             settings[key] = [settings[key]]
+    if "reward.path" in settings:
+        settings["reward.name"] = (
+            f"{settings.pop('reward.path')}:{settings.pop('custom_reward_function.name', 'compute_score')}"
+        )
     _place_kl(settings, moot)
     return settings, moot
 
@@ -70,7 +89,8 @@ def _our_prefix(key: str) -> str:
 
 def _place_kl(settings: Settings, moot: list[str]) -> None:
     """veRL pays for KL in the loss where use_kl_loss says so, else in the reward; the other side's keys are moot."""
-    in_loss = bool(settings.pop("actor.use_kl_loss", False))
+    asked = settings.pop("actor.use_kl_loss", None)
+    in_loss = bool(asked)
     coefficients = {"loss": "actor.kl_loss_coef", "reward": "algorithm.kl_ctrl.kl_coef"}
     placement, other = ("loss", "reward") if in_loss else ("reward", "loss")
     kind = settings.pop("actor.kl_loss_type", None)
@@ -79,6 +99,11 @@ def _place_kl(settings: Settings, moot: list[str]) -> None:
     if settings.pop(coefficients[other], None) is not None:
         moot.append(coefficients[other])
     coefficient = settings.pop(coefficients[placement], None)
+    if asked is not None and coefficient is None:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.use_kl_loss={asked} says where KL is paid but not how much; add "
+            + ("actor_rollout_ref.actor.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef (0 for no KL)")
+        )
     if coefficient is not None:
         settings["algorithm.kl_placement"] = placement if coefficient else "none"
         settings["algorithm.kl_coefficient"] = coefficient

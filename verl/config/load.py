@@ -6,13 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.idle import refuse_idle
 from verl.config.legacy import translate
 from verl.config.schema import Config
 from verl.errors import ConfigError
@@ -22,8 +23,11 @@ _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
 
 
+Kind = TypeVar("Kind")
+
+
 def load_config(words: Sequence[str]) -> Config:
-    """The configuration that `key=value` words choose, a `recipe=name` beneath them.
+    """The configuration of a reinforcement learning run that `key=value` words choose, a `recipe=name` beneath them.
 
     veRL's keys are accepted: aliases silently, moot ones with one warning each. Raises ConfigError that names the
     nearest key for an unknown one, and the key for a value of the wrong type.
@@ -32,8 +36,15 @@ def load_config(words: Sequence[str]) -> Config:
     recipe = written.pop("recipe", None)
     settings, moot = translate(written)
     for key in moot:
-        _log.warning("%s has no effect: packing and FSDP2 leave it nothing to do", key)
-    return _build({**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
+        _log.warning("%s has no effect here: its job does not exist in this trainer, or another key overrules it", key)
+    config = _build(Config, {**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
+    refuse_idle({key: value for key, value in settings.items() if key in written}, config)
+    return config
+
+
+def load_plain(words: Sequence[str], kind: type[Kind]) -> Kind:
+    """A configuration of another kind, which has neither recipes nor veRL's spellings. Raises ConfigError likewise."""
+    return _build(kind, _parse(words))
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
@@ -86,10 +97,10 @@ def _make_writable(tree: DictConfig) -> None:
             _make_writable(tree[key])
 
 
-def _build(settings: Mapping[str, Any]) -> Config:
-    known = known_keys()
+def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
+    known = known_keys(kind)
     open_keys = tuple(key for key in known if key.endswith("."))
-    tree = OmegaConf.structured(Config)
+    tree = OmegaConf.structured(kind)
     _make_writable(tree)
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
@@ -99,5 +110,5 @@ def _build(settings: Mapping[str, Any]) -> Config:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
+    assert isinstance(config, kind)
     return config

@@ -41,6 +41,7 @@ class ModelConfig:
     """The policy that is trained; reference and critic start as copies of it."""
 
     path: str | None = None  # a folder or a hub name
+    tokenizer_path: str | None = None  # where it is not beside the model
     enable_gradient_checkpointing: bool = False
     compute_dtype: str = "bfloat16"  # bfloat16 | float32; the masters are float32 always
 
@@ -54,12 +55,19 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     warmup_steps: int = 0  # optimizer steps
-    schedule: str = "constant"  # constant | cosine
+    schedule: str = "constant"  # constant | cosine, which ends with the run
+    min_lr_ratio: float = 0.0  # of the cosine's end
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr", "positive", self.lr)
+        _require(self.weight_decay >= 0, "optim.weight_decay", "0 or more", self.weight_decay)
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
+        ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
+        _require(ok, "optim.betas", "two numbers from 0 up to but not 1", self.betas)
+        _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
         _require(self.schedule in ("constant", "cosine"), "optim.schedule", "constant or cosine", self.schedule)
 
 
@@ -80,19 +88,45 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """How the critic is updated, where the algorithm has one. Mini-batches and packs are the actor's."""
+
+    path: str | None = None  # the policy's model if left out
+    cliprange_value: float = 0.5
+    grad_clip: float = 1.0
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        _require(self.cliprange_value > 0, "critic.cliprange_value", "positive", self.cliprange_value)
+        _require(self.grad_clip > 0, "critic.grad_clip", "positive", self.grad_clip)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How the policy is sampled."""
 
     name: str = "vllm"  # vllm | hf
     n: int = 4  # rollouts per prompt
     temperature: float = 1.0
+    dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
+    placement: str = "colocated"  # colocated: beside the trainer's ranks; separate: a pool of its own
+    num_engines: int | None = None  # what the trainer's ranks have room for, if left out
     tensor_model_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6
+    max_num_seqs: int = 256  # sequences that one engine decodes at once
+    gpu_memory_utilization: float = 0.6  # of a GPU; the trainer has the rest
+    kv_cache_gib: int = 1  # of an engine on CPU
 
     def __post_init__(self) -> None:
         _require(self.name in ("vllm", "hf"), "rollout.name", "vllm or hf", self.name)
-        _require(self.n >= 1, "rollout.n", "at least 1", self.n)
         _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
+        share = self.gpu_memory_utilization
+        _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
+        dtypes, places = ("auto", "bfloat16", "float32"), ("colocated", "separate")
+        _require(self.dtype in dtypes, "rollout.dtype", " or ".join(dtypes), self.dtype)
+        _require(self.placement in places, "rollout.placement", " or ".join(places), self.placement)
+        for name in ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
 
 
 @dataclass(frozen=True)
@@ -107,7 +141,20 @@ class AlgorithmConfig:
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3
     kl_coefficient: float | None = None
+    kl_target: float | None = None  # the KL that the coefficient is adapted to; it stays fixed if left out
+    kl_horizon: int = 10000  # samples over which it adapts
     entropy_coefficient: float | None = None
+    gamma: float | None = None  # of GAE
+    lam: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
+        _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
+        for name in ("gamma", "lam"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= 1, f"algorithm.{name}", "between 0 and 1", value)
 
 
 @dataclass(frozen=True)
@@ -116,37 +163,79 @@ class RewardConfig:
 
     name: str = "rlla"
     options: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1  # processes that score
+    timeout_s: float = 60.0  # for one reply
+    max_fault_share: float = 0.1  # of a step's replies that may fail to be scored before the run stops
+
+    def __post_init__(self) -> None:
+        _require(self.num_workers >= 1, "reward.num_workers", "at least 1", self.num_workers)
+        _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
+        share = self.max_fault_share
+        _require(0.0 <= share <= 1.0, "reward.max_fault_share", "between 0 and 1", share)
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """How long, how often, where."""
+class RunConfig:
+    """How long, how often, where: what every kind of training has."""
 
     total_epochs: int = 15
     total_training_steps: int | None = None  # overrules total_epochs
     save_freq: int = 15  # 0: only at the end
-    test_freq: int = 5  # 0: never
+    test_freq: int = 5  # 0: only before and after
     experiment_name: str = "default"
-    default_local_dir: str = "outputs"
-    logger: list[str] = field(default_factory=lambda: ["console"])  # console, jsonl, tensorboard, wandb
+    project_name: str = "toolrl"  # W&B's
+    default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
+    resume_mode: str = "auto"  # auto (go on where the folder's run stopped) | disable (refuse a folder with a run)
+    keep_last: int = 2  # checkpoints kept beside the best
+    keep_best: int = 1
+    logger: list[str] = field(default_factory=lambda: ["console"])  # wandb; console, JSONL and TensorBoard always
+    device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
     nnodes: int = 1
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
+    num_threads: int = 1  # of one process on CPU
+    call_timeout_s: float = 3600.0  # for anything asked of a worker
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("save_freq", "test_freq"):
+        for name in ("save_freq", "test_freq", "keep_best", "seed"):
             _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
+        _require(self.seed < 2**23, "trainer.seed", "less than 2**23", self.seed)
+        _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
+        for name in ("keep_last", "nnodes", "n_gpus_per_node", "num_threads", "total_training_steps", "total_epochs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"trainer.{name}", "at least 1", value)
+        devices, modes = ("auto", "cpu", "cuda"), ("auto", "disable")
+        _require(self.device in devices, "trainer.device", " or ".join(devices), self.device)
+        _require(self.resume_mode in modes, "trainer.resume_mode", " or ".join(modes), self.resume_mode)
+        bad_name = not self.experiment_name or "/" in self.experiment_name or self.experiment_name.startswith(".")
+        _require(not bad_name, "trainer.experiment_name", "a plain folder name", self.experiment_name)
         known = ("console", "jsonl", "tensorboard", "wandb")
         _require(set(self.logger) <= set(known), "trainer.logger", f"some of {', '.join(known)}", self.logger)
 
 
 @dataclass(frozen=True)
+class TrainerConfig(RunConfig):
+    """A reinforcement learning run."""
+
+    val_before_train: bool = True
+    critic_warmup: int = 0  # first steps, in which the critic alone learns
+    num_transcripts_shown: int = 1  # per step, on the console
+    preflight: bool | None = None  # try everything on a tiny model first; true on GPU if left out
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("critic_warmup", "num_transcripts_shown"):
+            _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
+
+
+@dataclass(frozen=True)
 class Config:
-    """The whole tree."""
+    """Reinforcement learning: the whole tree."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -165,6 +254,34 @@ class Config:
                 f"actor.max_tokens_per_pack ({self.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
                 f"data.max_response_length ({longest}), so the longest sample would fit no pack"
             )
+        if self.algorithm.name in ("grpo", "toolrl_grpo") and self.rollout.n < 2:
+            raise ConfigError(
+                f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
+                "set rollout.n to 2 or more"
+            )
+        ranks, parallel = self.num_ranks, self.rollout.tensor_model_parallel_size
+        if self.rollout.placement == "colocated" and self.trainer.n_gpus_per_node % parallel:
+            raise ConfigError(
+                f"rollout.tensor_model_parallel_size ({parallel}) must divide trainer.n_gpus_per_node "
+                f"({self.trainer.n_gpus_per_node}), because every engine sits beside as many trainer ranks of its node"
+            )
+        if self.rollout.name == "hf" and parallel > 1:
+            raise ConfigError("rollout.tensor_model_parallel_size: the transformers engine is not split over devices")
+        if self.rollout.placement == "colocated" and self.num_engines * parallel > ranks:
+            raise ConfigError(
+                f"rollout.num_engines ({self.num_engines}) is more than {ranks} trainer ranks have room for; "
+                "lower it, or set rollout.placement=separate"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines."""
+        return self.rollout.num_engines or max(1, self.num_ranks // self.rollout.tensor_model_parallel_size)
 
     @property
     def minibatches_per_step(self) -> int:
@@ -179,3 +296,81 @@ class Config:
             f"{self.minibatches_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
             f"packs of at most {self.actor.max_tokens_per_pack} tokens"
         )
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    """Which demonstrations, and how many at a time."""
+
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    train_batch_size: int = 32  # replies per optimizer step
+    max_length: int = 4096  # tokens of a prompt and its reply
+    on_bad_row: str = "error"  # error | skip
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.on_bad_row in ("error", "skip"), "data.on_bad_row", "error or skip", self.on_bad_row)
+        for name in ("train_batch_size", "max_length"):
+            _require(getattr(self, name) >= 1, f"data.{name}", "at least 1", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised learning: the whole tree."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine", min_lr_ratio=0.1))
+    grad_clip: float = 1.0
+    max_tokens_per_pack: int = 16384
+    trainer: RunConfig = field(
+        default_factory=lambda: RunConfig(total_epochs=3, save_freq=0, test_freq=0, experiment_name="sft")
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.grad_clip > 0, "grad_clip", "positive", self.grad_clip)
+        if self.data.max_length > self.max_tokens_per_pack:
+            raise ConfigError(
+                f"max_tokens_per_pack ({self.max_tokens_per_pack}) is less than data.max_length "
+                f"({self.data.max_length}), so the longest sample would fit no pack"
+            )
+
+    def batch_arithmetic(self) -> str:
+        """What a step trains on, in numbers."""
+        return (
+            f"a step: {self.data.train_batch_size} replies, one optimizer step; "
+            f"packs of at most {self.max_tokens_per_pack} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Prompts in, transcripts out."""
+
+    files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
+    output: str = "transcripts.jsonl"
+    limit: int | None = None  # rows of each file; all if left out
+    on_bad_row: str = "error"  # error | skip
+    max_prompt_length: int = 2048
+    max_response_length: int = 1024
+    n: int = 1  # replies to each prompt
+    temperature: float = 0.0
+    engine: str = "vllm"  # vllm | hf
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    tensor_model_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.8
+    kv_cache_gib: int = 1  # on CPU
+    device: str = "auto"
+    num_threads: int = 1  # on CPU
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.engine in ("vllm", "hf"), "engine", "vllm or hf", self.engine)
+        _require(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", self.dtype)
+        _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        for name in ("limit", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "at least 1", value)
