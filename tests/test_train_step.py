@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.grpo import GRPO
+from verl.algorithms.kl import AdaptiveKL
+from verl.algorithms.ppo import PPO
 from verl.algorithms.toolrl_grpo import TOOLRL_GRPO
 from verl.data.chat import ChatCodec
 from verl.data.tasks import TaskStream
@@ -24,13 +27,19 @@ from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import HFEngine
+from verl.rollout.scoring import DirectScorer
 from verl.single_controller.local import LocalGroup
+from verl.tracking.flops import DecoderShape
+from verl.tracking.names import known
 from verl.trainer.experience import build_experience, with_weights
-from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.metrics import Meter
+from verl.trainer.policy import Critic, PackSettings, Policy
+from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
+from verl.trainer.weights import Publisher, StaleEngineError
 from verl.types import Message, Sample, Score, Task, Trajectory
+from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -75,53 +84,160 @@ def policy(lr: float) -> Policy:
     return Policy(LocalGroup(PolicyWorker(engine, temperature=1.0)), PackSettings(max_tokens_per_pack=400))
 
 
-def trainer(algorithm: Algorithm, scorer: object = None, lr: float = 1e-2) -> PPOTrainer:
+def trainer(
+    algorithm: Algorithm,
+    scorer: object = None,
+    lr: float = 1e-2,
+    minibatches: int = 2,
+    critic: Critic | None = None,
+    control: AdaptiveKL | None = None,
+) -> PPOTrainer:
     rollout_model = tiny_model("qwen2", tied=True, dtype=torch.float32)
     rollout_model.set_attn_implementation("sdpa")
     sampling = Sampling(max_tokens=4, stop_token_ids=(EOS,))
     scorer = scorer or SaysEvenWords()
     tasks = [Task(f"t{n}", (Message("user", f"w{n} w{n + 1}"),), "w7", "words") for n in range(1, 5)]
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
-    rollout = GroupRollout(HFEngine(rollout_model), ChatCodec(tokenizer()), scorer, sampling)  # type: ignore[arg-type]
-    settings = StepSettings(prompts_per_step=4, rollouts_per_prompt=8, minibatches_per_step=2)
-    return PPOTrainer(settings, algorithm, TaskStream([tasks]), rollout, policy(lr), reference)
+    engine, codec, learner = HFEngine(rollout_model), ChatCodec(tokenizer()), policy(lr)
+    rollout = GroupRollout(engine, codec, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
+    settings = StepSettings(prompts_per_step=4, rollouts_per_prompt=8, minibatches_per_step=minibatches)
+    probes = [codec.prompt_ids(tasks[0].prompt)]
+    publisher = Publisher(learner, engine, torch.float32, probes, replace(sampling, seed=1), tolerance=1e-4)
+    return PPOTrainer(settings, algorithm, TaskStream([tasks]), rollout, learner, publisher, reference, critic, control)
+
+
+def value_model() -> Critic:
+    module = PackedCritic(tiny_model("qwen2", tied=True, dtype=torch.float32))
+    optimizer = OptimizerSettings(lr=3e-2, weight_decay=0.0)
+    engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), optimizer)
+    return Critic(LocalGroup(CriticWorker(engine, clip=0.5)), PackSettings(max_tokens_per_pack=400))
 
 
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
-    return {name: full.clone() for name, full in trained.policy.weights()}
+    gathered: list[tuple[str, Tensor]] = trained.policy.gathered_weights(torch.float32)
+    return {name: full.clone() for name, full in gathered}
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, GRPO, TOOLRL_GRPO], ids=["without KL", "KL in loss", "KL in reward"])
 def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     learning = trainer(algorithm)
-    history = [learning.train_step() for _ in range(9)]
+    history = [asyncio.run(learning.train_step()) for _ in range(9)]
     rewards = [metrics["reward/total"] for metrics in history]
     assert rewards[-1] > 0.8 > 0.65 > rewards[0]
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
     assert {"time/rollout_s", "time/update_s", "actor/grad_norm", "actor/entropy"} <= history[0].keys()
+    assert history[0]["engine/gap_max"] < 1e-4 and history[-1]["engine/canary_gap"] < 1e-4
+    assert [name for name in history[0] if not known(name)] == []
+
+
+def test_ppo_learns_and_so_does_its_critic() -> None:
+    learning = trainer(PPO, critic=value_model())
+    history = [asyncio.run(learning.train_step()) for _ in range(12)]
+    assert history[-1]["reward/total"] > 0.75 > 0.65 > history[0]["reward/total"]
+    assert history[-1]["critic/loss"] < 0.5 * history[0]["critic/loss"]
+    assert [name for name in history[0] if not known(name)] == []
+
+
+def test_in_the_warm_up_the_critic_alone_learns() -> None:
+    learning = trainer(PPO, critic=value_model())
+    learning.settings = replace(learning.settings, critic_warmup=1)
+    before = weights(learning)
+    first = asyncio.run(learning.train_step())
+    assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
+    assert "actor/loss" not in first and first["critic/grad_norm"] > 0
+    assert "actor/loss" in asyncio.run(learning.train_step())
+
+
+def test_one_optimizer_step_needs_no_pass_for_old_logprobs() -> None:
+    """The update with the policy's own log-probs is the update with those of a pass before it."""
+    free, paid = trainer(PLAIN, minibatches=1), trainer(PLAIN, minibatches=1)
+    assert not free._needs_old_logprobs
+    paid.__class__ = type("Paid", (PPOTrainer,), {"_needs_old_logprobs": True})
+    one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
+    assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
+    for name, full in weights(free).items():
+        torch.testing.assert_close(full, weights(paid)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_mfu_by_hand() -> None:
+    """Two replies of 2 and 3 tokens to one prompt of 4, which is computed once; 3 forwards' worth of FLOPs."""
+    samples = [sample((False,) * 4 + (True,) * length, 0.0) for length in (2, 3)]
+    meter = Meter(DecoderShape(parameters=10, layers=1, hidden=8, head_parameters=5), peak=1000.0, num_devices=2)
+    tokens, pairs = 4 + 2 + 3, (4 * 5 / 2) + (2 * 4 + 2 * 3 / 2) + (3 * 4 + 3 * 4 / 2)
+    flops = 3 * (2 * 10 * tokens + 4 * 8 * pairs + 2 * 5 * 5)
+    assert meter.mfu(samples, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
+    assert replace(meter, peak=None).mfu(samples, PackSettings(100), 7.0) == {}
+
+
+def test_the_kl_coefficient_follows_its_target() -> None:
+    control = AdaptiveKL(coefficient=0.1, target=0.5, horizon=100)
+    control.observe(5.0, 50)  # error held at 0.2: 0.1 * (1 + 0.2 * 0.5)
+    assert control.coefficient == pytest.approx(0.11)
+    learning = trainer(TOOLRL_GRPO, control=AdaptiveKL(0.001, target=1e9, horizon=32))
+    first, second = asyncio.run(learning.train_step()), asyncio.run(learning.train_step())
+    assert (first["kl/coefficient"], second["kl/coefficient"]) == pytest.approx((0.001, 0.0008))
+    assert learning.state()["kl_coefficient"] == pytest.approx(0.00064)
+
+
+class FailsOn:
+    """Raises for some of the replies."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.count = every, 0
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        self.count += 1
+        if self.count % self.every == 0:
+            raise RuntimeError("the service is down")
+        return Score(float(self.count % 2), {})
+
+
+def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
+    learning = trainer(PLAIN, FailsOn(16))
+    metrics = asyncio.run(learning.train_step())
+    assert metrics["reward/infrastructure_faults"] == 2
+    assert sum(len(group.trajectories) for group in learning.groups) == 30
+    with pytest.raises(RewardFaultError, match=r"16 of 32 replies.*\n.*the service is down"):
+        asyncio.run(trainer(PLAIN, FailsOn(2)).train_step())
+
+
+class Forgetful(HFEngine):
+    """Says that it has the new weights, and has not."""
+
+    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._version = version
+
+
+def test_a_stale_engine_stops_the_run() -> None:
+    learning = trainer(PLAIN)
+    learning.publisher.engine.__class__ = Forgetful
+    with pytest.raises(StaleEngineError, match="generates with other weights"):
+        asyncio.run(learning.train_step())
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
 
 
 def test_two_runs_are_equal_bit_for_bit() -> None:
     one, two = trainer(TOOLRL_GRPO), trainer(TOOLRL_GRPO)
     for _ in range(2):
-        first, second = one.train_step(), two.train_step()
-        assert {key: value for key, value in first.items() if not key.startswith("time/")} == {
-            key: value for key, value in second.items() if not key.startswith("time/")
-        }
+        first, second = asyncio.run(one.train_step()), asyncio.run(two.train_step())
+        assert untimed(first) == untimed(second)
     assert all(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
 
 
 def test_groups_without_a_signal_change_nothing() -> None:
     learning = trainer(PLAIN, AlwaysOne())
     before = weights(learning)
-    metrics = learning.train_step()
+    metrics = asyncio.run(learning.train_step())
     assert metrics["reward/zero_variance_groups"] == 1.0 and metrics["actor/grad_norm"] == 0.0
     assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
 
 
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
-    learning.train_step()
+    asyncio.run(learning.train_step())
     engine = learning.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))

@@ -34,6 +34,11 @@ class ChatCodec:
         )
         return tuple(ids)
 
+    def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+
     def reply_text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without special tokens."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)

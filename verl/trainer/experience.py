@@ -38,14 +38,15 @@ class Experience:
 
 def build_experience(
     samples: Sequence[Sample],
-    old_logprobs: Sequence[Tensor],
+    old_logprobs: Sequence[Tensor] | None,
     algorithm: Algorithm,
     ref_logprobs: Sequence[Tensor] | None = None,
     values: Sequence[Tensor] | None = None,
 ) -> Experience:
     """Rewards on the last trained token, less the KL penalty if it is paid there; then the algorithm's advantages.
 
-    The estimator sees trained tokens alone, so no mask can leak into it.
+    The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
+    needs them before the update: with one optimizer step per batch the policy's own are the old ones.
     """
     masks = [torch.tensor(sample.action_mask) for sample in samples]
     token_rewards = []
@@ -53,7 +54,7 @@ def build_experience(
         rewards = torch.zeros(int(mask_L.sum()))
         rewards[-1:] = sample.reward
         if algorithm.kl.placement is KLPlacement.REWARD:
-            assert ref_logprobs is not None
+            assert ref_logprobs is not None and old_logprobs is not None
             known = old_logprobs[row][mask_L], ref_logprobs[row][mask_L]
             rewards = penalised(rewards, *known, algorithm.kl.coefficient)
         token_rewards.append(rewards)
@@ -61,9 +62,11 @@ def build_experience(
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]
     estimate = algorithm.advantage(Rollouts(token_rewards, groups, dense_values))
     columns: dict[str, Sequence[Tensor]] = {
-        "old_logprobs": old_logprobs,
         "advantages": _scattered(estimate.advantages, masks),
+        "rollout_logprobs": [torch.tensor(sample.rollout_logprobs) for sample in samples],
     }
+    if old_logprobs is not None:
+        columns["old_logprobs"] = old_logprobs
     if ref_logprobs is not None:
         columns["ref_logprobs"] = ref_logprobs
     if estimate.returns is not None and values is not None:

@@ -6,23 +6,34 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> publish
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.kl import AdaptiveKL
 from verl.data.samples import to_samples
 from verl.data.tasks import TaskStream
+from verl.errors import VerlError
 from verl.rollout.group import GroupRollout
-from verl.trainer.experience import build_experience
-from verl.trainer.policy import Policy
-from verl.types import TrajectoryGroup
+from verl.tracking.timers import PhaseTimer
+from verl.trainer import metrics as tell
+from verl.trainer.experience import Experience, build_experience
+from verl.trainer.metrics import Meter, Metrics
+from verl.trainer.policy import Critic, Policy
+from verl.trainer.weights import Publisher
+from verl.types import Sample, TrajectoryGroup
 
-Metrics = dict[str, float]
+_log = logging.getLogger(__name__)
+_SHOWN_FAULTS = 3
+
+
+class RewardFaultError(VerlError, RuntimeError):
+    """The reward failed on more replies than the run may lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,8 @@ class StepSettings:
     prompts_per_step: int
     rollouts_per_prompt: int
     minibatches_per_step: int = 1
+    critic_warmup: int = 0  # first steps, in which the critic alone learns
+    max_fault_share: float = 0.1  # of a step's replies that may go unscored
     seed: int = 0
 
 
@@ -44,66 +57,128 @@ class PPOTrainer:
     tasks: TaskStream
     rollout: GroupRollout
     policy: Policy
+    publisher: Publisher
     reference: Policy | None = None
+    critic: Critic | None = None
+    kl_control: AdaptiveKL | None = None
+    meter: Meter | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
     step: int = 0
-    _seconds: Metrics = field(default_factory=dict)
+    groups: Sequence[TrajectoryGroup] = ()  # of the last step, for transcripts
 
     def __post_init__(self) -> None:
         needs_reference = self.algorithm.kl.placement is not KLPlacement.NONE
         assert needs_reference == (self.reference is not None), "a reference is built if and only if KL is paid for"
+        assert self.algorithm.needs_critic == (self.critic is not None), "a critic is built if and only if it is needed"
 
-    def train_step(self) -> Metrics:
+    async def train_step(self) -> Metrics:
         """One step: generate, score, learn, publish. Returns its metrics."""
-        self._seconds = {}
-        with self._timed("rollout"):
-            groups = asyncio.run(self._generate())
-        samples = [sample for number, group in enumerate(groups) for sample in to_samples(group, number)]
-        with self._timed("score"):
-            old = self.policy.score(samples)
+        self.timer.start()
+        with self.timer.phase("rollout"):
+            self.groups = await self._generate()
+            await self.rollout.engine.sleep()
+        samples = [sample for number, group in enumerate(self.groups) for sample in to_samples(group, number)]
+        with self.timer.phase("score"):
+            old = self.policy.score(samples) if self._needs_old_logprobs else None
             ref = self.reference.score(samples) if self.reference else None
-        with self._timed("advantage"):
-            experience = build_experience(samples, old, self.algorithm, ref)
-        with self._timed("update"):
-            minibatches = experience.split(self.settings.minibatches_per_step)
-            updates = [self.policy.update(minibatch, self.algorithm) for minibatch in minibatches]
-        with self._timed("publish"):
-            self.rollout.engine.load_weights(self.step + 1, self.policy.weights())
+            values = self.critic.score(samples) if self.critic else None
+        with self.timer.phase("advantage"):
+            experience = build_experience(samples, old, self._algorithm_now(), ref, values)
+        with self.timer.phase("update"):
+            learned = self._update(experience)
+        with self.timer.phase("publish"):
+            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
         self.step += 1
-        means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        return {**reward_metrics(groups), **{f"actor/{name}": value for name, value in means.items()}, **self._seconds}
+        return {
+            **tell.rollout_metrics(self.groups),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            **learned,
+            **self._kl_metrics(samples, old, ref),
+            **self._timings(samples),
+        }
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """With one optimizer step per batch the policy's log-probs in the update are the old ones."""
+        several = self.settings.minibatches_per_step > 1
+        return several or self.algorithm.kl.placement is KLPlacement.REWARD or self.step < self.settings.critic_warmup
+
+    def _update(self, experience: Experience) -> Metrics:
+        """Critic and policy on every mini-batch."""
+        of_policy, of_critic = [], []
+        for minibatch in experience.split(self.settings.minibatches_per_step):
+            if self.critic:
+                of_critic.append(self.critic.update(minibatch))
+            if self.step >= self.settings.critic_warmup:
+                of_policy.append(self.policy.update(minibatch, self._algorithm_now()))
+        metrics = {**tell.update_metrics("actor", of_policy), **tell.update_metrics("critic", of_critic)}
+        if self.critic:
+            metrics["critic/explained_variance"] = tell.explained_variance(experience)
+        return metrics
+
+    def _algorithm_now(self) -> Algorithm:
+        """The algorithm with the KL coefficient of this moment."""
+        if self.kl_control is None:
+            return self.algorithm
+        return replace(self.algorithm, kl=replace(self.algorithm.kl, coefficient=self.kl_control.coefficient))
+
+    def _kl_metrics(
+        self, samples: Sequence[Sample], old: Sequence[Tensor] | None, ref: Sequence[Tensor] | None
+    ) -> Metrics:
+        if ref is None or old is None:
+            return {}
+        divergence = tell.reference_kl(samples, old, ref)
+        coefficient = self._algorithm_now().kl.coefficient
+        if self.kl_control is not None:
+            self.kl_control.observe(divergence, len(samples))
+        return {"kl/reference": divergence, "kl/coefficient": coefficient}
+
+    def _timings(self, samples: Sequence[Sample]) -> Metrics:
+        timings = self.timer.metrics()
+        used = self.meter.mfu(samples, self.policy.packing, timings["time/update_s"]) if self.meter else {}
+        return {**timings, **tell.throughput(samples, timings), **used}
 
     async def _generate(self) -> list[TrajectoryGroup]:
+        """The step's groups; those with too few scored replies left are dropped, too many faults end the run."""
         settings = self.settings
         first = (settings.seed << 40) + self.step * settings.prompts_per_step * settings.rollouts_per_prompt
-        return await asyncio.gather(
+        groups = await asyncio.gather(
             *(
                 self.rollout.run(
-                    task, settings.rollouts_per_prompt, self.step, first + n * settings.rollouts_per_prompt
+                    task, settings.rollouts_per_prompt, self.step, first + number * settings.rollouts_per_prompt
                 )
-                for n, task in enumerate(islice(self.tasks, settings.prompts_per_step))
+                for number, task in enumerate(islice(self.tasks, settings.prompts_per_step))
             )
         )
+        self._check_faults([fault for group in groups for fault in group.faults])
+        enough = min(2, settings.rollouts_per_prompt)  # a group's only reply has nothing to be compared with
+        kept = [group for group in groups if len(group.trajectories) >= enough]
+        if not kept:
+            raise RewardFaultError(f"step {self.step + 1}: no group has {enough} scored replies left to learn from")
+        return kept
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[f"time/{phase}_s"] = time.perf_counter() - started
+    def _check_faults(self, faults: Sequence[str]) -> None:
+        shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
+        replies = self.settings.prompts_per_step * self.settings.rollouts_per_prompt
+        said = f"step {self.step + 1}: {len(faults)} of {replies} replies could not be scored:\n{shown}"
+        if len(faults) > self.settings.max_fault_share * replies:
+            limit = self.settings.max_fault_share
+            raise RewardFaultError(f"{said}\nMore than reward.max_fault_share={limit:g}: mend the reward, then resume")
+        if faults:
+            _log.warning("%s", said)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the controller, as plain JSON."""
+        cursor = self.tasks.cursor
+        coefficient = None if self.kl_control is None else self.kl_control.coefficient
+        return {
+            "step": self.step,
+            "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
+            "kl_coefficient": coefficient,
+        }
 
-def reward_metrics(groups: list[TrajectoryGroup]) -> Metrics:
-    """Mean reward and parts, share of groups without a learning signal, length and truncation of replies."""
-    scores = [score for group in groups for score in group.scores]
-    lengths = torch.tensor(
-        [len(trajectory.turns[-1].completion.token_ids) for group in groups for trajectory in group.trajectories]
-    )
-    flat = sum(len(set(group.rewards)) == 1 for group in groups)
-    truncated = [trajectory.stop_reason == "length" for group in groups for trajectory in group.trajectories]
-    parts = {name: sum(score.parts[name] for score in scores) / len(scores) for name in scores[0].parts}
-    return {
-        "reward/total": sum(score.total for score in scores) / len(scores),
-        **{f"reward/{name}": value for name, value in parts.items()},
-        "reward/zero_variance_groups": flat / len(groups),
-        "reply/tokens_mean": float(lengths.float().mean()),
-        "reply/truncated": sum(truncated) / len(truncated),
-    }
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
+        self.step = state["step"]
+        if self.kl_control is not None and state["kl_coefficient"] is not None:
+            self.kl_control.coefficient = state["kl_coefficient"]

@@ -1,0 +1,137 @@
+"""How much of a step's wall time nobody works: python bench/controller.py [--steps 8] [key=value ...]
+
+Runs the embedded GRPO experiment for a few steps with every call to a worker (trainer ranks, engines, rewards) watched.
+What is left of a step's wall time when no such call is running is the controller's own: packing, advantages, waiting
+for nothing. Prints it per step, in seconds and as a share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.config.load import load_config
+from verl.rollout.pool import EnginePool
+from verl.single_controller.group import WorkerGroup
+from verl.trainer.build import built
+
+
+@dataclass
+class Watch:
+    """Wall time during which at least one call was running."""
+
+    busy_s: float = 0.0
+    _running: int = 0
+    _since: float = 0.0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call."""
+        if self._running == 0:
+            self._since = time.perf_counter()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self.busy_s += time.perf_counter() - self._since
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A worker group whose calls are watched."""
+
+    group: WorkerGroup
+    watch: Watch = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        with self.watch.call():
+            return self.group.call(function, *args)
+
+    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+        with self.watch.call():
+            return self.group.scatter(function, shards, *args)
+
+    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        with self.watch.call():
+            return self.group.refer(function, *args)
+
+    async def submit(self, rank: int, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        with self.watch.call():
+            return await self.group.submit(rank, function, *args)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+@dataclass(frozen=True)
+class WatchedScorer:
+    """A scorer whose calls are watched."""
+
+    scorer: Any
+    watch: Watch
+
+    async def score(self, *args: Any) -> Any:
+        with self.watch.call():
+            return await self.scorer.score(*args)
+
+    def close(self) -> None:
+        self.scorer.close()
+
+
+async def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
+    """[(wall seconds, seconds without a running call)] of every step but the first."""
+    config = load_config(["recipe=mini_grpo", "trainer.num_transcripts_shown=0", *words])
+    watch = Watch()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        built(config, Path(folder), Console(quiet=True)) as fit,
+    ):
+        trainer = fit.trainer
+        trainer.policy = replace(trainer.policy, workers=Watched(trainer.policy.workers, watch))
+        engine = EnginePool(Watched(trainer.rollout.engine._workers, watch))  # type: ignore[attr-defined]
+        scorer = WatchedScorer(trainer.rollout.scorer, watch)
+        trainer.rollout = replace(trainer.rollout, engine=engine, scorer=scorer)
+        trainer.publisher = replace(trainer.publisher, policy=trainer.policy, engine=engine)
+        await trainer.publisher.publish(0)
+        figures = []
+        for _ in range(steps + 1):
+            watch.busy_s, started = 0.0, time.perf_counter()
+            await trainer.train_step()
+            wall = time.perf_counter() - started
+            figures.append((wall, wall - watch.busy_s))
+    return figures[1:]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("words", nargs="*", help="key=value over recipe=mini_grpo")
+    args = parser.parse_args()
+    figures = asyncio.run(measure(args.words, args.steps))
+    table = Table("step", "wall s", "controller s", "share", title="controller overhead")
+    for number, (wall, idle) in enumerate(figures, start=2):
+        table.add_row(str(number), f"{wall:.2f}", f"{idle:.3f}", f"{idle / wall:.1%}")
+    wall, idle = (sum(each) / len(figures) for each in zip(*figures, strict=True))
+    table.add_row("mean", f"{wall:.2f}", f"{idle:.3f}", f"{idle / wall:.1%}", end_section=True)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""From words to objects: presets with overrides, run folders, tasks with room for their prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import MINI, run_words, save_tiny_model
+from verl.algorithms.advantage import gae
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import KLPlacement, KLTerm
+from verl.algorithms.grpo import GRPO
+from verl.algorithms.policy_loss import clipped
+from verl.algorithms.ppo import PPO
+from verl.config.load import load_config
+from verl.config.schema import AlgorithmConfig
+from verl.errors import ConfigError, DataError
+from verl.trainer.build import load_codec, load_tasks, run_folder
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control
+from verl.trainer.build_workers import choose_device, rank_spec
+
+
+def test_a_preset_alone_is_itself() -> None:
+    assert build_algorithm(AlgorithmConfig("grpo")) == GRPO
+    assert build_algorithm(AlgorithmConfig("ppo")).kl == PPO.kl
+
+
+def test_overrides_replace_what_they_name_and_nothing_else() -> None:
+    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"))
+    assert isinstance(made.policy_loss, partial) and made.policy_loss.func is clipped
+    assert made.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28}
+    assert isinstance(made.advantage, partial) and made.advantage.func is gae
+    assert made.advantage.keywords == {"gamma": 1.0, "lam": 0.95}
+    assert made.aggregation is Aggregation.TOKEN_SUM and made.kl == PPO.kl
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kl"),
+    [
+        ({"kl_placement": "none"}, KLTerm()),
+        ({"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.01}, KLTerm(KLPlacement.LOSS, "k3", 0.01)),
+        ({"kl_placement": "reward"}, KLTerm(KLPlacement.REWARD, "k1", GRPO.kl.coefficient)),
+    ],
+)
+def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
+    assert build_algorithm(AlgorithmConfig("grpo", **overrides)).kl == kl  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"name": "gpro"}, "did you mean 'grpo'"),
+        ({"name": "verl.types:Task"}, "is not an Algorithm"),
+        ({"lam": 0.9}, "algorithm.lam has no effect"),
+        ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
+        ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
+        ({"kl_placement": "reward", "kl_estimator": "k3"}, "KL in the reward is k1"),
+        ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
+    ],
+)
+def test_overrides_without_use_are_refused(overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}))  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
+    config = AlgorithmConfig("toolrl_grpo", kl_target=0.1)
+    control = build_kl_control(config, build_algorithm(config))
+    assert control is not None and (control.coefficient, control.target) == (0.001, 0.1)
+    assert build_kl_control(AlgorithmConfig("grpo"), GRPO) is None
+    with pytest.raises(ConfigError, match="has no effect"):
+        build_kl_control(AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo")))
+
+
+def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
+    config = load_config([*run_words(tmp_path, tmp_path, "hf", 10), "algorithm.name=ppo", "critic.path=other"])
+    spec = rank_spec(config, build_algorithm(config.algorithm), "cpu", total_steps=10)
+    assert spec.critic_path == "other" and spec.with_reference and spec.optimizer.total_steps == 20
+    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none")), "cpu", 10)
+    assert plain.critic_path is None and not plain.with_reference
+
+
+def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    words = run_words(tmp_path, tmp_path, "hf", 1)
+    assert run_folder(load_config(words).trainer) == (tmp_path / "run").resolve()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run_folder(load_config([*words, "trainer.resume_mode=disable"]).trainer)
+
+
+def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    words = [*run_words(model, tmp_path, "hf", 1), f"data.val_files=[{MINI / 'test.parquet'}]"]
+    codec = load_codec(load_config(words).model)
+    (train,), val = load_tasks(load_config(words), codec)
+    assert len(train) == 2400 and list(val) == ["test"]
+    with pytest.raises(
+        DataError, match=r"train.parquet#\d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
+    ):
+        load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec)
+    (some,), _ = load_tasks(load_config([*words, "data.max_prompt_length=90", "data.on_bad_row=skip"]), codec)
+    assert 0 < len(some) < 2400 and all(len(codec.prompt_ids(task.prompt)) <= 90 for task in some)
+    assert "left out" in caplog.text
+    with pytest.raises(DataError, match="has no prompt of at most 9 tokens"):
+        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_not_made_up() -> None:
+    assert choose_device(load_config([]).trainer) == "cpu"
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        choose_device(load_config(["trainer.device=cuda"]).trainer)

@@ -1,0 +1,116 @@
+"""Preflight finds what would fail later; validation counts what it should; the scripted engine says its lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tests.tiny import MINI, run_words, save_tiny_model
+from verl.config.load import load_config
+from verl.config.schema import ModelConfig
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.build import load_codec
+from verl.trainer.preflight import check_reward, check_round_trip, check_step, preflight, tiny
+from verl.trainer.validate import Validator
+from verl.types import FinishReason, Score, Task, Trajectory
+from verl.utils.reward_score.base import build_reward
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
+    console = Console(width=200, record=True, quiet=False, file=(tmp_path / "said").open("w"))
+    preflight(load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"]), console)
+    said = console.export_text()
+    assert "20 golden replies came back" in said and "0 offend" in said and "one update on a tiny qwen2" in said
+    assert "4 prompts x 2 rollouts" in said and "0.1M parameters" in said
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Qwen3Config(vocab_size=1024, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, head_dim=64),
+        LlamaConfig(
+            vocab_size=1024, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
+        ),
+    ],
+    ids=["qwen3", "llama"],
+)
+def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, model: Path, tmp_path: Path) -> None:
+    config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
+    tasks = TaskSet(str(MINI / "train.parquet"))[:4]
+    said = check_step(tiny(shape), load_codec(ModelConfig(path=str(model))), build_reward("rlla"), tasks, config)
+    assert "sum of advantage * log p" in said
+
+
+class Indifferent:
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(1.0, {})
+
+
+def test_a_reward_that_tells_nothing_apart_is_found(model: Path, tmp_path: Path) -> None:
+    config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
+    tasks = TaskSet(str(MINI / "train.parquet"))[:4]
+    shape, codec = AutoConfig.from_pretrained(model), load_codec(ModelConfig(path=str(model)))
+    with pytest.raises(ConfigError, match="nothing to learn from it"):
+        check_step(tiny(shape), codec, Indifferent(), tasks, config)
+    assert check_reward(Indifferent(), tasks) == "brings no golden replies to try"
+
+
+class Deaf:
+    """A codec that loses capitals."""
+
+    stop_token_ids = (0,)
+
+    def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        return tuple(map(ord, text.lower())), []
+
+    def reply_text(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids[:-1]))
+
+
+def test_a_tokenizer_that_changes_replies_is_found() -> None:
+    with pytest.raises(ConfigError, match="does not give back what it was given"):
+        check_round_trip(Deaf(), TaskSet(str(MINI / "train.parquet"))[:2], 999)  # type: ignore[arg-type]
+
+
+def test_too_little_room_for_replies_is_found(model: Path) -> None:
+    codec = load_codec(ModelConfig(path=str(model)))
+    with pytest.raises(ConfigError, match=r"4 of 4 golden replies have more than data\.max_response_length=16"):
+        check_round_trip(codec, TaskSet(str(MINI / "train.parquet"))[:4], 16)
+
+
+def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
+    codec, reward = load_codec(ModelConfig(path=str(model))), build_reward("rlla")
+    tasks = TaskSet(str(MINI / "test.parquet"))[:4]
+    golden = {codec.prompt_ids(task.prompt): task.answer for task in tasks[:3]}
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        text = golden.get(tuple(prompt_ids), "no idea")
+        return (*codec.reply_ids(text)[0], *codec.stop_token_ids)
+
+    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), Sampling(400))
+    found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())
+    maxima = [reward.maximum(task, 0) for task in tasks[:3]]  # type: ignore[attr-defined]
+    assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
+    silent = asyncio.run(Validator({"test": tasks[3:]}, rollout, reward).run())["val/test/total"]
+    assert found["val/test/total"] == pytest.approx((sum(maxima) + silent) / 4) and silent < 0
+
+
+def test_the_scripted_engine_cuts_at_the_limit() -> None:
+    engine = ScriptedEngine(lambda prompt, number: [number, 7, 7])
+    one, two = asyncio.run(engine.generate([1], Sampling(2, n=2)))
+    assert (one.token_ids, two.token_ids) == ((0, 7), (1, 7)) and one.finish_reason is FinishReason.LENGTH

@@ -1,0 +1,106 @@
+"""Demonstrations: what is trained is what an assistant wrote, token for token, and nothing a tool said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import real_data
+from tests.tiny import MINI
+from verl.data.chat import ChatCodec
+from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
+from verl.errors import DataError
+from verl.types import Message, Sample
+
+
+@pytest.fixture(scope="module")
+def codec() -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+def conversation(*texts: str) -> tuple[Message, ...]:
+    return tuple(Message(role, text) for role, text in zip(("user", "assistant") * len(texts), texts, strict=False))
+
+
+def trained_text(sample: Sample, codec: ChatCodec) -> str:
+    chosen = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
+    text: str = codec.tokenizer.decode(chosen)
+    return text
+
+
+def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(codec: ChatCodec) -> None:
+    messages = conversation("Hi", "Hello there", "buy 3", "Done")
+    one, two = to_samples([Demonstration(messages)], codec, 1000)
+    assert trained_text(one, codec) == "Hello there<|im_end|>" and trained_text(two, codec) == "Done<|im_end|>"
+    for sample, before in ((one, messages[:1]), (two, messages[:3])):
+        prompt = codec.prompt_ids(before)
+        assert sample.token_ids[: len(prompt)] == prompt and not any(sample.action_mask[: len(prompt)])
+    assert one.group == two.group
+
+
+@pytest.mark.parametrize(
+    ("reply", "own"),
+    [
+        ("I look. <obs> 21 degrees </obs> It is warm.", "I look.  It is warm.<|im_end|>"),
+        ("Run ```output\n42\n``` so 42", "Run  so 42<|im_end|>"),
+        ("<search> x </search><information> y </information> z", "<search> x </search> z<|im_end|>"),
+        ("no <obs> is closed", "no <obs> is closed<|im_end|>"),
+    ],
+)
+def test_what_a_tool_said_inside_a_reply_is_not_learned(reply: str, own: str, codec: ChatCodec) -> None:
+    (sample,) = to_samples([Demonstration(conversation("Hi", reply))], codec, 1000)
+    assert trained_text(sample, codec).split() == own.split()
+
+
+def test_the_three_kinds_of_rows_agree() -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [*messages, {"role": "assistant", "content": "A"}]},
+        {"instruction": "S", "input": "U", "output": "A"},
+        {"prompt": messages, "reward_model": {"ground_truth": "A", "style": "rule"}},
+    ]
+    read = [to_demonstration(row) for row in rows]
+    assert {each.messages for each in read} == {
+        (Message("system", "S"), Message("user", "U"), Message("assistant", "A"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "U"}]}, "has no assistant turn"),
+        ({"messages": []}, "is no list of messages"),
+        ({"messages": "[{"}, "is no JSON"),
+        ({"instruction": "S", "input": "U", "output": ""}, "field 'output': is missing or empty"),
+        ({"text": "x"}, "has the columns ['text']"),
+        (["x"], "is of type list"),
+    ],
+)
+def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        to_demonstration(row)
+    assert said in str(caught.value)
+    if isinstance(row, dict):
+        path = tmp_path / "rows.jsonl"
+        good = {"messages": [asdict(message) for message in conversation("Hi", "Ho")]}
+        path.write_text("\n".join(map(json.dumps, [good, row])))
+        with pytest.raises(DataError, match="row 1"):
+            read_demonstrations(str(path))
+        assert len(read_demonstrations(str(path), "skip")) == 1
+
+
+def test_long_demonstrations_are_left_out_and_never_cut(codec: ChatCodec) -> None:
+    short, long = Demonstration(conversation("Hi", "Ho")), Demonstration(conversation("Hi", "Ho " * 200))
+    assert len(to_samples([short, long], codec, 60)) == 1
+    with pytest.raises(DataError, match="no demonstration has at most 60 tokens"):
+        to_samples([long], codec, 60)
+
+
+def test_toolrls_own_file_is_read(codec: ChatCodec) -> None:
+    found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")))
+    assert len(found) == 400 and all(each.messages[-1].role == "assistant" for each in found)

@@ -1,0 +1,112 @@
+"""Supervised runs on one rank in this process: the loss falls, and a run that is broken off goes on bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.tiny import MINI, save_tiny_model
+from verl.config.schema import ModelConfig
+from verl.data.chat import ChatCodec
+from verl.data.sft import read_demonstrations, to_samples
+from verl.errors import ConfigError
+from verl.single_controller.group import Member, Seat
+from verl.single_controller.local import LocalGroup
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, build_trackers
+from verl.trainer.build import load_codec
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.sft import SFTRun, SFTSettings
+from verl.trainer.state import find_saved
+from verl.types import Sample
+from verl.workers.optim import OptimizerSettings
+from verl.workers.rank import RankSpec, build_rank
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples(model: Path) -> list[Sample]:
+    codec: ChatCodec = load_codec(ModelConfig(path=str(model)))
+    return to_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], codec, 512)
+
+
+@pytest.fixture(autouse=True)
+def group_ends() -> Iterator[None]:
+    yield
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(model: Path, samples: list[Sample], out: Path, steps: int) -> SFTRun:
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    optimizer = OptimizerSettings(lr=1e-2, weight_decay=0.0, schedule="cosine", total_steps=8, min_lr_ratio=0.1)
+    rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer), Seat(0, 1, port=port))
+    workers = LocalGroup(rank)
+    store = CheckpointStore(out / "checkpoints", keep_last=2, keep_best=0)
+    made = SFTRun(
+        SFTSettings(steps, batch_size=16, test_freq=4, save_freq=4),
+        samples[:50],
+        samples[50:],
+        Policy(Member(workers, "policy"), PackSettings(2048)),
+        workers,
+        store,
+        build_trackers([], Run(out)),
+        PhaseTimer(),
+        {"optim.lr": 1e-2},
+        find_saved(store, "main_sft", {"optim.lr": 1e-2}),
+    )
+    made.run()
+    made.trackers.close()
+    return made
+
+
+def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
+    model: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    from verl.tracking.jsonl import read_rows
+
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    run(model, samples, straight, steps=8)
+    run(model, samples, broken, steps=4)
+    resumed = run(model, samples, broken, steps=8)
+    one, two = (read_rows(folder / "metrics.jsonl") for folder in (straight, broken))
+    assert [row["step"] for row in two] == list(range(9)) and resumed.step == 8
+    assert [row["actor/loss"] for row in one[1:]] == [row["actor/loss"] for row in two[1:]]
+    assert one[8]["val/demonstrations/loss"] < 0.8 * one[0]["val/demonstrations/loss"]
+    store = CheckpointStore(broken / "checkpoints", keep_last=2, keep_best=0)
+    with pytest.raises(ConfigError, match=r"differs in optim\.lr=0\.5 \(it was made with 0\.01\)"):
+        find_saved(store, "main_sft", {"optim.lr": 0.5})
+    with pytest.raises(ConfigError, match="holds a run of main_sft, not of main_ppo"):
+        find_saved(store, "main_ppo", {})
+    last = "checkpoints/step-000008/hf/model.safetensors"
+    weights = load_file(broken / last)
+    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+
+
+def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sample]) -> None:
+    made = object.__new__(SFTRun)
+    made.settings, made.train, made.step = SFTSettings(6, batch_size=4, seed=3), samples[:8], 0
+    drawn = []
+    for batch in made._batches():
+        drawn += [made.train.index(sample) for sample in batch]
+        made.step += 1
+    epochs = [drawn[start : start + 8] for start in (0, 8, 16)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs) and epochs[0] != epochs[1]

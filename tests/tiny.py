@@ -1,0 +1,57 @@
+"""A model that loads anywhere in no time, with the tokenizer of dataset/mini, and the words of a run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from tests.conftest import ROOT
+
+MINI = ROOT / "dataset" / "mini"
+
+
+def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """An untrained Qwen2 with a tied head, 150,000 parameters."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
+    """Words for main_ppo: a few prompts, short replies, nothing but what the test asks for."""
+    return [
+        f"model.path={model}",
+        "model.compute_dtype=float32",
+        f"data.train_files=[{MINI / 'train.parquet'}]",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=512",
+        "data.max_response_length=16",
+        "actor.ppo_mini_batch_size=2",
+        "actor.optim.lr=1e-2",
+        "rollout.n=2",
+        f"rollout.name={engine}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.default_local_dir={out}",
+        "trainer.experiment_name=run",
+        "trainer.device=cpu",
+        "trainer.save_freq=0",
+        "trainer.test_freq=0",
+        "trainer.num_transcripts_shown=0",
+    ]

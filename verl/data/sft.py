@@ -1,0 +1,134 @@
+"""Demonstrations: from rows to samples whose trained tokens are an assistant's own words.
+
+Every assistant turn becomes a sample of its own, in the very tokens that a rollout would see: the template up to the
+turn, then the reply, then the token that ends it. Samples of one conversation share a group, so that packing holds
+their common beginning once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.data.chat import ChatCodec
+from verl.data.rows import read_rows
+from verl.data.tasks import BadRowPolicy
+from verl.errors import DataError
+from verl.types import Message, Sample
+
+_log = logging.getLogger(__name__)
+# What a tool said, where a reply quotes it: never to be learned as if the policy had written it.
+_QUOTED_OUTPUT = re.compile(
+    r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation whose assistant turns from `first` on are to be imitated."""
+
+    messages: tuple[Message, ...]
+    first: int = 0  # index into messages
+
+
+def read_demonstrations(source: str, on_bad_row: BadRowPolicy = "error") -> list[Demonstration]:
+    """The demonstrations of a file. Raises DataError with file, row and field; "skip" leaves bad rows out.
+
+    Rows are of one of three kinds: {messages: [{role, content}]}, ToolRL's SFT file {instruction, input, output}, or
+    ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}.
+    """
+    found, bad = [], []
+    for number, row in enumerate(read_rows(source)):
+        try:
+            found.append(to_demonstration(row))
+        except DataError as error:
+            bad.append(error.at(file=source, row=number))
+            if on_bad_row == "error":
+                raise bad[0] from None
+    if bad:
+        _log.warning("%s: left out %d bad rows of %d, the first: %s", source, len(bad), len(bad) + len(found), bad[0])
+    if not found:
+        raise DataError("has no usable row", "at least one", file=source)
+    return found
+
+
+def to_demonstration(row: Any) -> Demonstration:
+    """One row, checked. Raises DataError."""
+    if isinstance(row, DataError):
+        raise row
+    if not isinstance(row, Mapping):
+        raise DataError(f"is of type {type(row).__name__}", "an object")
+    if "messages" in row:
+        messages = _messages(row["messages"], "messages")
+        if not any(message.role == "assistant" for message in messages):
+            raise DataError("has no assistant turn", "at least one message of role assistant", field="messages")
+        return Demonstration(messages)
+    if "output" in row:
+        asked = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
+        asked.append(Message("user", _text(row, "input")))
+        return Demonstration((*asked, Message("assistant", _text(row, "output"))), len(asked))
+    if "prompt" in row and isinstance(row.get("reward_model"), Mapping):
+        prompt = _messages(row["prompt"], "prompt")
+        answer = _text(row["reward_model"], "ground_truth")
+        return Demonstration((*prompt, Message("assistant", answer)), len(prompt))
+    raise DataError(
+        f"has the columns {sorted(row)}", "messages, or instruction, input and output, or prompt and reward_model"
+    )
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value:
+        raise DataError("is missing or empty", "a text", field=name)
+    return value
+
+
+def _messages(value: Any, field: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"is no JSON ({error})", "[{role, content}]", field=field) from error
+    if not isinstance(value, Sequence) or not value:
+        raise DataError("is no list of messages", "[{role, content}]", field=field)
+    messages = []
+    for number, each in enumerate(value):
+        if not isinstance(each, Mapping):
+            raise DataError(f"is of type {type(each).__name__}", "{role, content}", field=f"{field}[{number}]")
+        messages.append(Message(_text(each, "role"), _text(each, "content")))
+    return tuple(messages)
+
+
+def to_samples(demonstrations: Sequence[Demonstration], codec: ChatCodec, max_length: int) -> list[Sample]:
+    """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut."""
+    samples, too_long = [], 0
+    for group, demonstration in enumerate(demonstrations):
+        for place, message in enumerate(demonstration.messages):
+            if message.role == "assistant" and place >= demonstration.first:
+                sample = _turn(demonstration.messages[:place], message.content, group, codec)
+                if len(sample.token_ids) <= max_length:
+                    samples.append(sample)
+                else:
+                    too_long += 1
+    if too_long:
+        _log.warning("left out %d replies that end beyond data.max_length=%d tokens", too_long, max_length)
+    if not samples:
+        raise DataError(f"no demonstration has at most {max_length} tokens", mend="Raise data.max_length")
+    return samples
+
+
+def _turn(before: Sequence[Message], reply: str, group: int, codec: ChatCodec) -> Sample:
+    prompt = codec.prompt_ids(before)
+    ids, spans = codec.reply_ids(reply)
+    own = [not any(start < b and a < end for a, b in _quoted(reply)) for start, end in spans]
+    token_ids = (*prompt, *ids, *codec.stop_token_ids)
+    mask = (False,) * len(prompt) + tuple(own) + (True,) * len(codec.stop_token_ids)
+    return Sample(token_ids, mask, (0.0,) * len(token_ids), group, 0.0)
+
+
+def _quoted(reply: str) -> Iterator[tuple[int, int]]:
+    return (match.span() for match in _QUOTED_OUTPUT.finditer(reply))

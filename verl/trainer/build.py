@@ -1,0 +1,204 @@
+"""From a configuration to a run: here and in the two files beside it, and nowhere else, concrete classes are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from verl.algorithms.algorithm import Algorithm
+from verl.config.schema import Config, ModelConfig, RunConfig
+from verl.data.chat import ChatCodec
+from verl.data.lengths import fitting
+from verl.data.tasks import TaskCursor, TaskSet, TaskStream
+from verl.errors import ConfigError
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.pool import EnginePool
+from verl.rollout.scoring import Scorer, ScoringPool
+from verl.single_controller.group import Member, WorkerGroup
+from verl.single_controller.ray import Cluster
+from verl.tracking.console import Display
+from verl.tracking.flops import DecoderShape, peak_flops
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, build_trackers
+from verl.tracking.transcripts import Transcripts
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
+from verl.trainer.build_workers import DTYPES, Workers, choose_device, engine_dtype, start_workers
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.fit import COMMAND, Fit, FitSettings
+from verl.trainer.metrics import Meter
+from verl.trainer.policy import Critic, PackSettings, Policy
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.state import find_saved, made_with
+from verl.trainer.validate import Validator
+from verl.trainer.weights import Publisher
+from verl.types import Task
+from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rlla import TOGGLES
+from verl.workers.rank import TrainingRank
+
+_NUM_PROBES = 2
+_PROBE_TOKENS = 8
+# Mean gap in nats between engine and trainer on the canary. bf16 on either side gives 0.03 to 0.05, float32 1e-5.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where a run keeps its files. Raises ConfigError if another run is there and must not be continued."""
+    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers have other working folders
+    if config.resume_mode == "disable" and (folder / "checkpoints").exists():
+        raise ConfigError(
+            f"{folder} holds a run already, and trainer.resume_mode=disable does not continue it; "
+            "choose another trainer.experiment_name, or trainer.resume_mode=auto"
+        )
+    return folder
+
+
+@contextmanager
+def built(config: Config, folder: Path, console: Console) -> Iterator[Fit]:
+    """Everything that a run needs, started; ended with the block."""
+    device = choose_device(config.trainer)
+    codec = load_codec(config.model)
+    train, val = load_tasks(config, codec)
+    store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
+    settings = made_with(asdict(config))
+    saved = find_saved(store, COMMAND, settings)
+    cursor = TaskCursor(**saved.state["trainer"]["data"]) if saved else None
+    stream = TaskStream(train, config.data.weights, config.data.seed, cursor)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
+        1, len(stream) // config.data.train_batch_size
+    )
+    algorithm = build_algorithm(config.algorithm)
+    display = Display(total_steps, console)
+    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, asdict(config))
+    trackers = build_trackers(config.trainer.logger, run, display)
+    environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
+    slots = 2 * config.num_ranks + config.num_engines
+    with (
+        Cluster.start(slots, environment, config.trainer.call_timeout_s, join=config.trainer.nnodes > 1) as cluster,
+        ScoringPool(
+            config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
+        ) as scorer,
+    ):
+        workers = start_workers(config, cluster, algorithm, device, total_steps)
+        try:
+            trainer = build_trainer(config, algorithm, stream, workers, codec, scorer, train[0])
+            trainer.timer = PhaseTimer(display.phase)
+            trainer.meter = build_meter(workers.trainer, device)
+            greedy = replace(trainer.rollout, sampling=replace(trainer.rollout.sampling, temperature=0.0))
+            shown = config.trainer.num_transcripts_shown
+            yield Fit(
+                FitSettings(
+                    total_steps, config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train
+                ),
+                trainer,
+                Validator(val, greedy, build_reward(config.reward.name, config.reward.options)),
+                workers.trainer,
+                store,
+                trackers,
+                Transcripts(folder, console if shown else None, shown),
+                display,
+                settings,
+                saved,
+            )
+        finally:
+            trackers.close()
+            workers.close()
+
+
+def build_trainer(
+    config: Config,
+    algorithm: Algorithm,
+    stream: TaskStream,
+    workers: Workers,
+    codec: ChatCodec,
+    scorer: Scorer,
+    probed: Sequence[Task],
+) -> PPOTrainer:
+    """The training step over workers that run. `probed`: tasks whose prompts the canary uses"""
+    engine = EnginePool(workers.engines)
+    sampling = Sampling(
+        config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
+    )
+    packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
+    policy = Policy(Member(workers.trainer, "policy"), packing)
+    return PPOTrainer(
+        step_settings(config),
+        algorithm,
+        stream,
+        GroupRollout(engine, codec, scorer, sampling),
+        policy,
+        build_publisher(config, policy, engine, codec, probed, sampling),
+        reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,
+        critic=Critic(Member(workers.trainer, "critic"), packing) if algorithm.needs_critic else None,
+        kl_control=build_kl_control(config.algorithm, algorithm),
+    )
+
+
+def load_codec(config: ModelConfig) -> ChatCodec:
+    """The tokenizer with its chat template."""
+    path = config.tokenizer_path or config.path
+    try:
+        return ChatCodec(AutoTokenizer.from_pretrained(path))
+    except (OSError, ValueError) as error:
+        key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
+        raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({error})") from error
+
+
+def load_tasks(config: Config, codec: ChatCodec) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]]]:
+    """(training sets, validation sets by name); prompts beyond data.max_prompt_length are bad rows like any other."""
+    data = config.data
+
+    def load(source: str) -> Sequence[Task]:
+        return fitting(TaskSet(source, data.on_bad_row), codec, data.max_prompt_length, data.on_bad_row)  # type: ignore[arg-type]
+
+    names = [Path(source).stem for source in data.val_files]
+    unique = (
+        names
+        if len(set(names)) == len(names)
+        else ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
+    )
+    return [load(source) for source in data.train_files], dict(zip(unique, map(load, data.val_files), strict=True))
+
+
+def step_settings(config: Config) -> StepSettings:
+    """The step's arithmetic."""
+    return StepSettings(
+        prompts_per_step=config.data.train_batch_size,
+        rollouts_per_prompt=config.rollout.n,
+        minibatches_per_step=config.minibatches_per_step,
+        critic_warmup=config.trainer.critic_warmup,
+        max_fault_share=config.reward.max_fault_share,
+        seed=config.trainer.seed,
+    )
+
+
+def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
+    """What MFU is measured with; a CPU's peak is not known."""
+    if device == "cpu":
+        return None
+    name, parameters, layers, hidden, head = workers.call(TrainingRank.facts)[0]
+    return Meter(DecoderShape(parameters, layers, hidden, head), peak_flops(name), workers.size)
+
+
+def build_publisher(
+    config: Config,
+    policy: Policy,
+    engine: RolloutEngine,
+    codec: ChatCodec,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+) -> Publisher:
+    """The way of the weights, with a canary on the first training prompts."""
+    dtype = DTYPES[engine_dtype(config)]
+    coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
+    probes = [codec.prompt_ids(tasks[number].prompt) for number in range(min(_NUM_PROBES, len(tasks)))]
+    probing = replace(sampling, max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
+    return Publisher(policy, engine, dtype, probes, probing, _TOLERANCE[coarsest])

@@ -1,0 +1,89 @@
+"""From a configuration to an algorithm: the preset, and what overrides it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.advantage import gae
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.kl import AdaptiveKL
+from verl.algorithms.policy_loss import clipped
+from verl.config.schema import AlgorithmConfig
+from verl.errors import ConfigError
+from verl.registry import resolve
+
+
+def pays_kl(algorithm: Algorithm) -> bool:
+    """Whether a reference policy is needed."""
+    return algorithm.kl.placement is not KLPlacement.NONE
+
+
+def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for."""
+    algorithm = resolve("algorithm", config.name, ALGORITHMS)
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
+    clips = {
+        name: getattr(config, name)
+        for name in ("clip_low", "clip_high", "dual_clip")
+        if getattr(config, name) is not None
+    }
+    discounts = {name: getattr(config, name) for name in ("gamma", "lam") if getattr(config, name) is not None}
+    changes: dict[str, Any] = {}
+    if clips:
+        changes["policy_loss"] = _rebound(algorithm.policy_loss, clipped, clips, config.name)
+    if discounts:
+        changes["advantage"] = _rebound(algorithm.advantage, gae, discounts, config.name)
+    if config.aggregation is not None:
+        if config.aggregation not in list(Aggregation):
+            raise ConfigError(
+                f"algorithm.aggregation must be one of {', '.join(Aggregation)}, got {config.aggregation!r}"
+            )
+        if config.aggregation == Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                "algorithm.aggregation=seq-mean-token-sum-norm needs a constant length, which no key gives yet"
+            )
+        changes["aggregation"] = Aggregation(config.aggregation)
+    if config.entropy_coefficient is not None:
+        changes["entropy_coefficient"] = config.entropy_coefficient
+    changes["kl"] = _kl_term(config, algorithm.kl)
+    return replace(algorithm, **changes)
+
+
+def _rebound(given: Any, function: Any, settings: dict[str, float], name: str) -> Any:
+    if getattr(given, "func", given) is not function:
+        keys = ", ".join(f"algorithm.{key}" for key in settings)
+        raise ConfigError(f"{keys} has no effect: algorithm {name!r} does not use {function.__name__}")
+    return partial(function, **{**getattr(given, "keywords", {}), **settings})
+
+
+def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
+    placement = preset.placement if config.kl_placement is None else _placement(config.kl_placement)
+    if placement is KLPlacement.NONE:
+        return KLTerm()
+    coefficient = preset.coefficient if config.kl_coefficient is None else config.kl_coefficient
+    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else "k1")
+    if coefficient <= 0:
+        raise ConfigError("algorithm.kl_coefficient must be positive; switch KL off with algorithm.kl_placement=none")
+    if placement is KLPlacement.REWARD and estimator != "k1":
+        raise ConfigError(f"algorithm.kl_estimator={estimator}: KL in the reward is k1; the others belong in the loss")
+    return KLTerm(placement, estimator, coefficient)
+
+
+def _placement(name: str) -> KLPlacement:
+    if name not in list(KLPlacement):
+        raise ConfigError(f"algorithm.kl_placement must be one of {', '.join(KLPlacement)}, got {name!r}")
+    return KLPlacement(name)
+
+
+def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveKL | None:
+    """The controller of the KL coefficient, where a target is set."""
+    if config.kl_target is None:
+        return None
+    if algorithm.kl.placement is not KLPlacement.REWARD:
+        raise ConfigError("algorithm.kl_target has no effect: it adapts the coefficient of KL in the reward")
+    return AdaptiveKL(algorithm.kl.coefficient, config.kl_target, config.kl_horizon)

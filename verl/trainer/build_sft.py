@@ -1,0 +1,82 @@
+"""From a configuration to a supervised run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from verl.config.schema import SFTConfig
+from verl.data.chat import ChatCodec
+from verl.data.sft import read_demonstrations, to_samples
+from verl.errors import ConfigError
+from verl.single_controller.group import Member
+from verl.single_controller.ray import Bundle, Cluster
+from verl.tracking.console import Display
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, build_trackers
+from verl.trainer.build import load_codec
+from verl.trainer.build_workers import DTYPES, choose_device, optimizer_settings
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
+from verl.trainer.state import find_saved, made_with
+from verl.types import Sample
+from verl.workers.rank import RankSpec, build_rank
+
+
+@contextmanager
+def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
+    """Everything that a supervised run needs, started; ended with the block."""
+    device, codec, trainer = choose_device(config.trainer), load_codec(config.model), config.trainer
+    train, val = _load(config, config.data.train_files, codec), _load(config, config.data.val_files, codec)
+    store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
+    shared = made_with(asdict(config))
+    saved = find_saved(store, COMMAND, shared)
+    batch_size = config.data.train_batch_size
+    if batch_size > len(train):
+        raise ConfigError(f"data.train_batch_size ({batch_size}) is more than the {len(train)} replies of the data")
+    total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
+    assert config.model.path is not None
+    spec = RankSpec(
+        model_path=config.model.path,
+        tokenizer_path=config.model.tokenizer_path,
+        compute_dtype=DTYPES[config.model.compute_dtype],
+        temperature=1.0,
+        optimizer=optimizer_settings(config.optim, config.grad_clip, total_steps),
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        device=device,
+        ranks_per_node=trainer.n_gpus_per_node,
+        num_threads=trainer.num_threads,
+        seed=trainer.seed,
+        timeout_s=trainer.call_timeout_s,
+    )
+    num_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    bundle = Bundle(1.0, 1.0 if device == "cuda" else 0.0)
+    display = Display(total_steps, console)
+    run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
+    trackers = build_trackers(trainer.logger, run, display)
+    with Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster:
+        workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
+        policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
+        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
+        timer = PhaseTimer(display.phase)
+        try:
+            yield SFTRun(settings, train, val, policy, workers, store, trackers, timer, shared, saved)
+        finally:
+            trackers.close()
+            workers.close()
+
+
+def _load(config: SFTConfig, files: list[str], codec: ChatCodec) -> list[Sample]:
+    """The samples of all files; groups are numbered through."""
+    demonstrations = [
+        each
+        for source in files
+        for each in read_demonstrations(source, config.data.on_bad_row)  # type: ignore[arg-type]
+    ]
+    return to_samples(demonstrations, codec, config.data.max_length) if demonstrations else []

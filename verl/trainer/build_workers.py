@@ -1,0 +1,169 @@
+"""From a configuration to processes: trainer ranks and rollout engines, and where they sit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import AutoConfig
+
+from verl.algorithms.algorithm import Algorithm
+from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
+from verl.errors import ConfigError
+from verl.rollout.engine import RolloutEngine
+from verl.rollout.pool import close_engine
+from verl.single_controller.group import Seat, WorkerError
+from verl.single_controller.ray import Bundle, Cluster, RayGroup
+from verl.trainer.build_algorithm import pays_kl
+from verl.workers.optim import OptimizerSettings
+from verl.workers.rank import RankSpec, build_rank
+
+_CLOSE_S = 20.0
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes of a run."""
+
+    trainer: RayGroup
+    engines: RayGroup
+
+    async def close_engines(self) -> None:
+        """Let the engines end what they have started, for as long as that is quick."""
+        closing = asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
+        with suppress(TimeoutError, WorkerError):
+            await asyncio.wait_for(closing, _CLOSE_S)
+
+    def close(self) -> None:
+        """End them; what is already dead stays so."""
+        asyncio.run(self.close_engines())
+        self.engines.close()
+        self.trainer.close()
+
+
+def choose_device(config: RunConfig) -> str:
+    """cuda where there is a GPU and nothing else is asked for. Raises ConfigError if cuda is asked for in vain."""
+    there = torch.cuda.is_available()
+    if config.device == "cuda" and not there:
+        raise ConfigError("trainer.device=cuda, but torch sees no GPU; see `python -m verl.doctor`")
+    return "cuda" if there and config.device != "cpu" else "cpu"
+
+
+def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
+    """total_steps: optimizer steps of the whole run, where a cosine ends"""
+    return OptimizerSettings(
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        max_grad_norm=grad_clip,
+        warmup_steps=config.warmup_steps,
+        schedule="cosine" if config.schedule == "cosine" else "constant",
+        total_steps=total_steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
+
+
+def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: int) -> RankSpec:
+    """What every training rank builds."""
+    assert config.model.path is not None
+    updates = total_steps * config.minibatches_per_step
+    of_policy = (total_steps - config.trainer.critic_warmup) * config.minibatches_per_step
+    critic = config.critic
+    return RankSpec(
+        model_path=config.model.path,
+        tokenizer_path=config.model.tokenizer_path,
+        compute_dtype=DTYPES[config.model.compute_dtype],
+        temperature=config.rollout.temperature,
+        optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, of_policy),
+        with_reference=pays_kl(algorithm),
+        critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
+        critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, updates),
+        cliprange_value=critic.cliprange_value,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        device=device,
+        ranks_per_node=config.trainer.n_gpus_per_node,
+        num_threads=config.trainer.num_threads,
+        seed=config.trainer.seed,
+        timeout_s=config.trainer.call_timeout_s,
+    )
+
+
+def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
+    """Trainer ranks and rollout engines, beside each other or in pools of their own."""
+    sequence_length(config)
+    gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
+    colocated = config.rollout.placement == "colocated"
+    own, per_node = Bundle(1.0, gpus), config.trainer.n_gpus_per_node
+    node = Bundle(per_node * (2.0 if colocated else 1.0), per_node * gpus)
+    pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
+    spec = rank_spec(config, algorithm, device, total_steps)
+    homes = [rank // per_node for rank in range(config.num_ranks)]
+    trainer = cluster.group("trainer", partial(build_rank, spec), pool, own, homes)
+    make = partial(start_engine, config, device)
+    if colocated:
+        beside = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
+        places = [homes[ranks[0]] for ranks in beside]
+        devices = [tuple(gpu for rank in ranks for gpu in trainer.gpus[rank]) for ranks in beside]
+        return Workers(trainer, cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices))
+    alone = Bundle(1.0, gpus * parallel)
+    return Workers(trainer, cluster.group("rollout", make, cluster.pool([alone] * config.num_engines), alone))
+
+
+def engine_dtype(config: Config) -> str:
+    """The dtype that engines compute in."""
+    return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
+def model_room(config: ModelConfig) -> int | None:
+    """Tokens that the model has positions for, where it says so. Raises ConfigError if there is no model."""
+    assert config.path is not None
+    try:
+        room: int | None = getattr(AutoConfig.from_pretrained(config.path), "max_position_embeddings", None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {config.path!r} holds no model ({error})") from error
+    return room
+
+
+def sequence_length(config: Config) -> int:
+    """Tokens of the longest prompt and reply. Raises ConfigError if the model has no room for them."""
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    room = model_room(config.model)
+    if room is not None and wanted > room:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length is {wanted} tokens, but the model has room for {room}"
+        )
+    return wanted
+
+
+async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine:
+    """A rollout engine, in the process that will hold it. What it needs is imported there alone."""
+    if seat.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
+    dtype = engine_dtype(config)
+    assert config.model.path is not None
+    if config.rollout.name == "hf":
+        from verl.rollout.hf_engine import load_hf_engine
+
+        torch.set_num_threads(config.trainer.num_threads)
+        return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs)
+    from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+
+    return await VLLMEngine.start(
+        VLLMSettings(
+            model_path=config.model.path,
+            max_model_len=sequence_length(config),
+            dtype=dtype,
+            tokenizer_path=config.model.tokenizer_path,
+            tensor_parallel_size=config.rollout.tensor_model_parallel_size,
+            gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+            kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
+            max_num_seqs=config.rollout.max_num_seqs,
+            num_threads=config.trainer.num_threads,
+            seed=config.trainer.seed + seat.rank,
+        )
+    )

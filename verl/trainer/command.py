@@ -1,0 +1,97 @@
+"""What the commands of this folder have in common: their words, errors and exit codes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from verl.config.schema import ModelConfig
+from verl.config.show import as_yaml, key_table
+from verl.errors import ConfigError, DataError, VerlError
+
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line, split into settings and options."""
+
+    settings: list[str]
+    options: list[str]
+
+    def only_show(self, config: Any, console: Console) -> bool:
+        """Print the configuration if that is all that is wanted."""
+        if "--cfg" in self.options:
+            console.print(as_yaml(config), markup=False)
+        return "--cfg" in self.options
+
+
+def told(
+    words: Sequence[str], help_text: str, kind: type, run: Callable[[Words, Console], int], known: Sequence[str] = ()
+) -> int:
+    """`run` with its words, errors told in a line or two instead of a traceback. Returns the exit code.
+
+    known: options of this command beside --help and --cfg job
+    Exit codes: what `run` returns; 2 for a configuration or data that cannot be used; 1 for a run that failed
+    """
+    console = Console(highlight=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
+    try:
+        split = _split(words, known)
+        if "--help" in split.options:
+            console.print(escape(help_text), key_table(kind), sep="\n")
+            return 0
+        return run(split, console)
+    except VerlError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        if not isinstance(error, ConfigError | DataError) and error.__cause__ is not None:
+            console.print("".join(traceback.format_exception(error.__cause__)), markup=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+    except KeyboardInterrupt:
+        console.print("[bold red]interrupted[/]: the same command goes on from the last checkpoint")
+        return 130
+
+
+def _split(words: Sequence[str], known: Sequence[str]) -> Words:
+    settings, options = [], []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            settings.append(word)
+        elif word in ("-h", "--help"):
+            options.append("--help")
+        elif word == "--cfg":
+            if next(rest, None) != "job":
+                raise ConfigError("--cfg knows one thing to show: --cfg job")
+            options.append(word)
+        elif word in known:
+            options.append(word)
+        else:
+            raise ConfigError(f"unknown option {word!r}; known: {', '.join(['--help', '--cfg job', *known])}")
+    return Words(settings, options)
+
+
+def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
+    """Raises ConfigError for a file that is not there."""
+    if needed and not files:
+        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl or .json file, or several as [a,b]")
+    for source in files:
+        if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
+            raise ConfigError(f"{key}: there is no file {source!r}; dataset/README.md says where data comes from")
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that is not named, or a folder that is not there."""
+    if config.path is None:
+        raise ConfigError("model.path is not set; give a folder or a hub name")
+    for key, path in (("path", config.path), ("tokenizer_path", config.tokenizer_path)):
+        if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
+            raise ConfigError(f"model.{key}: there is no folder {path!r}")

@@ -1,0 +1,157 @@
+"""A run from its first step to its last: train, validate, save, tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.errors import DataError
+from verl.single_controller.group import WorkerGroup
+from verl.tracking.console import Display
+from verl.tracking.tracker import Trackers
+from verl.tracking.transcripts import Transcripts
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.state import Saved
+from verl.trainer.validate import Validator
+from verl.workers.rank import TrainingRank
+
+_log = logging.getLogger(__name__)
+_GIB = 2**30
+COMMAND = "main_ppo"
+
+
+@dataclass(frozen=True, slots=True)
+class FitSettings:
+    """How long, and how often what."""
+
+    total_steps: int
+    test_freq: int = 0  # 0: only before and after
+    save_freq: int = 0  # 0: only at the end
+    val_before_train: bool = True
+
+
+@dataclass
+class Fit:
+    """The loop around the training step. Validations before and after are kept for the table at the end."""
+
+    settings: FitSettings
+    trainer: PPOTrainer
+    validator: Validator
+    workers: WorkerGroup  # of TrainingRanks
+    store: CheckpointStore
+    trackers: Trackers
+    transcripts: Transcripts
+    display: Display
+    made_with: Mapping[str, Any]  # settings that a resumed run must share
+    saved: Saved | None = None  # where to go on
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> Path:
+        """Train all steps that are left. Returns the last checkpoint's folder."""
+        last = self._resume()
+        if self.trainer.step >= self.settings.total_steps:
+            assert last is not None
+            _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
+            return last
+        with self.trainer.timer.phase("publish"):
+            await self.trainer.publisher.publish(self.trainer.step)
+        if self.trainer.step == 0 and self.settings.val_before_train and self.validator.sets:
+            self.before = await self._validate()
+            self.trackers.log(0, self.before)
+        while self.trainer.step < self.settings.total_steps:
+            metrics = await self.trainer.train_step()
+            step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
+            metrics |= self._memory()
+            self.transcripts.write(step, self.trainer.groups)
+            tested = done or _due(step, self.settings.test_freq)
+            if tested:
+                self.after = await self._validate()
+                metrics |= self.after
+            self.trackers.log(step, metrics)
+            if done or _due(step, self.settings.save_freq):
+                last = self._save(self._score() if tested else None)
+        assert last is not None
+        return last
+
+    async def _validate(self) -> dict[str, float]:
+        self.display.phase("validation")
+        return await self.validator.run()
+
+    def _score(self) -> float | None:
+        """What the best checkpoint is chosen by: the first validation set's mean reward."""
+        totals = [value for name, value in self.after.items() if name.endswith("/total")]
+        return totals[0] if totals else None
+
+    def _memory(self) -> dict[str, float]:
+        return {
+            "memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)),
+            "memory/driver_gib": psutil.Process().memory_info().rss / _GIB,
+        }
+
+    def _save(self, score: float | None) -> Path:
+        self.display.phase("saving")
+        with self.store.writing(self.trainer.step, score) as unfinished:
+            self.workers.call(TrainingRank.save, unfinished.folder)
+            check_written(unfinished.folder)
+            unfinished.write_state(
+                {
+                    "command": COMMAND,
+                    "made_with": dict(self.made_with),
+                    "trainer": self.trainer.state(),
+                    "trackers": self.trackers.state(),
+                    "before": self.before,
+                    "after": self.after,
+                }
+            )
+        latest = self.store.latest()
+        assert latest is not None
+        return latest
+
+    def _resume(self) -> Path | None:
+        """Take up where the saved run stands, if there is one."""
+        if self.saved is None:
+            self.trackers.restore(-1, {})
+            self.transcripts.truncate_after(-1)
+            return None
+        state = self.saved.state
+        self.workers.call(TrainingRank.load, self.saved.path)
+        self.trainer.restore(state["trainer"])
+        self.trackers.restore(self.trainer.step, state["trackers"])
+        self.transcripts.truncate_after(self.trainer.step)
+        self.before, self.after = state["before"], state["after"]
+        return self.saved.path
+
+    def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """(before, after) by validation set, for the table at the end."""
+        return _by_set(self.before), _by_set(self.after)
+
+
+def _due(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0
+
+
+def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """val/<set>/<metric> -> {set: {metric: value}}"""
+    sets: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        _, chosen, metric = name.split("/", 2)
+        sets.setdefault(chosen, {})[metric] = value
+    return sets
+
+
+def check_written(folder: Path) -> None:
+    """Raises DataError if what the ranks wrote cannot be seen from here."""
+    for part in ("actor/.metadata", "hf/config.json"):
+        if not (folder / part).is_file():
+            raise DataError(
+                f"lacks {part}, which a trainer rank wrote elsewhere",
+                mend="Set trainer.default_local_dir to a folder that all nodes share",
+                file=str(folder),
+            )

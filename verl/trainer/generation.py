@@ -1,0 +1,113 @@
+"""Generation without training: over files, and in a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from verl.config.schema import Config, GenerationConfig, RolloutConfig
+from verl.data.chat import ChatCodec
+from verl.data.lengths import fitting
+from verl.data.tasks import TaskSet
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import ScoringPool
+from verl.single_controller.group import Seat
+from verl.tracking.jsonl import write_rows
+from verl.tracking.transcripts import group_rows
+from verl.trainer.build import load_codec
+from verl.trainer.build_workers import choose_device, model_room, start_engine
+from verl.trainer.ppo import RewardFaultError
+from verl.types import Message, Task
+
+
+@asynccontextmanager
+async def _engine(config: GenerationConfig) -> AsyncIterator[tuple[RolloutEngine, ChatCodec, Sampling]]:
+    """An engine in this very process."""
+    base = Config()
+    room = model_room(config.model)
+    prompt_length = config.max_prompt_length if room is None else min(config.max_prompt_length, room // 2)
+    reply_length = config.max_response_length if room is None else min(config.max_response_length, room - prompt_length)
+    whole = replace(
+        base,
+        model=replace(config.model, compute_dtype=config.dtype),
+        data=replace(base.data, max_prompt_length=prompt_length, max_response_length=reply_length),
+        actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + reply_length)),
+        rollout=RolloutConfig(
+            name=config.engine,
+            placement="separate",
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_gib=config.kv_cache_gib,
+        ),
+        trainer=replace(base.trainer, device=config.device, num_threads=config.num_threads, seed=config.seed),
+    )
+    codec = load_codec(config.model)
+    engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
+    sampling = Sampling(reply_length, config.temperature, config.n, codec.stop_token_ids)
+    try:
+        yield engine, codec, sampling
+    finally:
+        await engine.close()
+
+
+async def generate(config: GenerationConfig, console: Console) -> None:
+    """Reply to every row, score the replies, write the transcripts and print the means."""
+    tasks = [task for source in config.files for task in _tasks(source, config)]
+    reward = config.reward
+    with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
+        async with _engine(config) as (engine, codec, sampling):
+            rollout = GroupRollout(engine, codec, scorer, sampling)
+            first = config.seed << 40
+            groups = await asyncio.gather(
+                *(rollout.run(task, config.n, 0, first + number * config.n) for number, task in enumerate(tasks))
+            )
+    write_rows(Path(config.output), [row for group in groups for row in group_rows(0, group)])
+    scores = [score for group in groups for score in group.scores]
+    faults = [fault for group in groups for fault in group.faults]
+    for fault in faults[:3]:
+        console.print(f"not scored, left out: {fault}", markup=False)
+    if len(faults) > reward.max_fault_share * (len(faults) + len(scores)):
+        raise RewardFaultError(f"{len(faults)} replies could not be scored, more than reward.max_fault_share allows")
+    mean = sum(score.total for score in scores) / len(scores) if scores else float("nan")
+    console.print(f"{len(scores)} replies to {len(groups)} prompts, mean reward {mean:.3f}", markup=False)
+    console.print(f"transcripts {config.output}", markup=False)
+
+
+def _tasks(source: str, config: GenerationConfig) -> list[Task]:
+    """The rows to answer, checked before an engine is started."""
+    room = model_room(config.model)
+    longest = config.max_prompt_length if room is None else min(config.max_prompt_length, room // 2)
+    policy = config.on_bad_row
+    tasks = fitting(TaskSet(source, policy), load_codec(config.model), longest, policy)  # type: ignore[arg-type]
+    return list(islice(tasks, config.limit))
+
+
+async def chat(config: GenerationConfig, console: Console) -> None:
+    """A conversation; the first line may be a system prompt."""
+    console.print("starting the engine ...")
+    async with _engine(config) as (engine, codec, sampling):
+        console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
+        system = await _asked(console, "system")
+        messages = [Message("system", system)] if system else []
+        while asked := await _asked(console, "you"):
+            messages.append(Message("user", asked))
+            (completion,) = await engine.generate(codec.prompt_ids(messages), replace(sampling, n=1))
+            reply = codec.reply_text(completion.token_ids)
+            messages.append(Message("assistant", reply))
+            console.print(f"[bold]model>[/] {escape(reply)}")
+
+
+async def _asked(console: Console, who: str) -> str:
+    """A line from the terminal; empty at its end."""
+    try:
+        return await asyncio.to_thread(console.input, f"[bold]{who}>[/] ")
+    except EOFError:
+        return ""

@@ -1,0 +1,43 @@
+"""Prompts in, transcripts out: python -m verl.trainer.main_generation model.path=PATH files=[FILE] [key=value ...]
+
+    --chat     talk to the model in this terminal instead; an empty line ends it
+    --help     this text and every key with its default
+    --cfg job  print the configuration that the words choose, and stop
+
+The rows are those of training (docs/data.md); every reply is scored with the reward and written to `output`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl.config.load import load_plain
+from verl.config.schema import GenerationConfig
+from verl.trainer.command import Words, check_files, check_model, told
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+
+    def run(words: Words, console: Console) -> int:
+        config = load_plain(words.settings, GenerationConfig)
+        if words.only_show(config, console):
+            return 0
+        check_model(config.model)
+        chatting = "--chat" in words.options
+        check_files("files", config.files, needed=not chatting)
+        import asyncio
+
+        from verl.trainer.generation import chat, generate
+
+        asyncio.run(chat(config, console) if chatting else generate(config, console))
+        return 0
+
+    return told(words, __doc__ or "", GenerationConfig, run, known=("--chat",))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

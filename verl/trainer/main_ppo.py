@@ -1,0 +1,75 @@
+"""Train a policy with GRPO, PPO or a kin: python -m verl.trainer.main_ppo [recipe=NAME] [key=value ...]
+
+    --help       this text and every key with its default
+    --cfg job    print the configuration that the words choose, and stop
+    --preflight  try everything on a tiny copy of the model, and stop
+
+Recipes: mini_grpo and mini_ppo (the embedded default), toolrl_grpo and toolrl_ppo.
+Exit code 0: the requested steps were trained. 1: the run failed. 2: the configuration or the data cannot be used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.trainer.command import Words, check_files, check_model, told
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+
+    def run(words: Words, console: Console) -> int:
+        config = load_config(words.settings)
+        if words.only_show(config, console):
+            return 0
+        check_model(config.model)
+        check_files("data.train_files", config.data.train_files, needed=True)
+        check_files("data.val_files", config.data.val_files)
+        return train(config, console, only_preflight="--preflight" in words.options)
+
+    return told(words, __doc__ or "", Config, run, known=("--preflight",))
+
+
+def train(config: Config, console: Console, only_preflight: bool) -> int:
+    """The run itself. Everything heavy is imported here."""
+    import asyncio
+
+    from verl.config.show import as_yaml
+    from verl.data.files import replacing
+    from verl.tracking.console import before_after_table
+    from verl.trainer.build import built, run_folder
+    from verl.trainer.build_workers import choose_device
+    from verl.trainer.preflight import preflight
+
+    folder = run_folder(config.trainer)
+    wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
+    if wanted or only_preflight:
+        preflight(config, console)
+    if only_preflight:
+        return 0
+    console.print(config.batch_arithmetic(), markup=False)
+    with built(config, folder, console) as fit:
+        with replacing(folder / "config.yaml") as unfinished:
+            unfinished.write_text(as_yaml(config), encoding="utf-8")
+        last = asyncio.run(fit.run())
+    console.print(before_after_table(*fit.table()))
+    files = {
+        "model": last / "hf",
+        "checkpoints": last.parent,
+        "metrics": folder / "metrics.jsonl",
+        "transcripts": folder / "transcripts",
+        "TensorBoard": folder / "tensorboard",
+    }
+    for name, path in files.items():
+        console.print(f"{name:12}{path}", markup=False, soft_wrap=True)
+    console.print(f"\ntry it: python -m verl.trainer.main_generation --chat model.path={last / 'hf'}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""Teach a policy by demonstrations: python -m verl.trainer.main_sft [key=value ...]
+
+    --help     this text and every key with its default
+    --cfg job  print the configuration that the words choose, and stop
+
+Rows are chat messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl.config.load import load_plain
+from verl.config.schema import SFTConfig
+from verl.trainer.command import Words, check_files, check_model, told
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+
+    def run(words: Words, console: Console) -> int:
+        config = load_plain(words.settings, SFTConfig)
+        if words.only_show(config, console):
+            return 0
+        check_model(config.model)
+        check_files("data.train_files", config.data.train_files, needed=True)
+        check_files("data.val_files", config.data.val_files)
+        return train(config, console)
+
+    return told(words, __doc__ or "", SFTConfig, run)
+
+
+def train(config: SFTConfig, console: Console) -> int:
+    """The run itself. Everything heavy is imported here."""
+    from verl.config.show import as_yaml
+    from verl.data.files import replacing
+    from verl.trainer.build import run_folder
+    from verl.trainer.build_sft import built
+
+    folder = run_folder(config.trainer)
+    console.print(config.batch_arithmetic(), markup=False)
+    with built(config, folder, console) as run:
+        with replacing(folder / "config.yaml") as unfinished:
+            unfinished.write_text(as_yaml(config), encoding="utf-8")
+        last = run.run()
+    console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
+    console.print(f"\ntry it: python -m verl.trainer.main_generation --chat model.path={last / 'hf'}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""What a step tells of itself; names and units are listed in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.data.packing import make_units
+from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
+from verl.trainer.experience import Experience
+from verl.trainer.policy import PackSettings
+from verl.types import Sample, TrajectoryGroup
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Mean reward and parts, by data source where there are several; groups without a signal; lengths of replies."""
+    by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_source[group.task.data_source].append(group)
+    metrics = _reward_means("reward", groups)
+    if len(by_source) > 1:
+        for source, members in by_source.items():
+            metrics |= _reward_means(f"reward/{source}", members)
+    replies = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = [len(turn.completion.token_ids) for trajectory in replies for turn in trajectory.turns]
+    return {
+        **metrics,
+        "reward/zero_variance_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "reply/tokens_mean": sum(lengths) / len(lengths),
+        "reply/tokens_max": max(lengths),
+        "reply/truncated": sum(trajectory.stop_reason == "length" for trajectory in replies) / len(replies),
+    }
+
+
+def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:
+    scores = [score for group in groups for score in group.scores]
+    parts: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        parts["total"].append(score.total)
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    return {f"{prefix}/{name}": sum(values) / len(values) for name, values in parts.items()}
+
+
+def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metrics:
+    """Means over a step's optimizer steps, the largest of what ends in "_max"."""
+    merged: Metrics = {}
+    for name in updates[0] if updates else ():
+        values = [update[name] for update in updates]
+        group, short = ("engine", name.removeprefix("engine_")) if name.startswith("engine_") else (prefix, name)
+        merged[f"{group}/{short}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return merged
+
+
+def reference_kl(samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor]) -> float:
+    """Token mean of log p - log p_ref (k1) over the trained tokens."""
+    gaps = [(a - b)[torch.tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
+    return float(torch.cat(gaps).mean())
+
+
+def explained_variance(experience: Experience) -> float:
+    """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is a perfect critic, 0 a constant one."""
+    masks = [torch.tensor(sample.action_mask) for sample in experience.samples]
+    returns, values = (
+        torch.cat([row[mask] for row, mask in zip(experience.columns[name], masks, strict=True)])
+        for name in ("returns", "values")
+    )
+    spread = returns.var()
+    return float(1.0 - (returns - values).var() / spread) if spread > 0 else 0.0
+
+
+def throughput(samples: Sequence[Sample], timings: Mapping[str, float]) -> Metrics:
+    """Tokens per second of the rollout, the update and the whole step."""
+    written = sum(sum(sample.action_mask) for sample in samples)
+    total = sum(len(sample.token_ids) for sample in samples)
+    return {
+        "perf/rollout_tokens_per_s": written / timings["time/rollout_s"],
+        "perf/update_tokens_per_s": total / timings["time/update_s"],
+        "perf/tokens_per_s": total / timings["time/step_s"],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """Model FLOPs of the update by what the devices could do in its time."""
+
+    shape: DecoderShape
+    peak: float | None  # FLOP/s of one device; None where it is not known, and nothing is reported
+    num_devices: int
+
+    def mfu(self, samples: Sequence[Sample], packing: PackSettings, seconds: float) -> Metrics:
+        """A forward and a backward over every unit: its prefix once, each sample behind it."""
+        if self.peak is None:
+            return {}
+        segments = []
+        for unit in make_units(samples, packing.share_prefix, packing.max_tokens_per_pack):
+            segments.append((unit.prefix, 0))
+            segments += [(len(samples[index].token_ids) - unit.prefix, unit.prefix) for index in unit.samples]
+        written = sum(sum(sample.action_mask) for sample in samples)
+        return mfu(TRAINING * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)

@@ -1,0 +1,198 @@
+"""Preflight: everything that a run will do, tried in under a minute on a tiny copy of the model, before the run.
+
+The tokenizer's round trip, the reward lab on a few rows, scripted rollouts through one optimizer step, the batch
+arithmetic and the memory to expect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.grpo import GRPO
+from verl.config.schema import Config
+from verl.data.chat import ChatCodec
+from verl.data.samples import to_samples
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.single_controller.local import LocalGroup
+from verl.trainer.build import load_codec
+from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.build_workers import choose_device
+from verl.trainer.experience import build_experience
+from verl.trainer.policy import PackSettings, Policy
+from verl.types import Task
+from verl.utils.reward_score.base import LabReward, Reward, build_reward
+from verl.utils.reward_score.lab import try_reward
+from verl.workers import attention
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+
+_NUM_ROWS = 20
+_LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
+_GIB = 2**30
+_MASTER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
+
+
+def preflight(config: Config, console: Console) -> None:
+    """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
+    codec = load_codec(config.model)
+    tasks = list(islice(TaskSet(config.data.train_files[0], config.data.on_bad_row), _NUM_ROWS))  # type: ignore[arg-type]
+    reward = build_reward(config.reward.name, config.reward.options)
+    assert config.model.path is not None
+    shape = AutoConfig.from_pretrained(config.model.path)
+    for name, said in (
+        ("template", check_round_trip(codec, tasks, config.data.max_response_length)),
+        ("reward", check_reward(reward, tasks)),
+        ("step", check_step(tiny(shape), codec, reward, tasks, config)),
+        ("batch", config.batch_arithmetic()),
+        ("memory", expected_memory(shape, config)),
+    ):
+        console.print(f"preflight {name:9}{said}", markup=False, soft_wrap=True)
+
+
+def check_round_trip(codec: ChatCodec, tasks: Sequence[Task], max_response_length: int) -> str:
+    """Replies must come back from their tokens as they were, or the reward would judge another text; and there must be
+    room for most of them."""
+    lengths = []
+    for task in tasks:
+        text = task.answer.strip()
+        ids, _ = codec.reply_ids(text)
+        lengths.append(len(ids) + len(codec.stop_token_ids))
+        back = codec.reply_text((*ids, *codec.stop_token_ids))
+        if back.strip() != text:
+            raise ConfigError(
+                f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
+            )
+        if not codec.prompt_ids(task.prompt):
+            raise ConfigError(f"the chat template makes nothing of the prompt of {task.id}")
+    too_long = sum(length > max_response_length for length in lengths)
+    if too_long > len(tasks) / 2:
+        raise ConfigError(
+            f"{too_long} of {len(tasks)} golden replies have more than data.max_response_length={max_response_length} "
+            f"tokens (the longest {max(lengths)}): the policy could never write them"
+        )
+    return f"{len(tasks)} golden replies came back from their tokens unchanged, the longest has {max(lengths)}"
+
+
+def check_reward(reward: Reward, tasks: Sequence[Task]) -> str:
+    """Golden replies must score the maximum and spoiled ones less, where the reward knows such replies."""
+    if not isinstance(reward, LabReward):
+        return "brings no golden replies to try"
+    report = try_reward(reward, tasks)
+    replies = sum(tally.replies for tally in report.tallies.values())
+    told = "".join(f"\n  {offence}" for offence in report.offences[:3])
+    return f"{replies} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
+
+
+def tiny(shape: PretrainedConfig) -> PretrainedConfig:
+    """The same architecture and vocabulary, two thin layers."""
+    small = type(shape)(**shape.to_dict())
+    heads = max(1, min(4, shape.num_attention_heads))
+    changes = {
+        "hidden_size": 16 * heads,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "layer_types": getattr(shape, "layer_types", None) and list(shape.layer_types)[:2],
+        "max_window_layers": 2,
+    }
+    for name, value in changes.items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    return small
+
+
+def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks: Sequence[Task], config: Config) -> str:
+    """Golden and spoiled replies through scoring, advantages, packing, one update: the golden ones must gain."""
+    by_prompt = {codec.prompt_ids(task.prompt): task for task in tasks[:4]}
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        task = by_prompt[tuple(prompt_ids)]
+        text = task.answer if number % 2 == 0 else "I do not know."
+        return (*codec.reply_ids(text)[0], *codec.stop_token_ids)
+
+    sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
+    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), sampling)
+
+    async def roll() -> list[float]:
+        groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))
+        faults = [fault for group in groups for fault in group.faults]
+        if faults:
+            raise ConfigError(f"the reward failed: {faults[0]}")
+        return _learn(shape, groups, config)
+
+    before, after = asyncio.run(roll())
+    if not after > before:
+        raise ConfigError(
+            f"one update on a tiny copy of the model did not make better replies likelier ({before:.4f} to {after:.4f})"
+        )
+    return f"one update on a tiny {shape.model_type} moved sum of advantage * log p from {before:.3f} to {after:.3f}"
+
+
+def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) -> list[float]:
+    """[sum over samples of advantage times mean log p, before and after one update] on one rank in this process."""
+    samples = [each for number, group in enumerate(groups) for each in to_samples(group, number)]  # type: ignore[arg-type]
+    longest = max(len(sample.token_ids) for sample in samples)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        try:
+            attention.register()
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention.PACKED)
+            module = PackedPolicy(model)
+            settings = OptimizerSettings(lr=_LR, weight_decay=0.0)
+            engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
+            worker = PolicyWorker(engine, config.rollout.temperature)
+            policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
+            old = policy.score(samples)
+            algorithm = replace(GRPO, kl=KLTerm())
+            experience = build_experience(samples, old, algorithm)
+            if not any(bool(row.any()) for row in experience.columns["advantages"]):
+                raise ConfigError("golden and useless replies get the same reward: there is nothing to learn from it")
+            metrics = policy.update(experience, algorithm)
+            if not math.isfinite(metrics["grad_norm"]) or metrics["grad_norm"] == 0.0:
+                raise ConfigError(f"the gradient's norm on a tiny copy of the model is {metrics['grad_norm']}")
+            new = policy.score(samples)
+            advantages = experience.columns["advantages"]
+            return [sum(float((a * p).sum()) for a, p in zip(advantages, scored, strict=True)) for scored in (old, new)]
+        finally:
+            gc.collect()
+            dist.destroy_process_group()
+
+
+def expected_memory(shape: PretrainedConfig, config: Config) -> str:
+    """GiB per training rank and per engine. Raises ConfigError where a GPU has less."""
+    with torch.device("meta"):
+        count = sum(each.numel() for each in AutoModelForCausalLM.from_config(shape).parameters())
+    compute = 2 if config.model.compute_dtype == "bfloat16" else 4
+    critic = 1 if build_algorithm(config.algorithm).needs_critic else 0
+    states = count * (_MASTER_BYTES * (1 + critic) + compute) / config.num_ranks / _GIB
+    engine = count * compute / config.rollout.tensor_model_parallel_size / _GIB
+    said = f"{count / 1e6:.1f}M parameters; {states:.2f} GiB of states per trainer rank, {engine:.2f} GiB per engine"
+    if choose_device(config.trainer) == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory / _GIB
+        if states > total:
+            raise ConfigError(f"{said}, but the GPU has {total:.1f} GiB; use more GPUs")
+        said += f", of {total:.1f} GiB on the GPU"
+    return said + ", activations and KV cache besides"

@@ -1,0 +1,124 @@
+"""Supervised learning on demonstrations: the same ranks, packs and checkpoints as reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.single_controller.group import WorkerGroup
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Trackers
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.fit import check_written
+from verl.trainer.policy import Policy
+from verl.trainer.state import Saved
+from verl.types import Sample
+from verl.workers.rank import TrainingRank
+
+COMMAND = "main_sft"
+_LOSS = "val/demonstrations/loss"
+
+
+@dataclass(frozen=True, slots=True)
+class SFTSettings:
+    """How long, how much at a time, and how often what."""
+
+    total_steps: int
+    batch_size: int
+    test_freq: int = 0
+    save_freq: int = 0
+    seed: int = 0
+
+
+@dataclass
+class SFTRun:
+    """The loop: a seeded order of samples, one optimizer step per batch."""
+
+    settings: SFTSettings
+    train: Sequence[Sample]
+    val: Sequence[Sample]
+    policy: Policy
+    workers: WorkerGroup  # of TrainingRanks
+    store: CheckpointStore
+    trackers: Trackers
+    timer: PhaseTimer
+    made_with: Mapping[str, Any]  # settings that a resumed run must share
+    saved: Saved | None = None  # where to go on
+    step: int = 0
+
+    def run(self) -> Path:
+        """Train all steps that are left. Returns the last checkpoint's folder."""
+        settings = self.settings
+        last = self._resume()
+        if self.step == 0 and self.val:
+            self.trackers.log(0, {_LOSS: self._validation_loss()})
+        for batch in self._batches():
+            self.timer.start()
+            with self.timer.phase("update"):
+                learned = self.policy.imitate(batch)
+            self.step += 1
+            timings = self.timer.metrics()
+            tokens = sum(len(sample.token_ids) for sample in batch)
+            metrics = {
+                **{f"actor/{name}": value for name, value in learned.items()},
+                **timings,
+                "perf/update_tokens_per_s": tokens / timings["time/update_s"],
+            }
+            done = self.step == settings.total_steps
+            if self.val and (done or (settings.test_freq and self.step % settings.test_freq == 0)):
+                metrics[_LOSS] = self._validation_loss()
+            self.trackers.log(self.step, metrics)
+            if done or (settings.save_freq and self.step % settings.save_freq == 0):
+                last = self._save(metrics.get(_LOSS))
+        assert last is not None
+        return last
+
+    def _batches(self) -> Iterator[list[Sample]]:
+        """The batches that are left, in epochs of a seeded order each; the order needs no saving."""
+        size, count = self.settings.batch_size, len(self.train)
+        orders: dict[int, list[int]] = {}
+        while self.step < self.settings.total_steps:
+            batch = []
+            for number in range(self.step * size, (self.step + 1) * size):
+                epoch, place = divmod(number, count)
+                if epoch not in orders:
+                    orders = {epoch: np.random.default_rng((self.settings.seed, epoch)).permutation(count).tolist()}
+                batch.append(self.train[orders[epoch][place]])
+            yield batch
+
+    def _validation_loss(self) -> float:
+        """Mean of -log p over all trained tokens of the validation samples, in nats."""
+        with self.timer.phase("validation"):
+            scored = self.policy.score(self.val)
+        masks = [torch.tensor(sample.action_mask) for sample in self.val]
+        return -float(torch.cat([row[mask] for row, mask in zip(scored, masks, strict=True)]).mean())
+
+    def _save(self, loss: float | None) -> Path:
+        with self.store.writing(self.step, None if loss is None else -loss) as unfinished:
+            self.workers.call(TrainingRank.save, unfinished.folder)
+            check_written(unfinished.folder)
+            unfinished.write_state(
+                {
+                    "command": COMMAND,
+                    "made_with": dict(self.made_with),
+                    "step": self.step,
+                    "trackers": self.trackers.state(),
+                }
+            )
+        latest = self.store.latest()
+        assert latest is not None
+        return latest
+
+    def _resume(self) -> Path | None:
+        if self.saved is None:
+            self.trackers.restore(-1, {})
+            return None
+        self.workers.call(TrainingRank.load, self.saved.path)
+        self.step = self.saved.state["step"]
+        self.trackers.restore(self.step, self.saved.state["trackers"])
+        return self.saved.path

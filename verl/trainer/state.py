@@ -1,0 +1,68 @@
+"""What a run was made with: a resumed run must be the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.trainer.checkpoint import CheckpointStore, read_state
+
+# groups and keys that may differ from one start to the next, because they do not change what is learned
+_FREE = (
+    "trainer.",
+    "rollout.num_engines",
+    "rollout.placement",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_gib",
+)
+_FREE_TOO = ("rollout.max_num_seqs", "rollout.tensor_model_parallel_size", "data.val_files", "reward.num_workers")
+_BOUND = ("trainer.seed", "trainer.critic_warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The newest whole checkpoint of a run, and the controller's state in it."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{key: value} of the settings that decide what is learned, of a configuration as nested mappings."""
+    flat = _flat(config)
+    return {key: value for key, value in flat.items() if key in _BOUND or not key.startswith((*_FREE, *_FREE_TOO))}
+
+
+def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]) -> Saved | None:
+    """Where the run of this folder stands, None if it has not begun.
+
+    Raises ConfigError if another command made it, or the same with settings that teach something else.
+    """
+    path = store.latest(hashes=True)
+    if path is None:
+        return None
+    state = read_state(path)
+    mend = "use what it was made with, or choose another trainer.experiment_name"
+    if state["command"] != command:
+        raise ConfigError(f"{store.folder} holds a run of {state['command']}, not of {command}; {mend}")
+    before = state["made_with"]
+    changed = [
+        f"{key}={settings.get(key)} (it was made with {before.get(key)})"
+        for key in sorted({*before, *settings})
+        if before.get(key) != settings.get(key)
+    ]
+    if changed:
+        raise ConfigError(f"{store.folder} holds a run that differs in {'; '.join(changed)}; {mend}")
+    return Saved(path, state)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping) or not tree:
+        return {prefix.rstrip("."): tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat

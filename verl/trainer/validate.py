@@ -1,0 +1,49 @@
+"""Validation: one greedy reply to every task of the validation sets, scored without the drift of schedules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verl.rollout.group import GroupRollout
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.base import LabReward, Reward
+
+_STEP = 0  # of rewards that follow a schedule: the same at every validation, so that figures can be compared
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Validation sets by name, and how to answer them."""
+
+    sets: Mapping[str, Sequence[Task]]
+    rollout: GroupRollout  # greedy
+    reward: Reward  # asked for the highest score there is, where it knows
+
+    async def run(self) -> dict[str, float]:
+        """val/<set>/total, /<part>, /exact (share of replies with the highest score), and /<data source>/total."""
+        metrics: dict[str, float] = {}
+        for name, tasks in self.sets.items():
+            groups = await asyncio.gather(*(self.rollout.run(task, 1, _STEP) for task in tasks))
+            metrics |= {f"val/{name}/{key}": value for key, value in self._means(groups).items()}
+        return metrics
+
+    def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        values: dict[str, list[float]] = defaultdict(list)
+        sources = {group.task.data_source for group in groups}
+        for group in groups:
+            for score in group.scores:
+                values["total"].append(score.total)
+                if len(sources) > 1:
+                    values[f"{group.task.data_source}/total"].append(score.total)
+                for part, value in score.parts.items():
+                    values[part].append(value)
+                if isinstance(self.reward, LabReward):
+                    highest = self.reward.maximum(group.task, _STEP)
+                    values["exact"].append(float(score.total >= highest - _TOLERANCE))
+        means = {name: sum(each) / len(each) for name, each in values.items()}
+        faults = sum(len(group.faults) for group in groups)
+        return {**means, **({"faults": faults} if faults else {})}

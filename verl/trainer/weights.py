@@ -1,0 +1,84 @@
+"""Where rollout and training meet: the policy's weights go to the engines, and a canary proves that they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl.errors import VerlError
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.pool import EnginePool
+from verl.trainer.policy import Policy
+from verl.types import Completion, Sample
+
+
+class StaleEngineError(VerlError, RuntimeError):
+    """The rollout engine does not hold the weights that were published."""
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Publishes weights and probes the engines after each publication.
+
+    probes: prompts to which the engines write a few tokens, whose log-probs the trainer then computes itself
+    tolerance: largest mean gap between the two, in nats; a stale engine stops the run
+    """
+
+    policy: Policy
+    engine: RolloutEngine
+    dtype: torch.dtype  # what engines compute in; weights travel in it
+    probes: Sequence[tuple[int, ...]]
+    sampling: Sampling
+    tolerance: float
+
+    async def publish(self, version: int) -> float:
+        """Hand over the weights as `version`. Returns the canary's mean gap.
+
+        Raises StaleEngineError if it is too wide.
+        """
+        weights = self.policy.gathered_weights(self.dtype)  # while the engines sleep, there is room for it
+        await self.engine.wake()
+        await self.engine.load_weights(version, weights)
+        gap = await self._canary(version)
+        if not gap <= self.tolerance:
+            raise StaleEngineError(
+                f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
+                f"trainer's on average, more than {self.tolerance:.3g}: it generates with other weights, or computes "
+                "another model"
+            )
+        return gap
+
+    async def _canary(self, version: int) -> float:
+        written = [
+            (prompt, completions[0]) for prompt in self.probes for completions in await self._from_every_engine(prompt)
+        ]
+        stale = {completion.weight_version for _, completion in written} - {version}
+        if stale:
+            raise StaleEngineError(
+                f"the engine answers with version {sorted(stale)} after version {version} was published"
+            )
+        samples = [as_sample(prompt, completion) for prompt, completion in written]
+        gaps = [
+            (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
+            for sample, scored_L in zip(samples, self.policy.score(samples), strict=True)
+        ]
+        return float(torch.cat(gaps).mean())
+
+    async def _from_every_engine(self, prompt: tuple[int, ...]) -> list[tuple[Completion, ...]]:
+        if isinstance(self.engine, EnginePool):
+            return await self.engine.generate_everywhere(prompt, self.sampling)
+        return [await self.engine.generate(prompt, self.sampling)]
+
+
+def as_sample(prompt_ids: tuple[int, ...], completion: Completion) -> Sample:
+    """A completion as something to score."""
+    length = len(prompt_ids)
+    return Sample(
+        token_ids=prompt_ids + completion.token_ids,
+        action_mask=(False,) * length + (True,) * len(completion.token_ids),
+        rollout_logprobs=(0.0,) * length + completion.logprobs,
+        group=0,
+        reward=0.0,
+    )
