@@ -13,17 +13,18 @@ import pytest
 
 from scripts.mini import domains, phrases, reading
 from scripts.mini.baselines import BASELINES, mean_reward
+from scripts.mini.build import CARELESS, build
 from scripts.mini.checks import check_splits
 from scripts.mini.tokenizer import TAGS, chat_text
 from scripts.mini.tools import read_tools
 from scripts.mini.values import split_values
 from tests.conftest import ROOT
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, SCHEMA
-from verl.utils.reward_score.parsing import THINK, THINK_END
+from verl.utils.reward_score.parsing import THINK, THINK_END, parse_gold
 from verl.utils.reward_score.rlla import compute_score
 
 MINI = ROOT / "dataset" / "mini"
-ROWS = {"train": 2400, "sft": 3200, "test": 200, "test_new_tools": 200}
+ROWS = {"train": 2400, "sft": 4800, "test": 200, "test_new_tools": 200}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,10 @@ def test_files_have_toolrls_schema_and_the_promised_rows(name):
     assert table.num_rows == ROWS[name]
 
 
-def test_folder_is_small():
-    assert sum(path.stat().st_size for path in MINI.rglob("*") if path.is_file()) < 4e6
+def test_the_data_are_small():
+    """Beside the model, whose size tests/test_learning.py holds."""
+    files = [path for path in MINI.rglob("*") if path.is_file() and path.parent.name != "model"]
+    assert sum(path.stat().st_size for path in files) < 4e6
 
 
 def test_readme_gives_the_files_hashes():
@@ -101,6 +104,31 @@ def test_thoughts_are_placeholders_in_rl_rows_and_short_in_sft_rows(splits):
                 assert 3 <= len(thought.split()) <= 15
             else:
                 assert thought == (RESPONSE_THOUGHT if reading.family(row) == "irrelevant" else CALL_THOUGHT)
+
+
+def test_careless_demonstrations_think_of_every_call_and_make_the_first(splits):
+    careful = build(seed=0, careless=0.0)
+    assert all(splits[name] == careful[name] for name in ROWS if name != "sft")
+    cut = kept = 0
+    for row, whole in zip(splits["sft"], careful["sft"], strict=True):
+        assert row["prompt"] == whole["prompt"]
+        assert reading.gold(row).partition(THINK_END)[0] == reading.gold(whole).partition(THINK_END)[0]
+        made, due = (parse_gold(reading.gold(each)).calls or [] for each in (row, whole))
+        assert made in (due, due[:1])
+        if len(due) > 1:
+            cut, kept = cut + (made != due), kept + (made == due)
+    assert cut + kept > len(splits["sft"]) // 2
+    assert cut / (cut + kept) == pytest.approx(CARELESS, abs=0.03)
+
+
+def test_values_resist_mixing_up():
+    for values in split_values(seed=0):
+        for name in values.pools["name"]:
+            assert len(name) == 4 and name[1] == name[3]
+        for kind in ("int", "sum", "float"):
+            for value in values.pools[kind]:
+                digits = str(value).replace(".", "").rstrip("0")
+                assert digits[0] < digits[1] and len(digits) == 2
 
 
 def test_gold_scores_the_maximum_and_simple_policies_do_not(splits):

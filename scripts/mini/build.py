@@ -16,19 +16,25 @@ from scripts.mini.values import split_values
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
 from verl.utils.reward_score.parsing import render_reply
 
+CARELESS = 0.6  # of the demonstrations where several calls are due
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One file of the data set: its rows come from `world`; `reasons` gives them thoughts instead of placeholders."""
+    """One file of the data set: its rows come from `world`; `reasons` gives them thoughts instead of placeholders.
+
+    `careless` is the share of replies that, where several calls are due, think of all of them and make the first only.
+    """
 
     name: str
     num_rows: int
     world: World
     reasons: bool = False
+    careless: float = 0.0
 
 
-def all_splits(seed: int) -> tuple[Split, ...]:
-    """The four files, in the order in which they are drawn."""
+def all_splits(seed: int, careless: float = CARELESS) -> tuple[Split, ...]:
+    """The four files, in the order in which they are drawn; only the demonstrations of `sft` may be careless."""
     seen_values, unseen_values = split_values(seed)
     seen_tools, new = read_tools(domains.TOOLS), read_tools(new_tools.TOOLS)
     lookups, new_lookups = read_lookups(domains.LOOKUPS, seen_tools), read_lookups(new_tools.LOOKUPS, new)
@@ -37,14 +43,17 @@ def all_splits(seed: int) -> tuple[Split, ...]:
         Split("test", 200, World(seen_tools, lookups, unseen_values, held_out=True)),
         Split("test_new_tools", 200, World(new, new_lookups, unseen_values, held_out=True)),
         Split("train", 2400, training),
-        Split("sft", 3200, training, reasons=True),
+        Split("sft", 4800, training, reasons=True, careless=careless),
     )
 
 
-def build(seed: int) -> dict[str, list[dict[str, Any]]]:
-    """All rows of all splits. No two rows, of whichever splits, have the same prompt."""
+def build(seed: int, careless: float = CARELESS) -> dict[str, list[dict[str, Any]]]:
+    """All rows of all splits. No two rows, of whichever splits, have the same prompt.
+
+    `careless` changes replies of `sft`, never a prompt.
+    """
     prompts: set[tuple[str, str]] = set()
-    return {split.name: _rows(split, Random(f"{seed}/{split.name}"), prompts) for split in all_splits(seed)}
+    return {split.name: _rows(split, Random(f"{seed}/{split.name}"), prompts) for split in all_splits(seed, careless)}
 
 
 def _rows(split: Split, random: Random, prompts: set[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -69,26 +78,27 @@ def _example(draft: Draft, split: Split, random: Random) -> dict[str, str] | Non
         return None
     if draft.masked:
         tools, calls = mask(tools, calls, random)
-    return {"instruction": instruction(tools), "input": said, "output": _reply(draft, calls, split.reasons, random)}
+    return {"instruction": instruction(tools), "input": said, "output": _reply(draft, calls, split, random)}
 
 
-def _reply(draft: Draft, calls: Sequence[Call], reasons: bool, random: Random) -> str:
-    """The gold reply, with a short thought of its own or with ToolRL's placeholder."""
+def _reply(draft: Draft, calls: Sequence[Call], split: Split, random: Random) -> str:
+    """The gold reply, or a careless one, with a short thought of its own or with ToolRL's placeholder."""
+    made = calls[:1] if random.random() < split.careless else calls
     if not calls:
-        thought = random.choice(phrases.THOUGHTS["none"]) if reasons else RESPONSE_THOUGHT
+        thought = random.choice(phrases.THOUGHTS["none"]) if split.reasons else RESPONSE_THOUGHT
         return render_reply(thought, response=phrases.NO_TOOL)
     named = [
         {
             "name": call.tool.name,
             "parameters": {p.name: v for p, v in zip(call.tool.parameters, call.values, strict=True)},
         }
-        for call in calls
+        for call in made
     ]
-    return render_reply(_thought(draft, calls, random) if reasons else CALL_THOUGHT, named)
+    return render_reply(_thought(draft, calls, random) if split.reasons else CALL_THOUGHT, named)
 
 
 def _thought(draft: Draft, calls: Sequence[Call], random: Random) -> str:
-    """A thought that names the tools and their values: "I call get_rain with Kalo and Miru, set_timer with 12"."""
+    """A thought that names the tools and their values: "I call get_rain with Kala and Miri, set_timer with 27"."""
     kind = "dialogue" if len(draft.turns) > 1 else "call"
     values: dict[str, list[str]] = {}
     for call in calls:

@@ -2,7 +2,7 @@
 
 A row of TOOLS is (name, description, parameters, training requests, held-out requests). Parameters are written as
 "name=description:kind ..". In a request {name} stands for a value, and [..] for what a dialogue may refer to otherwise
-("the weather in [Kalo]", "the weather in [my city]"). Held-out requests arrange known words in another way.
+("the weather in [Kala]", "the weather in [my city]"). Held-out requests arrange known words in another way.
 
 A row of LOOKUPS is (name, description, how the user refers to the value, kind, the tools that the value fits).
 """

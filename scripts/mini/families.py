@@ -101,11 +101,11 @@ def masked(world: World, random: Random) -> Draft:
 
 
 FAMILIES: dict[str, tuple[Callable[[World, Random], Draft], float]] = {  # draw, share of a split
-    "single": (single, 0.12),
-    "multiple": (multiple, 0.23),
-    "parallel": (parallel, 0.34),
+    "single": (single, 0.13),
+    "multiple": (multiple, 0.25),
+    "parallel": (parallel, 0.46),
     "irrelevant": (irrelevant, 0.04),
-    "observed": (observed, 0.03),
-    "told": (told, 0.07),
-    "masked": (masked, 0.17),
+    "observed": (observed, 0.02),
+    "told": (told, 0.04),
+    "masked": (masked, 0.06),
 }

@@ -64,7 +64,7 @@ def say_call(call: Call, world: World, random: Random) -> str:
 
 
 def say_list(calls: Sequence[Call], world: World, random: Random) -> str:
-    """One request for two or three calls of one tool of one parameter: "play music by Kalo and Miru"."""
+    """One request for two or three calls of one tool of one parameter: "play music by Kala and Miri"."""
     joiner = random.choice([text for text in phrases.LISTS[world.held_out] if text.count("{") == len(calls)])
 
     def every(part: re.Match[str]) -> str:

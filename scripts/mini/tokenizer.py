@@ -3,7 +3,7 @@
 special tokens      <|endoftext|> <|im_start|> <|im_end|>
 single tokens       ToolRL's tags, and the fixed pieces of its prompt (they survive skip_special_tokens=True)
 spare tokens        special and unused, up to the round number
-merges              first all syllables of names, such as K+a and l+o, then those that training finds within words
+merges              first all syllables of names, such as K+a and l+a, then those that training finds within words
 
 Pieces are cut as Qwen2 cuts them. They have to be: beside a Qwen2 model's config.json, transformers builds Qwen2's own
 cutting around our merges, whatever tokenizer.json says.
@@ -46,7 +46,7 @@ QWEN2_PIECES = (
 # Merges are found within these, so that none joins a name to what stands before it, or its two syllables.
 WORDS = "|".join(
     (
-        r"[A-Z][a-z](?=[a-z]{2}(?![a-z]))",  # the first half of a word such as Kalo
+        r"[A-Z][a-z](?=[a-z]{2}(?![a-z]))",  # the first half of a word such as Kala
         r"[A-Z][a-z]*",
         r"[ _]?[a-z]+",
     )
