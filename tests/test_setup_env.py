@@ -76,6 +76,7 @@ class Checkout:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
 
     def run(self, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -268,6 +269,11 @@ def test_a_failing_pip_is_told_and_the_next_run_repairs(checkout: Checkout, says
     assert (checkout.venv / ".toolrl-incomplete").exists()
     assert checkout.run().returncode == 0
     assert_complete(checkout)
+
+
+def _heed_interrupts() -> None:
+    """A test run in the background ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_pip(checkout: Checkout) -> None:
