@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from verl.algorithms.advantage import Rollouts
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.algorithm import Algorithm, KLPlacement
 from verl.algorithms.kl import penalised
+from verl.data.packing import mask_tensor
 from verl.types import Sample
 
 
@@ -48,7 +50,7 @@ def build_experience(
     The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
     needs them before the update: with one optimizer step per batch the policy's own are the old ones.
     """
-    masks = [torch.tensor(sample.action_mask) for sample in samples]
+    masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
     for row, (sample, mask_L) in enumerate(zip(samples, masks, strict=True)):
         rewards = torch.zeros(int(mask_L.sum()))
@@ -63,7 +65,9 @@ def build_experience(
     estimate = algorithm.advantage(Rollouts(token_rewards, groups, dense_values))
     columns: dict[str, Sequence[Tensor]] = {
         "advantages": _scattered(estimate.advantages, masks),
-        "rollout_logprobs": [torch.tensor(sample.rollout_logprobs) for sample in samples],
+        "rollout_logprobs": [
+            torch.from_numpy(np.array(sample.rollout_logprobs, dtype=np.float32)) for sample in samples
+        ],
     }
     if old_logprobs is not None:
         columns["old_logprobs"] = old_logprobs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.data.packing import make_units
+from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
 from verl.trainer.policy import PackSettings
@@ -60,13 +60,13 @@ def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metri
 
 def reference_kl(samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor]) -> float:
     """Token mean of log p - log p_ref (k1) over the trained tokens."""
-    gaps = [(a - b)[torch.tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
+    gaps = [(a - b)[mask_tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
     return float(torch.cat(gaps).mean())
 
 
 def explained_variance(experience: Experience) -> float:
     """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is a perfect critic, 0 a constant one."""
-    masks = [torch.tensor(sample.action_mask) for sample in experience.samples]
+    masks = [mask_tensor(sample.action_mask) for sample in experience.samples]
     returns, values = (
         torch.cat([row[mask] for row, mask in zip(experience.columns[name], masks, strict=True)])
         for name in ("returns", "values")
