@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a policy to call tools with GRPO.
 #
-#   bash train_grpo.sh                       the embedded default: dataset/mini and its model, about ten minutes on a CPU
+#   bash train_grpo.sh                       the embedded default: dataset/mini and its model, under ten minutes on a CPU
 #   BASE_MODEL=PATH_OR_HUB_NAME EXPERIMENT_NAME=NAME bash train_grpo.sh   ToolRL's experiment (recipe=toolrl_grpo)
 #
 # BASE_MODEL=smollm2 is SmolLM2-135M-Instruct, made by scripts/prepare_smollm2.py the first time. Further variables:

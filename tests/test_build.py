@@ -20,7 +20,7 @@ from verl.config.schema import AlgorithmConfig
 from verl.errors import ConfigError, DataError
 from verl.trainer.build import load_codec, load_tasks, run_folder
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control
-from verl.trainer.build_workers import choose_device, rank_spec
+from verl.trainer.build_workers import choose_device, located, rank_spec
 
 
 def test_a_preset_alone_is_itself() -> None:
@@ -82,6 +82,13 @@ def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
     assert spec.critic_path == "other" and spec.with_reference and spec.optimizer.total_steps == 20
     plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none")), "cpu", 10)
     assert plain.critic_path is None and not plain.with_reference
+
+
+def test_workers_are_given_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = located(load_config(["model.path=model", "algorithm.name=ppo", "critic.path=owner/name"]))
+    assert (config.model.path, config.critic.path) == (str((tmp_path / "model").resolve()), "owner/name")
 
 
 def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -96,6 +97,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
 def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
     """Trainer ranks and rollout engines, beside each other or in pools of their own."""
     sequence_length(config)
+    config = located(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.placement == "colocated"
     own, per_node = Bundle(1.0, gpus), config.trainer.n_gpus_per_node
@@ -117,6 +119,16 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
 def engine_dtype(config: Config) -> str:
     """The dtype that engines compute in."""
     return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
+def located(config: Config) -> Config:
+    """The same with whole paths of folders, because workers of a cluster that was there before have other ones."""
+
+    def whole(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
+
+    model = replace(config.model, path=whole(config.model.path), tokenizer_path=whole(config.model.tokenizer_path))
+    return replace(config, model=model, critic=replace(config.critic, path=whole(config.critic.path)))
 
 
 def model_room(config: ModelConfig) -> int | None:
