@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,10 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
+
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
 from verl.trainer.build import built
+from verl.trainer.ppo import PPOTrainer
 
 
 @dataclass
@@ -94,7 +98,7 @@ class WatchedScorer:
         self.scorer.close()
 
 
-async def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
+def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
     """[(wall seconds, seconds without a running call)] of every step but the first."""
     config = load_config(["recipe=mini_grpo", "trainer.num_transcripts_shown=0", *words])
     watch = Watch()
@@ -108,14 +112,19 @@ async def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]
         scorer = WatchedScorer(trainer.rollout.scorer, watch)
         trainer.rollout = replace(trainer.rollout, engine=engine, scorer=scorer)
         trainer.publisher = replace(trainer.publisher, policy=trainer.policy, engine=engine)
-        await trainer.publisher.publish(0)
-        figures = []
-        for _ in range(steps + 1):
-            watch.busy_s, started = 0.0, time.perf_counter()
-            await trainer.train_step()
-            wall = time.perf_counter() - started
-            figures.append((wall, wall - watch.busy_s))
-    return figures[1:]
+        return asyncio.run(run_steps(trainer, watch, steps + 1))[1:]
+
+
+async def run_steps(trainer: PPOTrainer, watch: Watch, steps: int) -> list[tuple[float, float]]:
+    """[(wall seconds, seconds without a running call)] of every step."""
+    await trainer.publisher.publish(0)
+    figures = []
+    for _ in range(steps):
+        watch.busy_s, started = 0.0, time.perf_counter()
+        await trainer.train_step()
+        wall = time.perf_counter() - started
+        figures.append((wall, wall - watch.busy_s))
+    return figures
 
 
 def main() -> None:
@@ -124,7 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("words", nargs="*", help="key=value over recipe=mini_grpo")
     args = parser.parse_args()
-    figures = asyncio.run(measure(args.words, args.steps))
+    figures = measure(args.words, args.steps)
     table = Table("step", "wall s", "controller s", "share", title="controller overhead")
     for number, (wall, idle) in enumerate(figures, start=2):
         table.add_row(str(number), f"{wall:.2f}", f"{idle:.3f}", f"{idle / wall:.1%}")

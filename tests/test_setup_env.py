@@ -299,7 +299,7 @@ def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, si
 
 
 def test_of_two_runs_at_once_one_builds_and_the_other_waits(checkout: Checkout) -> None:
-    first = checkout.start(PIP_SLEEPS="0.2")
+    first = checkout.start(PIP_SLEEPS="2")  # time for the second to come to the lock, on a busy machine too
     wait_for_pip(checkout)
     second = checkout.run()
     first.communicate(timeout=30)
