@@ -64,15 +64,16 @@ def _read_recipe(name: str) -> dict[str, Any]:
     path = RECIPES / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"unknown recipe {name!r}; {nearest(name, [each.stem for each in RECIPES.glob('*.yaml')])}")
-    return _flat(OmegaConf.to_container(OmegaConf.load(path)))
+    return flattened(OmegaConf.to_container(OmegaConf.load(path)))
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"group.key": value} of nested mappings."""
     if not isinstance(tree, Mapping) or not tree:
         return {prefix.rstrip("."): tree}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.")
+        flat |= flattened(value, f"{prefix}{key}.")
     return flat
 
 

@@ -34,7 +34,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.errors import ConfigError
 from verl.single_controller.group import Seat, WorkerError, task_name
 
-_log = logging.getLogger(__name__)
 # Tensors handed over without copies cannot be written to, which nobody here does.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
 _PLACEMENT_S = 120.0
@@ -94,11 +93,6 @@ class Cluster:
             yield cls(variables, call_timeout_s)
         finally:
             ray.shutdown()
-
-    @property
-    def num_gpus(self) -> int:
-        """Accelerators in the whole cluster."""
-        return int(_resources().get("GPU", 0))
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve places. Raises ConfigError if the cluster does not have them."""

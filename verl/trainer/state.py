@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.load import flattened
 from verl.errors import ConfigError
 from verl.trainer.checkpoint import CheckpointStore, read_state
 
 # groups and keys that may differ from one start to the next, because they do not change what is learned
 _FREE = (
     "trainer.",
-    "rollout.num_engines",
+    "data.val_files",
+    "reward.num_workers",
     "rollout.placement",
-    "rollout.gpu_memory_utilization",
+    "rollout.num_engines",
+    "rollout.max_num_seqs",
     "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.tensor_model_parallel_size",
 )
-_FREE_TOO = ("rollout.max_num_seqs", "rollout.tensor_model_parallel_size", "data.val_files", "reward.num_workers")
 _BOUND = ("trainer.seed", "trainer.critic_warmup")
 
 
@@ -32,8 +36,8 @@ class Saved:
 
 def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
     """{key: value} of the settings that decide what is learned, of a configuration as nested mappings."""
-    flat = _flat(config)
-    return {key: value for key, value in flat.items() if key in _BOUND or not key.startswith((*_FREE, *_FREE_TOO))}
+    settings = flattened(config)
+    return {key: value for key, value in settings.items() if key in _BOUND or not key.startswith(_FREE)}
 
 
 def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]) -> Saved | None:
@@ -57,12 +61,3 @@ def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]
     if changed:
         raise ConfigError(f"{store.folder} holds a run that differs in {'; '.join(changed)}; {mend}")
     return Saved(path, state)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping) or not tree:
-        return {prefix.rstrip("."): tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.data.samples import to_sample
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool
 from verl.trainer.policy import Policy
-from verl.types import Completion, Sample
+from verl.types import Completion
 
 
 class StaleEngineError(VerlError, RuntimeError):
@@ -59,7 +60,7 @@ class Publisher:
             raise StaleEngineError(
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
-        samples = [as_sample(prompt, completion) for prompt, completion in written]
+        samples = [to_sample(prompt, completion) for prompt, completion in written]
         gaps = [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
             for sample, scored_L in zip(samples, self.policy.score(samples), strict=True)
@@ -70,15 +71,3 @@ class Publisher:
         if isinstance(self.engine, EnginePool):
             return await self.engine.generate_everywhere(prompt, self.sampling)
         return [await self.engine.generate(prompt, self.sampling)]
-
-
-def as_sample(prompt_ids: tuple[int, ...], completion: Completion) -> Sample:
-    """A completion as something to score."""
-    length = len(prompt_ids)
-    return Sample(
-        token_ids=prompt_ids + completion.token_ids,
-        action_mask=(False,) * length + (True,) * len(completion.token_ids),
-        rollout_logprobs=(0.0,) * length + completion.logprobs,
-        group=0,
-        reward=0.0,
-    )
