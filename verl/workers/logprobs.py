@@ -1,44 +1,82 @@
-"""Log-probs and entropy of trained tokens from their hidden states, in chunks, never a full [T, V] tensor.
+"""Log-probs and entropy of trained tokens from their hidden states, never a full [A, V] tensor.
 
-Shape legend: A trained tokens, E hidden size, V vocabulary.
+The forward goes over the tokens in chunks and keeps one number per token, the log of the softmax's denominator. With it
+the backward can go over the vocabulary in slices: each slice's gradient of the head is written once and for all, and
+only the small gradient of the hidden states is accumulated.
+
+Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S words of a slice.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-_CHUNK = 1024
+_LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: a CPU wants them in its cache, a GPU few launches
 
 
 def token_logprobs(
     hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better.
+    """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better."""
+    apply: Any = _TokenLogprobs.apply
+    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy)
+    return logprobs_A, entropy_A if with_entropy else None
 
-    Logits exist for one chunk at a time; the backward computes each chunk's again.
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With z = hidden @ head^T / temperature, p = softmax(z) and H the entropy of p:
+
+    d log p(target) / dz = onehot(target) - p        dH / dz = -p * (log p + H)
     """
-    pieces = [
-        cast(
-            tuple[Tensor, Tensor | None],
-            checkpoint(_of_chunk, hidden, head_VE, target, temperature, with_entropy, use_reentrant=False),
-        )
-        for hidden, target in zip(hidden_AE.split(_CHUNK), target_A.split(_CHUNK), strict=True)
-    ]
-    logprobs_A = torch.cat([logprobs for logprobs, _ in pieces]) if pieces else hidden_AE.sum(-1)
-    if not with_entropy:
-        return logprobs_A, None
-    return logprobs_A, torch.cat([entropy for _, entropy in pieces if entropy is not None])
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden_AE.dtype, torch.float32)
+        logprobs_A = hidden_AE.new_empty(len(hidden_AE), dtype=dtype)
+        entropy_A, normaliser_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
+        for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
+            logits_CV = (hidden_AE[rows] @ head_VE.T).to(dtype).div_(temperature)
+            normaliser_C = logits_CV.logsumexp(-1)
+            logprobs_A[rows] = logits_CV.gather(-1, target_A[rows, None]).squeeze(-1) - normaliser_C
+            normaliser_A[rows] = normaliser_C
+            if with_entropy:
+                logits_CV -= normaliser_C[:, None]
+                entropy_A[rows] = -(logits_CV.exp() * logits_CV).sum(-1)
+        ctx.save_for_backward(hidden_AE, head_VE, target_A, normaliser_A, entropy_A)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward
+        return logprobs_A, entropy_A
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_AE, head_VE, target_A, normaliser_A, entropy_A = ctx.saved_tensors
+        of_logprobs_A, of_entropy_A = grads
+        if of_logprobs_A is None:
+            of_logprobs_A = torch.zeros_like(normaliser_A)
+        grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normaliser_A.dtype)
+        grad_head_VE = torch.zeros_like(head_VE)
+        for words in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
+            grad_AS = (hidden_AE @ head_VE[words].T).to(normaliser_A.dtype).div_(ctx.temperature)
+            grad_AS -= normaliser_A[:, None]  # log p, which now turns into the gradient of the logits in place
+            if of_entropy_A is None:
+                grad_AS.exp_().mul_(-of_logprobs_A[:, None])
+            else:
+                factor_AS = (grad_AS + entropy_A[:, None]).mul_(-of_entropy_A[:, None]).sub_(of_logprobs_A[:, None])
+                grad_AS.exp_().mul_(factor_AS)
+            here = ((target_A >= words.start) & (target_A < words.stop)).nonzero().squeeze(-1)
+            grad_AS[here, target_A[here] - words.start] += of_logprobs_A[here]
+            narrow_AS = grad_AS.div_(ctx.temperature).to(hidden_AE.dtype)
+            grad_hidden_AE += narrow_AS @ head_VE[words]
+            torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[words])
+        return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None
 
 
-def _of_chunk(
-    hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    logits_AV = hidden_AE @ head_VE.T
-    logits_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32)) / temperature
-    all_AV = logits_AV.log_softmax(-1)
-    logprobs_A = all_AV.gather(-1, target_A[:, None]).squeeze(-1)
-    return logprobs_A, -(all_AV.exp() * all_AV).sum(-1) if with_entropy else None
+def _slices(length: int, width: int, device: torch.device) -> list[slice]:
+    """Cuts of `length` so that a piece times `width` stays within what is computed at once."""
+    size = max(1, _LOGITS_AT_ONCE[device.type] // max(1, width))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
