@@ -1,23 +1,38 @@
 """Attention over packs: one function, registered with transformers' attention interface.
 
-A segment attends to itself causally and to all of its prefix segment. On CPU this is one scaled-dot-product call per
-segment. Shape legend: H query heads, K key heads, T packed tokens, D head size.
+A segment attends to itself causally and to all of its prefix segment. Three kernels compute that:
+
+    by_segments   a call of scaled-dot-product attention per segment: CPU, any precision
+    by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
+                  GPU in half precision (flash-attn where it is installed, else torch's own)
+    by_flex       flex attention with a block mask: GPU in full precision
+
+Neither of the last two has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in the place of
+its own, and by_flex without gradients.
+Shape legend: H query heads, K key heads, T packed tokens, U gathered keys, D head size, S segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.batch import Segment
 
 PACKED = "verl_packed"
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None], Tensor]
 
 
 def packed_attention(
@@ -36,6 +51,21 @@ def packed_attention(
     query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Masks are not used: the segments say it all.
     """
     assert attention_mask is None, "packs carry no mask"
+    compute = by_segments
+    if query.device.type == "cuda":
+        compute = by_varlen if query.dtype in (torch.bfloat16, torch.float16) else by_flex
+    return compute(query, key, value, tuple(segments), scaling), None
+
+
+def register() -> None:
+    """Make the function known to transformers under PACKED; harmless to repeat."""
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+def by_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scaling: float | None
+) -> Tensor:
+    """One call per segment; the keys of its prefix are copied in front of its own."""
     outputs = []
     for segment in segments:
         own = slice(segment.start, segment.end)
@@ -58,9 +88,126 @@ def packed_attention(
                 enable_gqa=True,
             )
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def register() -> None:
-    """Make the function known to transformers under PACKED; harmless to repeat."""
-    AttentionInterface.register(PACKED, packed_attention)
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    """Where each segment's queries and keys lie: queries in the pack, keys in what is gathered from it."""
+
+    gathered: Tensor  # [U] packed index of every key, prefix before own
+    query_ends: Tensor  # [S + 1] int32, cumulative
+    key_ends: Tensor  # [S + 1] int32, cumulative
+    longest_query: int
+    longest_key: int
+
+
+@lru_cache(maxsize=2)  # every layer of a pass asks for the same one
+def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPlan:
+    """The plan of a pack, whose segments lie end to end."""
+    keys = []
+    for segment in segments:
+        before = () if segment.prefix is None else (segments[segment.prefix],)
+        keys.append(torch.cat([torch.arange(part.start, part.end) for part in (*before, segment)]))
+    key_lengths = torch.tensor([len(each) for each in keys])
+    query_lengths = torch.tensor([segment.end - segment.start for segment in segments])
+
+    def ends(lengths: Tensor) -> Tensor:
+        return nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+
+    return VarlenPlan(
+        torch.cat(keys).to(device),
+        ends(query_lengths),
+        ends(key_lengths),
+        int(query_lengths.max()),
+        int(key_lengths.max()),
+    )
+
+
+def by_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Segment, ...],
+    scaling: float | None,
+    kernel: VarlenKernel | None = None,
+) -> Tensor:
+    """All segments in one call of a kernel that aligns its causal mask with the ends of queries and keys."""
+    plan = varlen_plan(segments, query.device)
+    keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
+    compute = kernel or _varlen_kernel()
+    return compute(query[0].transpose(0, 1).contiguous(), keys_UKD, values_UKD, plan, scaling)[None]
+
+
+@lru_cache(maxsize=1)
+def _varlen_kernel() -> VarlenKernel:
+    return _flash_attn if importlib.util.find_spec("flash_attn") else _torch_varlen
+
+
+def _flash_attn(
+    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None
+) -> Tensor:
+    output: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        query_THD,
+        keys_UKD,
+        values_UKD,
+        plan.query_ends,
+        plan.key_ends,
+        plan.longest_query,
+        plan.longest_key,
+        softmax_scale=scale,
+        causal=True,
+    )
+    return output
+
+
+def _torch_varlen(
+    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None
+) -> Tensor:
+    """Key heads are repeated here: releases of torch differ in how they are told of fewer key than query heads."""
+    repeats = query_THD.shape[1] // keys_UKD.shape[1]
+    output: Tensor = importlib.import_module("torch.nn.attention.varlen").varlen_attn(
+        query_THD,
+        keys_UKD.repeat_interleave(repeats, dim=1),
+        values_UKD.repeat_interleave(repeats, dim=1),
+        plan.query_ends,
+        plan.key_ends,
+        plan.longest_query,
+        plan.longest_key,
+        scale=scale,
+        window_size=(-1, 0),
+    )
+    return output
+
+
+def by_flex(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scaling: float | None) -> Tensor:
+    """One call with a mask that knows whose prefix is whose; compiled on a GPU, where it would be slow otherwise."""
+    plain: Callable[..., Any] = flex_attention
+    compute = _compiled_flex() if query.device.type == "cuda" else plain
+    mask = flex_mask(segments, query.device)
+    output: Any = compute(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    outputs: Tensor = output.transpose(1, 2).contiguous()
+    return outputs
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
+
+
+@lru_cache(maxsize=2)
+def flex_mask(segments: tuple[Segment, ...], device: torch.device) -> BlockMask:
+    """The mask of a pack: own segment causally, prefix segment wholly."""
+    lengths = torch.tensor([segment.end - segment.start for segment in segments])
+    nobody = len(segments)
+    prefixes = torch.tensor([nobody if segment.prefix is None else segment.prefix for segment in segments])
+    segment_T = torch.arange(len(segments)).repeat_interleave(lengths).to(device)
+    prefix_T = prefixes.repeat_interleave(lengths).to(device)
+
+    def sees(batch: Tensor, head: Tensor, asking: Tensor, asked: Tensor) -> Tensor:
+        own = (segment_T[asking] == segment_T[asked]) & (asking >= asked)
+        return own | (prefix_T[asking] == segment_T[asked])
+
+    length = int(lengths.sum())
+    return create_block_mask(sees, None, None, length, length, device=device.type)
