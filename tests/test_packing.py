@@ -156,6 +156,17 @@ def test_packed_equals_transformers_own_forward(kind: str) -> None:
         assert logprobs[index] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_groups_of_every_size_with_checkpointing(kind: str, size: int) -> None:
+    model, samples = tiny_model(kind, True, torch.float64).train(), random_samples(4, (size, size))
+    alone_logprobs, alone = packed_run(model, samples, share=False, max_tokens=45)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logprobs, gradient = packed_run(model, samples, share=True, max_tokens=1000)
+    assert logprobs == {index: pytest.approx(values, abs=1e-9) for index, values in alone_logprobs.items()}
+    assert (gradient - alone).norm() <= 1e-6 * alone.norm()
+
+
 def test_gradients_with_checkpointing_are_the_same() -> None:
     model, samples = tiny_model("qwen2", True, torch.float64).train(), random_samples(3)
     _, plain = packed_run(model, samples, share=True, max_tokens=1000)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.ppo import PPO
@@ -31,7 +32,14 @@ from verl.rollout.scoring import DirectScorer
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
 from verl.tracking.names import known
-from verl.trainer.experience import build_experience, with_weights
+from verl.trainer.experience import (
+    Experience,
+    build_experience,
+    rows_with_signal,
+    with_metric_weights,
+    with_signal,
+    with_weights,
+)
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
@@ -150,9 +158,13 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
 
 def test_one_optimizer_step_needs_no_pass_for_old_logprobs() -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
+
+    def pay(learning: PPOTrainer, experience: Experience) -> Experience:
+        scored = learning.policy.score(learning.policy.laid_out(experience.samples))
+        return experience.having("old_logprobs", scored)
+
     free, paid = trainer(PLAIN, minibatches=1), trainer(PLAIN, minibatches=1)
-    assert not free._needs_old_logprobs
-    paid.__class__ = type("Paid", (PPOTrainer,), {"_needs_old_logprobs": True})
+    paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
     one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
     for name, full in weights(free).items():
@@ -235,6 +247,68 @@ def test_groups_without_a_signal_change_nothing() -> None:
     assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
 
 
+class OnlyTheFirstTaskDiffers:
+    """Rewards differ in the group of one task alone, by the reply's first word."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(task.id == "t1" and trajectory.index % 2), {})
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(what, tokens) of every pass over packs that a policy worker makes."""
+    made: list[tuple[str, int]] = []
+    for name in ("score", "update"):
+        plain = getattr(PolicyWorker, name)
+
+        def counted(self: PolicyWorker, packs: Any, *args: Any, name: str = name, plain: Any = plain) -> Any:
+            made.append((name, sum(len(packed.target) for packed in packs)))
+            return plain(self, packs, *args)
+
+        monkeypatch.setattr(PolicyWorker, name, counted)
+    return made
+
+
+def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
+    passes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean, full = (trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=1) for _ in range(2))
+    one = asyncio.run(lean.train_step())
+    tokens = dict(passes)["update"]
+    monkeypatch.setattr("verl.trainer.policy.with_signal", lambda experience, algorithm: experience)
+    two = asyncio.run(full.train_step())
+    assert one["actor/computed_share"] == 0.25 and two["actor/computed_share"] == 1.0
+    assert 0 < tokens < dict(passes)["update"]
+    assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-5) and one["actor/grad_norm"] > 0
+    for name, weight in weights(lean).items():
+        torch.testing.assert_close(weight, weights(full)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[tuple[str, int]]) -> None:
+    learning = trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=2)
+    asyncio.run(learning.train_step())
+    scored = next(tokens for name, tokens in passes if name == "score")
+    assert scored == sum(tokens for name, tokens in passes if name == "update")
+
+
+def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passes: list[tuple[str, int]]) -> None:
+    learning = trainer(replace(PLAIN, old_logprobs=OldLogprobs.ROLLOUT), minibatches=2)
+    metrics = asyncio.run(learning.train_step())
+    assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
+    assert metrics["engine/gap_mean"] > 0.0  # still measured against the trainer, not against itself
+
+
+def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
+    experience = build_experience([sample((False, True), 1.0), sample((False, True), 1.0)], None, PLAIN)
+    assert rows_with_signal(experience, PLAIN) == []
+    for algorithm in (
+        replace(PLAIN, entropy_coefficient=0.01),
+        replace(PLAIN, kl=KLTerm(KLPlacement.LOSS, "k3", 0.1)),
+    ):
+        assert rows_with_signal(experience, algorithm) == [0, 1]
+        assert len(with_signal(experience, algorithm).samples) == 2
+
+
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
     asyncio.run(learning.train_step())
@@ -258,7 +332,7 @@ def test_experience_by_hand() -> None:
     unit = 0.45 / (0.9 / 2**0.5 + 1e-6)
     assert experience.columns["advantages"][0].tolist() == pytest.approx([0.0, unit, 0.0, unit])
     assert experience.columns["advantages"][1].tolist() == pytest.approx([0.0, -unit])
-    weighted = with_weights(experience, PLAIN.aggregation)
+    weighted = with_metric_weights(with_weights(experience, PLAIN.aggregation))
     assert weighted.columns["weight"][0].tolist() == pytest.approx([0.25] * 4)
     assert weighted.columns["metric_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
 

@@ -18,6 +18,17 @@ class KLPlacement(StrEnum):
     LOSS = "loss"
 
 
+class OldLogprobs(StrEnum):
+    """Whose log-probs of the sampled tokens the policy's ratio is measured from.
+
+    TRAINER: the training engine's before the step's first update; another pass over the batch, unless the step has one
+    update alone. ROLLOUT: those the engine sampled with; no pass, and the ratio corrects for the difference of the two.
+    """
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
 @dataclass(frozen=True, slots=True)
 class KLTerm:
     """Where, how and how strongly the policy is held to the reference."""
@@ -40,6 +51,7 @@ class Algorithm:
     advantage: AdvantageEstimator
     policy_loss: PolicyLoss
     aggregation: Aggregation
+    old_logprobs: OldLogprobs = OldLogprobs.TRAINER
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0
     needs_critic: bool = False

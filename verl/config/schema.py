@@ -138,6 +138,7 @@ class AlgorithmConfig:
     clip_high: float | None = None
     dual_clip: float | None = None
     aggregation: str | None = None
+    old_logprobs: str | None = None  # trainer | rollout: whose log-probs the ratio is measured from
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3
     kl_coefficient: float | None = None

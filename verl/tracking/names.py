@@ -43,6 +43,7 @@ METRICS = (
     Metric("actor/grad_norm", "1", "norm of the gradient before clipping"),
     Metric("actor/lr", "1", "learning rate"),
     Metric("actor/entropy", "nats", "token mean of the entropy at the rollout's temperature"),
+    Metric("actor/computed_share", "share", "samples that were computed in the update; the others had no signal"),
     Metric("actor/clip_fraction", "share", "tokens at which the clip removed the gradient"),
     Metric("actor/dual_clip_fraction", "share", "tokens at which the dual clip did"),
     Metric("actor/ppo_kl", "nats", "token mean of log p_old - log p: how far the step's updates have gone"),

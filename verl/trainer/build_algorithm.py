@@ -9,7 +9,7 @@ from typing import Any
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.policy_loss import clipped
 from verl.config.schema import AlgorithmConfig
@@ -48,6 +48,12 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
                 "algorithm.aggregation=seq-mean-token-sum-norm needs a constant length, which no key gives yet"
             )
         changes["aggregation"] = Aggregation(config.aggregation)
+    if config.old_logprobs is not None:
+        if config.old_logprobs not in list(OldLogprobs):
+            raise ConfigError(
+                f"algorithm.old_logprobs must be one of {', '.join(OldLogprobs)}, got {config.old_logprobs!r}"
+            )
+        changes["old_logprobs"] = OldLogprobs(config.old_logprobs)
     if config.entropy_coefficient is not None:
         changes["entropy_coefficient"] = config.entropy_coefficient
     changes["kl"] = _kl_term(config, algorithm.kl)

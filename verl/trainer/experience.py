@@ -33,9 +33,17 @@ class Experience:
         for part in range(num_parts):
             chosen = set(groups[part * len(groups) // num_parts : (part + 1) * len(groups) // num_parts])
             rows = [row for row, sample in enumerate(self.samples) if sample.group in chosen]
-            columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
             if rows:
-                yield Experience([self.samples[row] for row in rows], columns)
+                yield self.rows(rows)
+
+    def rows(self, rows: Sequence[int]) -> Experience:
+        """These samples alone."""
+        columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
+        return Experience([self.samples[row] for row in rows], columns)
+
+    def having(self, name: str, column: Sequence[Tensor]) -> Experience:
+        """The same with one more column."""
+        return Experience(self.samples, {**self.columns, name: column})
 
 
 def build_experience(
@@ -48,7 +56,7 @@ def build_experience(
     """Rewards on the last trained token, less the KL penalty if it is paid there; then the algorithm's advantages.
 
     The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
-    needs them before the update: with one optimizer step per batch the policy's own are the old ones.
+    needs them before the update; a KL penalty in the reward then takes the engine's.
     """
     masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
@@ -56,9 +64,9 @@ def build_experience(
         rewards = torch.zeros(int(mask_L.sum()))
         rewards[-1:] = sample.reward
         if algorithm.kl.placement is KLPlacement.REWARD:
-            assert ref_logprobs is not None and old_logprobs is not None
-            known = old_logprobs[row][mask_L], ref_logprobs[row][mask_L]
-            rewards = penalised(rewards, *known, algorithm.kl.coefficient)
+            assert ref_logprobs is not None
+            sampled_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]
+            rewards = penalised(rewards, sampled_L[mask_L], ref_logprobs[row][mask_L], algorithm.kl.coefficient)
         token_rewards.append(rewards)
     groups = torch.tensor([sample.group for sample in samples])
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]
@@ -79,15 +87,37 @@ def build_experience(
 
 
 def with_weights(minibatch: Experience, aggregation: Aggregation, constant_length: float | None = None) -> Experience:
-    """The mini-batch with its loss weights, and with the weights of plain token means for metrics."""
+    """The mini-batch with its loss weights."""
+    return _weighted(minibatch, "weight", aggregation, constant_length)
+
+
+def with_metric_weights(minibatch: Experience) -> Experience:
+    """The mini-batch with the weights of plain token means."""
+    return _weighted(minibatch, "metric_weight", Aggregation.TOKEN_MEAN)
+
+
+def with_signal(minibatch: Experience, algorithm: Algorithm) -> Experience:
+    """What of the mini-batch has a gradient: all of it if KL or entropy are in the loss, else where an advantage is.
+
+    A group whose rewards are all equal has none, and its share of the loss is exactly zero; so it need not be computed.
+    To be asked after the loss weights were made, whose denominators count every sample.
+    """
+    return minibatch.rows(rows_with_signal(minibatch, algorithm))
+
+
+def rows_with_signal(minibatch: Experience, algorithm: Algorithm) -> list[int]:
+    """Which of the samples `with_signal` keeps."""
+    everywhere = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
+    return [row for row, each in enumerate(minibatch.columns["advantages"]) if everywhere or bool(each.any())]
+
+
+def _weighted(
+    minibatch: Experience, name: str, aggregation: Aggregation, constant_length: float | None = None
+) -> Experience:
     lengths_B = torch.tensor([sum(sample.action_mask) for sample in minibatch.samples])
-    columns = dict(minibatch.columns)
-    for name, mode in (("weight", aggregation), ("metric_weight", Aggregation.TOKEN_MEAN)):
-        weights_B = sample_weights(mode, lengths_B, constant_length).float()
-        columns[name] = [
-            weight.expand(len(sample.token_ids)) for weight, sample in zip(weights_B, minibatch.samples, strict=True)
-        ]
-    return Experience(minibatch.samples, columns)
+    weights_B = sample_weights(aggregation, lengths_B, constant_length).float()
+    column = [weight.expand(len(sample.token_ids)) for weight, sample in zip(weights_B, minibatch.samples, strict=True)]
+    return minibatch.having(name, column)
 
 
 def _scattered(dense: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:

@@ -51,8 +51,8 @@ def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metrics:
     """Means over a step's optimizer steps, the largest of what ends in "_max"."""
     merged: Metrics = {}
-    for name in updates[0] if updates else ():
-        values = [update[name] for update in updates]
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
         group, short = ("engine", name.removeprefix("engine_")) if name.startswith("engine_") else (prefix, name)
         merged[f"{group}/{short}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
     return merged

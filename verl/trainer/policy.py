@@ -14,7 +14,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, pack
 from verl.single_controller.group import WorkerGroup
-from verl.trainer.experience import Experience, with_weights
+from verl.trainer.experience import Experience, with_metric_weights, with_signal, with_weights
 from verl.types import Sample
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.policy_worker import PolicyWorker
@@ -26,6 +26,22 @@ class PackSettings:
 
     max_tokens_per_pack: int = 16384
     share_prefix: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringLayout:
+    """Samples in packs; the column "place" says where each trained token lies among all tokens."""
+
+    shards: list[list[PackedBatch]]  # [rank][pack]
+    lengths: tuple[int, ...]  # [B] tokens of each sample
+
+    def unpacked(self, scores: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """[rank][pack][A] -> [B][L], zero where nothing is trained."""
+        flat = torch.zeros(sum(self.lengths))
+        for packs, of_rank in zip(self.shards, scores, strict=True):
+            for packed, scores_A in zip(packs, of_rank, strict=True):
+                flat[packed.columns["place"].long()] = scores_A.to(flat.dtype)
+        return list(flat.split(list(self.lengths)))
 
 
 @dataclass(frozen=True)
@@ -42,31 +58,36 @@ class Learner:
         packs = [pack(units, samples, minibatch.columns) for units in dealt]
         return [packs[rank :: self.workers.size] for rank in range(self.workers.size)]
 
-    def scored(self, function: Callable[..., Any], samples: Sequence[Sample]) -> list[Tensor]:
-        """[B][L] what `function` says of the trained tokens, zero elsewhere."""
-        lengths = [len(sample.token_ids) for sample in samples]
+    def laid_out(self, samples: Sequence[Sample]) -> ScoringLayout:
+        """The samples packed once, for every model that is to score them."""
+        lengths = tuple(len(sample.token_ids) for sample in samples)
         places = torch.arange(sum(lengths)).split(lengths)
-        shards = self.packs(Experience(samples, {"place": places}))
-        flat = torch.zeros(sum(lengths))
-        for packs, scores in zip(shards, self.workers.scatter(function, shards), strict=True):
-            for packed, scores_A in zip(packs, scores, strict=True):
-                flat[packed.columns["place"].long()] = scores_A.to(flat.dtype)
-        return list(flat.split(lengths))
+        return ScoringLayout(self.packs(Experience(samples, {"place": places})), lengths)
+
+    def scored(self, function: Callable[..., Any], layout: ScoringLayout) -> list[Tensor]:
+        """[B][L] what `function` says of the trained tokens, zero elsewhere."""
+        return layout.unpacked(self.workers.scatter(function, layout.shards))
 
 
 @dataclass(frozen=True)
 class Policy(Learner):
     """The model that acts."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def score(self, layout: ScoringLayout) -> list[Tensor]:
         """[B][L] log-probs of the trained tokens, zero elsewhere."""
-        return self.scored(PolicyWorker.score, samples)
+        return self.scored(PolicyWorker.score, layout)
 
     def update(self, minibatch: Experience, algorithm: Algorithm) -> dict[str, float]:
-        """One optimizer step; the metrics are token means over the mini-batch."""
-        shards = self.packs(with_weights(minibatch, algorithm.aggregation))
+        """One optimizer step. Samples without a signal weigh in the loss's denominators, but are not computed.
+
+        The metrics are token means over what was computed; of nothing there are none.
+        """
+        computed = with_metric_weights(with_signal(with_weights(minibatch, algorithm.aggregation), algorithm))
+        shards = self.packs(computed)
         metrics: dict[str, float] = self.workers.scatter(PolicyWorker.update, shards, algorithm)[0]
-        return metrics
+        if not computed.samples:
+            metrics = {name: metrics[name] for name in ("loss", "grad_norm", "lr")}
+        return {**metrics, "computed_share": len(computed.samples) / len(minibatch.samples)}
 
     def imitate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step of supervised learning: the mean of -log p over all trained tokens."""
@@ -83,9 +104,9 @@ class Policy(Learner):
 class Critic(Learner):
     """The model that foresees returns."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def score(self, layout: ScoringLayout) -> list[Tensor]:
         """[B][L] values of the states before the trained tokens, zero elsewhere."""
-        return self.scored(CriticWorker.score, samples)
+        return self.scored(CriticWorker.score, layout)
 
     def update(self, minibatch: Experience) -> dict[str, float]:
         """One optimizer step on all trained tokens alike; the metrics are token means over the mini-batch."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import AdaptiveKL
 from verl.data.samples import to_samples
 from verl.data.tasks import TaskStream
@@ -22,7 +23,7 @@ from verl.errors import VerlError
 from verl.rollout.group import GroupRollout
 from verl.tracking.timers import PhaseTimer
 from verl.trainer import metrics as tell
-from verl.trainer.experience import Experience, build_experience
+from verl.trainer.experience import Experience, build_experience, rows_with_signal
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
 from verl.trainer.weights import Publisher
@@ -79,11 +80,11 @@ class PPOTrainer:
             await self.rollout.engine.sleep()
         samples = [sample for number, group in enumerate(self.groups) for sample in to_samples(group, number)]
         with self.timer.phase("score"):
-            old = self.policy.score(samples) if self._needs_old_logprobs else None
-            ref = self.reference.score(samples) if self.reference else None
-            values = self.critic.score(samples) if self.critic else None
+            old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):
             experience = build_experience(samples, old, self._algorithm_now(), ref, values)
+        with self.timer.phase("score"):
+            experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):
             learned = self._update(experience)
         with self.timer.phase("publish"):
@@ -97,11 +98,35 @@ class PPOTrainer:
             **self._timings(samples),
         }
 
+    def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
+        """Old and reference log-probs and values, as far as the advantages ask for them, in one layout of packs."""
+        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._of_trainer
+        models = (self.policy if needs_old else None, self.reference, self.critic)
+        layout = self.policy.laid_out(samples) if any(models) else None
+        return [None if model is None or layout is None else model.score(layout) for model in models]
+
+    def _with_old_logprobs(self, experience: Experience) -> Experience:
+        """With the policy's log-probs before the first of several updates, of the samples that will be computed.
+
+        With one optimizer step per batch the policy's own log-probs in the update are the old ones.
+        """
+        known = "old_logprobs" in experience.columns
+        if known or self.settings.minibatches_per_step == 1 or not self._of_trainer:
+            return experience
+        rows = rows_with_signal(experience, self.algorithm)
+        scored = iter(self.policy.score(self.policy.laid_out([experience.samples[row] for row in rows])))
+        computed = set(rows)
+        return experience.having(
+            "old_logprobs",
+            [
+                next(scored) if row in computed else torch.zeros(len(sample.token_ids))
+                for row, sample in enumerate(experience.samples)
+            ],
+        )
+
     @property
-    def _needs_old_logprobs(self) -> bool:
-        """With one optimizer step per batch the policy's log-probs in the update are the old ones."""
-        several = self.settings.minibatches_per_step > 1
-        return several or self.algorithm.kl.placement is KLPlacement.REWARD or self.step < self.settings.critic_warmup
+    def _of_trainer(self) -> bool:
+        return self.algorithm.old_logprobs is OldLogprobs.TRAINER
 
     def _update(self, experience: Experience) -> Metrics:
         """Critic and policy on every mini-batch."""

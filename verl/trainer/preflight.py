@@ -165,7 +165,8 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
             worker = PolicyWorker(engine, config.rollout.temperature)
             policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
-            old = policy.score(samples)
+            layout = policy.laid_out(samples)
+            old = policy.score(layout)
             algorithm = replace(GRPO, kl=KLTerm())
             experience = build_experience(samples, old, algorithm)
             if not any(bool(row.any()) for row in experience.columns["advantages"]):
@@ -173,7 +174,7 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             metrics = policy.update(experience, algorithm)
             if not math.isfinite(metrics["grad_norm"]) or metrics["grad_norm"] == 0.0:
                 raise ConfigError(f"the gradient's norm on a tiny copy of the model is {metrics['grad_norm']}")
-            new = policy.score(samples)
+            new = policy.score(layout)
             advantages = experience.columns["advantages"]
             return [sum(float((a * p).sum()) for a, p in zip(advantages, scored, strict=True)) for scored in (old, new)]
         finally:

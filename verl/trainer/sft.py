@@ -94,7 +94,7 @@ class SFTRun:
     def _validation_loss(self) -> float:
         """Mean of -log p over all trained tokens of the validation samples, in nats."""
         with self.timer.phase("validation"):
-            scored = self.policy.score(self.val)
+            scored = self.policy.score(self.policy.laid_out(self.val))
         masks = [torch.tensor(sample.action_mask) for sample in self.val]
         return -float(torch.cat([row[mask] for row, mask in zip(scored, masks, strict=True)]).mean())
 

@@ -63,7 +63,7 @@ class Publisher:
         samples = [to_sample(prompt, completion) for prompt, completion in written]
         gaps = [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
-            for sample, scored_L in zip(samples, self.policy.score(samples), strict=True)
+            for sample, scored_L in zip(samples, self.policy.score(self.policy.laid_out(samples)), strict=True)
         ]
         return float(torch.cat(gaps).mean())
 

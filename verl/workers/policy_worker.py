@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss import LossInputs
 from verl.batch import PackedBatch
@@ -85,7 +85,8 @@ def policy_loss(
     """
     output = policy(packed, temperature, True)
     column = packed.columns
-    old_A = column["old_logprobs"] if "old_logprobs" in column else output.logprobs.detach()
+    trainer_A = column["old_logprobs"] if "old_logprobs" in column else output.logprobs.detach()
+    old_A = column["rollout_logprobs"] if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
     token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, column["advantages"], packed.sample))
     loss_A = token.loss_T - algorithm.entropy_coefficient * output.entropy
     facts = {**token.metrics_T, "entropy": output.entropy.detach()}
@@ -94,12 +95,12 @@ def policy_loss(
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         facts["kl"] = divergence_A.detach()
     means = {name: (fact_A * column["metric_weight"]).sum() for name, fact_A in facts.items()}
-    return (loss_A * column["weight"]).sum(), {**means, **_engine_gap(column, old_A)}
+    return (loss_A * column["weight"]).sum(), {**means, **_engine_gap(column, trainer_A)}
 
 
-def _engine_gap(column: Any, old_A: Tensor) -> dict[str, Tensor]:
+def _engine_gap(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
     """How far the engine's log-probs are from the trainer's, on the very tokens that the engine sampled."""
-    gap_A = column["rollout_logprobs"] - old_A
+    gap_A = column["rollout_logprobs"] - trainer_A
     largest = gap_A.abs().max() if len(gap_A) else gap_A.new_zeros(())
     weight_A = column["metric_weight"]
     return {
