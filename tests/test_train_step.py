@@ -44,7 +44,7 @@ from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
 from verl.trainer.weights import Publisher, StaleEngineError
-from verl.types import Message, Sample, Score, Task, Trajectory
+from verl.types import Message, Sample, Score, Task, Trajectory, TrajectoryGroup
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
@@ -296,6 +296,24 @@ def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passe
     metrics = asyncio.run(learning.train_step())
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     assert metrics["engine/gap_mean"] > 0.0  # still measured against the trainer, not against itself
+
+
+def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = trainer(PLAIN)
+    words = {"short": 1, "longest": 30, "middle": 9, "long": 20}
+    tasks = [Task(name, (Message("user", "w1 " * count),), "w7", "words") for name, count in words.items()]
+    learning.tasks = TaskStream([tasks])
+    started: list[tuple[str, int]] = []
+
+    async def run(self: GroupRollout, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+        started.append((task.id, first_seed))
+        return TrajectoryGroup(task, (None,) * 2, (), (), ())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GroupRollout, "run", run)
+    groups = asyncio.run(learning._generate())
+    drawn = [group.task.id for group in groups]
+    assert [name for name, _ in started] == ["longest", "long", "middle", "short"]
+    assert [name for name, _ in sorted(started, key=lambda pair: pair[1])] == drawn  # a prompt's seed stays its own
 
 
 def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:

@@ -193,7 +193,7 @@ class RunConfig:
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
     nnodes: int = 1
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
-    num_threads: int = 1  # of one process on CPU
+    num_threads: int | None = None  # of one process on CPU; all cores but one, dealt evenly, if left out
     call_timeout_s: float = 3600.0  # for anything asked of a worker
     seed: int = 0
 
@@ -363,7 +363,7 @@ class GenerationConfig:
     gpu_memory_utilization: float = 0.8
     kv_cache_gib: int = 1  # on CPU
     device: str = "auto"
-    num_threads: int = 1  # on CPU
+    num_threads: int | None = None  # on CPU; all cores but one if left out
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

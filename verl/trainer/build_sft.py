@@ -25,6 +25,7 @@ from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
+from verl.trainer.threads import num_threads
 from verl.types import Sample
 from verl.workers.rank import RankSpec, build_rank
 
@@ -51,7 +52,7 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         device=device,
         ranks_per_node=trainer.n_gpus_per_node,
-        num_threads=trainer.num_threads,
+        num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
         seed=trainer.seed,
         timeout_s=trainer.call_timeout_s,
     )

@@ -20,6 +20,7 @@ from verl.rollout.pool import close_engine
 from verl.single_controller.group import Seat, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, RayGroup
 from verl.trainer.build_algorithm import pays_kl
+from verl.trainer.threads import threads_of
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
@@ -88,7 +89,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         device=device,
         ranks_per_node=config.trainer.n_gpus_per_node,
-        num_threads=config.trainer.num_threads,
+        num_threads=threads_of(config),
         seed=config.trainer.seed,
         timeout_s=config.trainer.call_timeout_s,
     )
@@ -161,7 +162,7 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
     if config.rollout.name == "hf":
         from verl.rollout.hf_engine import load_hf_engine
 
-        torch.set_num_threads(config.trainer.num_threads)
+        torch.set_num_threads(threads_of(config))
         return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
@@ -175,7 +176,7 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
             max_num_seqs=config.rollout.max_num_seqs,
-            num_threads=config.trainer.num_threads,
+            num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
         )
     )

@@ -25,6 +25,7 @@ from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.ppo import RewardFaultError
+from verl.trainer.threads import num_threads
 from verl.types import Message, Task
 
 
@@ -47,7 +48,9 @@ async def _engine(config: GenerationConfig) -> AsyncIterator[tuple[RolloutEngine
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_gib=config.kv_cache_gib,
         ),
-        trainer=replace(base.trainer, device=config.device, num_threads=config.num_threads, seed=config.seed),
+        trainer=replace(
+            base.trainer, device=config.device, num_threads=num_threads(config.num_threads, 1), seed=config.seed
+        ),
     )
     codec = load_codec(config.model)
     engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))

@@ -27,7 +27,7 @@ from verl.trainer.experience import Experience, build_experience, rows_with_sign
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
 from verl.trainer.weights import Publisher
-from verl.types import Sample, TrajectoryGroup
+from verl.types import Sample, Task, TrajectoryGroup
 
 _log = logging.getLogger(__name__)
 _SHOWN_FAULTS = 3
@@ -35,6 +35,11 @@ _SHOWN_FAULTS = 3
 
 class RewardFaultError(VerlError, RuntimeError):
     """The reward failed on more replies than the run may lose."""
+
+
+def prompt_length(task: Task) -> int:
+    """Characters of all messages: enough to tell long prompts from short ones before they are tokenised."""
+    return sum(len(message.content) for message in task.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +172,21 @@ class PPOTrainer:
         """The step's groups; those with too few scored replies left are dropped, too many faults end the run."""
         settings = self.settings
         first = (settings.seed << 40) + self.step * settings.prompts_per_step * settings.rollouts_per_prompt
-        groups = await asyncio.gather(
+        tasks = list(islice(self.tasks, settings.prompts_per_step))
+        # All are in flight at once; the engine starts them as they come, and a long one that starts last is waited for.
+        longest_first = sorted(range(len(tasks)), key=lambda number: -prompt_length(tasks[number]))
+        finished = await asyncio.gather(
             *(
                 self.rollout.run(
-                    task, settings.rollouts_per_prompt, self.step, first + number * settings.rollouts_per_prompt
+                    tasks[number],
+                    settings.rollouts_per_prompt,
+                    self.step,
+                    first + number * settings.rollouts_per_prompt,
                 )
-                for number, task in enumerate(islice(self.tasks, settings.prompts_per_step))
+                for number in longest_first
             )
         )
+        groups = [group for _, group in sorted(zip(longest_first, finished, strict=True), key=lambda pair: pair[0])]
         self._check_faults([fault for group in groups for fault in group.faults])
         enough = min(2, settings.rollouts_per_prompt)  # a group's only reply has nothing to be compared with
         kept = [group for group in groups if len(group.trajectories) >= enough]
