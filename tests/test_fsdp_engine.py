@@ -1,4 +1,4 @@
-"""The training engine on real processes: one rank and two give the same losses, gradients, weights."""
+"""The training engine on real processes: two ranks that share prompts and checkpoint equal one that does neither."""
 
 from __future__ import annotations
 
@@ -54,12 +54,16 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
     counts = torch.tensor([sum(each.action_mask) for each in samples])
     weights = sample_weights(Aggregation.SEQ_MEAN_TOKEN_MEAN, counts)
     columns = {"weight": [weight.repeat(len(each.token_ids)) for weight, each in zip(weights, samples, strict=True)]}
-    dealt = assign(make_units(samples, True, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
+    lean = world > 1
+    dealt = assign(make_units(samples, lean, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
     packs = [pack(units, samples, columns) for units in dealt[rank::world]]
     settings = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
     outcome: dict[str, Any] = {}
     for name, wrapper, loss in (("policy", PackedPolicy, policy_loss), ("critic", PackedCritic, critic_loss)):
-        module = wrapper(tiny_model(kind, True, torch.float64))
+        model = tiny_model(kind, True, torch.float64)
+        if lean:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        module = wrapper(model)
         engine = FSDPEngine(module, decoder_layers(module), mesh, settings, compute_dtype=torch.float64)
         assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
         outcome[name] = [engine.update(packs, loss) for _ in range(2)]
@@ -76,14 +80,18 @@ def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("kind", ["qwen2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3"))]
+)
 def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
     one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind)
     for name in ("policy", "critic"):
         for alone, together in zip(one[name], two[name], strict=True):
             assert together == pytest.approx(alone, rel=1e-6)
         for key, weight in one[f"{name} weights"].items():
-            torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=1e-9)
+            # A fiftieth of an update, for gradients that nearly cancel: they are reduced in float32, and Adam divides
+            # by their size.
+            torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
     assert one["policy"][1]["loss"] < one["policy"][0]["loss"]
     assert one["critic"][1]["loss"] < one["critic"][0]["loss"] == pytest.approx(1.0)  # values start at zero
 
