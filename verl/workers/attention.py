@@ -65,21 +65,22 @@ def register() -> None:
 def by_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scaling: float | None
 ) -> Tensor:
-    """One call per segment; the keys of its prefix are copied in front of its own."""
+    """One call per segment; the keys of its prefix are copied in front of its own.
+
+    The pack is split once: the gradient of a slice would be as long as the pack, and there is one for each segment.
+    """
+    lengths = [segment.end - segment.start for segment in segments]
+    queries, own_keys, own_values = (each.split(lengths, dim=2) for each in (query, key, value))
     outputs = []
-    for segment in segments:
-        own = slice(segment.start, segment.end)
-        keys, values = key[:, :, own], value[:, :, own]
-        bias = None
+    for number, segment in enumerate(segments):
+        keys, values, bias = own_keys[number], own_values[number], None
         if segment.prefix is not None:
-            before = segments[segment.prefix]
-            shared = slice(before.start, before.end)
-            keys = torch.cat([key[:, :, shared], keys], dim=2)
-            values = torch.cat([value[:, :, shared], values], dim=2)
-            bias = causal_lower_right(own.stop - own.start, keys.shape[2])
+            keys = torch.cat([own_keys[segment.prefix], keys], dim=2)
+            values = torch.cat([own_values[segment.prefix], values], dim=2)
+            bias = causal_lower_right(lengths[number], keys.shape[2])
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, own],
+                queries[number],
                 keys,
                 values,
                 attn_mask=bias,

@@ -49,8 +49,11 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
+        alone = (
+            mesh.size() == 1
+        )  # then a layer that is given back between forward and backward is only copied once more
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
         self.module = module
         fully_shard(module, mesh=mesh, mp_policy=precision)
         self._mesh = mesh
