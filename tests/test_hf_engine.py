@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.publication import publish
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.data.packing import make_units, pack
 from verl.errors import EngineError
@@ -54,7 +55,7 @@ def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(tem
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.5 * torch.randn_like(parameter))
-            asyncio.run(engine.load_weights(version, published_names(policy)))
+            asyncio.run(publish(engine, version, published_names(policy)))
         samplings = [Sampling(12, temperature, seed=seed) for seed in range(3)]
         for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, *samplings), strict=True):
             assert completion.weight_version == version and len(completion.token_ids) == 12
@@ -104,6 +105,7 @@ def test_a_failure_reaches_every_one_who_asked() -> None:
     with pytest.raises(IndexError):
         generate(HFEngine(rollout_model()), [[10**6]], Sampling(1))
     with pytest.raises(EngineError, match=r"lacks \d+ weights"):
-        asyncio.run(HFEngine(rollout_model()).load_weights(1, []))
-    with pytest.raises(KeyError):
-        asyncio.run(HFEngine(rollout_model()).load_weights(1, [("no.such.weight", torch.zeros(1))]))
+        asyncio.run(publish(HFEngine(rollout_model()), 1, []))
+    weights = [*rollout_model().named_parameters(remove_duplicate=False), ("no.such.weight", torch.zeros(1))]
+    with pytest.raises(EngineError, match=r"unknown 1 weights, among them 'no\.such\.weight'"):
+        asyncio.run(publish(HFEngine(rollout_model()), 1, weights))

@@ -25,7 +25,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     cluster = Cluster()
     for _ in range(2):
-        cluster.add_node(num_cpus=4)
+        cluster.add_node(num_cpus=2)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield
     cluster.shutdown()
@@ -55,3 +55,13 @@ def test_two_steps_on_two_nodes(
 
 def _switch(worker: object) -> str:
     return os.environ["WITHLENGTH"]
+
+
+def test_weights_reach_an_engine_on_a_node_without_a_rank(two_nodes: None, tmp_path: Path) -> None:
+    words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=1)
+    config = load_config([*words, "rollout.placement=separate", "rollout.num_engines=2"])
+    with built(config, tmp_path / "run", Console()) as fit:
+        engines, trainer = fit.trainer.rollout.engine._workers, fit.trainer.policy.workers.group  # type: ignore[attr-defined]
+        assert not set(engines.nodes) <= set(trainer.nodes)
+        asyncio.run(fit.run())  # its canary probes both engines
+        assert fit.trainer.step == 1

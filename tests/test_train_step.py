@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
 from verl.trainer.weights import Publisher, StaleEngineError
+from verl.transfer.bucket import Layout, Offer, Receiver
+from verl.transfer.memory import SharedMemory
 from verl.types import Message, Sample, Score, Task, Trajectory, TrajectoryGroup
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
@@ -110,7 +112,9 @@ def trainer(
     rollout = GroupRollout(engine, codec, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
     settings = StepSettings(prompts_per_step=4, rollouts_per_prompt=8, minibatches_per_step=minibatches)
     probes = [codec.prompt_ids(tasks[0].prompt)]
-    publisher = Publisher(learner, engine, torch.float32, probes, replace(sampling, seed=1), tolerance=1e-4)
+    layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
+    assert len(layouts) > 3
+    publisher = Publisher(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
     return PPOTrainer(settings, algorithm, TaskStream([tasks]), rollout, learner, publisher, reference, critic, control)
 
 
@@ -122,8 +126,11 @@ def value_model() -> Critic:
 
 
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
-    gathered: list[tuple[str, Tensor]] = trained.policy.gathered_weights(torch.float32)
-    return {name: full.clone() for name, full in gathered}
+    receiver, found = Receiver(torch.device("cpu")), {}
+    for layout in trained.publisher.layouts:
+        flat = receiver.receive(layout, trained.policy.offers(layout.number))
+        found |= {name: view.clone() for name, view in layout.named(flat)}
+    return found
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, GRPO, TOOLRL_GRPO], ids=["without KL", "KL in loss", "KL in reward"])
@@ -216,8 +223,8 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
 class Forgetful(HFEngine):
     """Says that it has the new weights, and has not."""
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._version = version
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        pass
 
 
 def test_a_stale_engine_stops_the_run() -> None:

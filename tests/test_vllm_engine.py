@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +18,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tests.conftest import ROOT
+from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
 from verl.errors import ConfigError, DataError, EngineError
-from verl.rollout import vllm_engine
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.transfer.bucket import Layout, Outlet
+from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, load_causal_lm, published_names
 
@@ -52,7 +54,7 @@ class Runner:
         return [completion for completions in self(together()) for completion in completions]
 
     def publish(self, version: int, policy: PackedPolicy) -> None:
-        self(self.engine.load_weights(version, published_names(policy)))
+        self(publish(self.engine, version, published_names(policy), getattr(torch, self.engine._settings.dtype)))
 
     def close(self) -> None:
         self(self.engine.close())
@@ -178,7 +180,7 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
         await asyncio.sleep(0.1)
-        await runner.engine.load_weights(2, published_names(changed))
+        await publish(runner.engine, 2, published_names(changed))
         assert not pending.done()
         return await pending
 
@@ -192,48 +194,30 @@ def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, po
     changed = shaken(load_causal_lm(runner.engine._settings.model_path), 5)
     without_head = [(name, weight) for name, weight in published_names(changed) if name != "lm_head.weight"]
     with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
-        runner(runner.engine.load_weights(2, without_head))
+        runner(publish(runner.engine, 2, without_head))
     assert mean_gap(runner, policy, 1.0, version=1) < 1e-4
 
 
 def test_a_forgotten_part_of_a_fused_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
     name = "model.layers.1.self_attn.k_proj.bias"
     with pytest.raises(EngineError, match=r"k_proj\.bias is missing"):
-        runner(runner.engine.load_weights(2, [each for each in published_names(policy) if each[0] != name]))
+        runner(publish(runner.engine, 2, [each for each in published_names(policy) if each[0] != name]))
 
 
 def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
     weights = [*published_names(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
     with pytest.raises(EngineError, match=r"model\.layers\.0\.no_such\.bias is unknown"):
-        runner(runner.engine.load_weights(2, weights))
+        runner(publish(runner.engine, 2, weights))
 
 
-def test_a_weight_that_was_altered_on_its_way_is_refused(
-    runner: Runner, policy: PackedPolicy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bucket_bytes", [1, 2**13, 2**30])
+@pytest.mark.parametrize("outlet", [SharedMemory, ByReference])
+def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
+    runner: Runner, policy: PackedPolicy, bucket_bytes: int, outlet: Callable[[], Outlet]
 ) -> None:
-    write = vllm_engine.write_weights
-
-    def write_with_a_flipped_bit(path: Path, digests: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-        altered = tensors[digests["model.norm.weight"]].clone()
-        altered.view(torch.uint8)[0] ^= 1
-        write(path, digests, {**tensors, digests["model.norm.weight"]: altered})
-
-    monkeypatch.setattr(vllm_engine, "write_weights", write_with_a_flipped_bit)
-    with pytest.raises(EngineError, match=r"model\.norm\.weight is not as they were sent"):
-        runner.publish(2, policy)
-
-
-def test_nothing_stays_in_shared_memory(runner: Runner, policy: PackedPolicy) -> None:
-    runner.publish(2, policy)
-    assert not list(vllm_engine.SHARED_MEMORY.glob("verl-weights-*"))
-
-
-def test_too_little_shared_memory_is_told(
-    runner: Runner, policy: PackedPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_engine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
-    with pytest.raises(ConfigError, match="shm-size"):
-        runner.publish(2, policy)
+    changed = shaken(policy.model, bucket_bytes)
+    runner(publish(runner.engine, 2, published_names(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
+    assert mean_gap(runner, changed, 1.0, version=2) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -276,8 +260,6 @@ def test_stop_strings_need_a_tokenizer(runner: Runner, monkeypatch: pytest.Monke
 def test_settings_that_cannot_work_are_told() -> None:
     with pytest.raises(ConfigError, match="dtype"):
         VLLMSettings("x", 10, dtype="fp8")
-    with pytest.raises(ConfigError, match="sleep_level"):
-        VLLMSettings("x", 10, sleep_level=3)
 
 
 def test_a_start_that_cannot_work_is_told(tmp_path: Path, runner: Runner) -> None:
@@ -306,6 +288,29 @@ def test_bf16_weights_are_as_near_after_a_publication_as_after_a_start(tmp_path:
         published.close()
         fresh.close()
     assert found[1] <= 1.2 * found[0]
+
+
+class Flipping(SharedMemory):
+    """Alters one bit of the third bucket behind its digest."""
+
+    def offer(self, layout: Layout, flat: torch.Tensor) -> SharedFile:
+        offer = super().offer(layout, flat)
+        if layout.number == 2:
+            flat.view(torch.uint8)[7] ^= 1
+        return offer
+
+
+@pytest.mark.slow
+def test_an_altered_bucket_ends_the_engine(model_path: Path) -> None:
+    runner = Runner(settings(model_path))
+    try:
+        policy = PackedPolicy(load_causal_lm(str(model_path)))
+        with pytest.raises(EngineError, match=r"bucket 2 .* is not as it was sent"):
+            runner(publish(runner.engine, 1, published_names(policy), outlet=Flipping()))
+        with pytest.raises(EngineError, match="in part; start it anew"):
+            runner.generate([[5]], Sampling(1))
+    finally:
+        runner.close()
 
 
 @pytest.mark.slow

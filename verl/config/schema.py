@@ -115,6 +115,7 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences that one engine decodes at once
     gpu_memory_utilization: float = 0.6  # of a GPU; the trainer has the rest
     kv_cache_gib: int = 1  # of an engine on CPU
+    bucket_mib: int = 256  # in which new weights travel to the engines; two at once, besides the model itself
 
     def __post_init__(self) -> None:
         _require(self.name in ("vllm", "hf"), "rollout.name", "vllm or hf", self.name)
@@ -124,7 +125,7 @@ class RolloutConfig:
         dtypes, places = ("auto", "bfloat16", "float32"), ("colocated", "separate")
         _require(self.dtype in dtypes, "rollout.dtype", " or ".join(dtypes), self.dtype)
         _require(self.placement in places, "rollout.placement", " or ".join(places), self.placement)
-        for name in ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib"):
+        for name in ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from verl.types import Completion
 
 if TYPE_CHECKING:  # engines of other kinds need no torch
-    from torch import Tensor
+    from verl.transfer.bucket import Layout, Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,22 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions; concurrent calls run together. Log-probs are those at the sampling temperature."""
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights by name, all of them; completions carry `version` from now on."""
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        """Get ready for all weights in buckets. Raises EngineError, and goes on with the old ones, unless they are just
+        those that its model needs. Requests wait until `end_weights`."""
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        """Take the weights of one bucket from one of the offers, whose memory may be used again after that.
+
+        Raises EngineError if they were altered on their way; the engine then is of no more use.
+        """
+
+    async def end_weights(self, version: int) -> None:
+        """All buckets are there: completions carry `version` from now on."""
 
     async def sleep(self) -> None:
-        """Give up device memory until `wake`, so that the trainer can have it. Nothing where there is none to give."""
-
-    async def wake(self) -> None:
-        """Be ready to take weights and to generate again."""
+        """Give up device memory until new weights come, so that the trainer can have it. Nothing where there is none
+        to give."""
 
     async def close(self) -> None:
         """End all that the engine started."""

@@ -8,7 +8,7 @@ Shape legend: B requests, L tokens, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling
+from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
 
 
@@ -36,9 +37,12 @@ class HFEngine:
     def __init__(self, model: PreTrainedModel, max_batch: int = 64) -> None:
         self._model = model.eval()
         self._max_batch = max_batch
-        self._version = 0
+        self._version: int | None = 0  # None: new weights are there in part
         self._waiting: list[_Request] = []
         self._flush: asyncio.Task[None] | None = None
+        self._receiver = Receiver(model.device)
+        self._ready = asyncio.Event()  # cleared while weights are replaced
+        self._ready.set()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions; what else waits at this moment is decoded with them."""
@@ -53,15 +57,13 @@ class HFEngine:
     async def sleep(self) -> None:
         """Nothing to give up."""
 
-    async def wake(self) -> None:
-        """Always awake."""
-
     async def close(self) -> None:
         """Nothing to end."""
 
     async def _run_waiting(self) -> None:
         while self._waiting:
             await asyncio.sleep(0)  # let all that are about to ask do so
+            await self._ready.wait()
             batch = self._next_batch()
             rows = [(request.prompt_ids, one) for request in batch for one in _each(request.sampling)]
             try:
@@ -86,20 +88,37 @@ class HFEngine:
             count += following.n
         return batch
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors in by name. Raises KeyError for a name the model does not have."""
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        missing = set(own)
-        with torch.no_grad():
-            for name, tensor in weights:
-                own[name].copy_(tensor)
-                missing.discard(name)
-        if missing:
-            raise EngineError(f"a publication lacks {len(missing)} weights, among them {min(missing)!r}")
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        """Check the names, and let requests wait."""
+        sent, own = set(all_names(layouts)), set(dict(self._named_parameters()))
+        for names, said in ((own - sent, "lacks"), (sent - own, "has unknown")):
+            if names:
+                raise EngineError(f"a publication {said} {len(names)} weights, among them {min(names)!r}")
+        self._ready.clear()
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        """Copy the weights in by name."""
+        own = dict(self._named_parameters())
+        try:
+            for name, view in layout.named(self._receiver.receive(layout, offers)):
+                own[name].data.copy_(view)
+        except BaseException:
+            self._version = None
+            self._ready.set()  # whoever waits must hear of it
+            raise
+
+    async def end_weights(self, version: int) -> None:
+        """Requests go on."""
         self._version = version
+        self._ready.set()
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self._model.named_parameters(remove_duplicate=False)
 
     @torch.no_grad()
     def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
+        if self._version is None:
+            raise EngineError("new weights were put into the engine in part; start it anew")
         longest = max(len(prompt) for prompt in prompts)
         pads_B = torch.tensor([longest - len(prompt) for prompt in prompts])
         device = self._model.device

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from verl.transfer.bucket import Layout, Offer
 
 
 class ScriptedEngine:
@@ -29,15 +29,18 @@ class ScriptedEngine:
         reason = FinishReason.LENGTH if len(ids) < len(said) else FinishReason.STOP
         return Completion(ids, (0.0,) * len(ids), reason, self._version)
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        """Needs no weights."""
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        """Needs no weights."""
+
+    async def end_weights(self, version: int) -> None:
         """Takes note of the version alone."""
         self._version = version
 
     async def sleep(self) -> None:
         """Nothing to give up."""
-
-    async def wake(self) -> None:
-        """Always awake."""
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -13,21 +13,22 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
+import pickle
 import tempfile
 import threading
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-import torch
-from torch import Tensor
 
 from verl.errors import ConfigError, DataError, EngineError
 from verl.rollout.engine import Sampling
-from verl.rollout.vllm_extension import WeightReceiver, digest, write_weights
+from verl.rollout.vllm_extension import WeightReceiver
+from verl.transfer.bucket import Layout, Offer, all_names
+from verl.transfer.gpu import Meeting
+from verl.transfer.memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by 
 
 Result = TypeVar("Result")
 
-SHARED_MEMORY = Path("/dev/shm")
 WATCH_S = 0.5  # how often the engine looks whether its processes live
 END_S = 10.0  # how long they have to end by themselves
 LOG_TAIL = 15  # lines of vLLM's log that an error quotes
@@ -51,7 +51,7 @@ class VLLMSettings:
 
     model_path: str  # a folder, or a name on the hub
     max_model_len: int  # tokens of prompt and reply together
-    dtype: str = "bfloat16"  # of weights, activations and KV cache; published weights are cast to it
+    dtype: str = "bfloat16"  # of weights, activations and KV cache; published weights come in it
     tokenizer_path: str | None = None  # needed for stop strings alone
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory for weights and KV cache; without effect on CPU
@@ -60,23 +60,12 @@ class VLLMSettings:
     enforce_eager: bool = False  # no CUDA graphs and no compilation; always so on CPU
     num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
     seed: int = 0  # of the engine's own stream of random numbers
-    sleep_level: int = 1  # GPU only. 1: weights wait in host memory; 2: they are dropped, and published after waking
     start_timeout_s: int = 600
     log_level: str = "WARNING"  # of vLLM's own log, a file that errors quote
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"rollout.dtype: expected float32, bfloat16 or float16, not {self.dtype!r}")
-        if self.sleep_level not in (1, 2):
-            raise ConfigError(f"rollout.sleep_level: expected 1 or 2, not {self.sleep_level}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Publication:
-    """Weights on their way: digests by name, and every distinct tensor by its digest."""
-
-    digests: dict[str, str]
-    tensors: dict[str, Tensor]
 
 
 class VLLMEngine:
@@ -90,7 +79,9 @@ class VLLMEngine:
         self._vocabulary = llm.model_config.get_vocab_size()
         self._version: int | None = 0  # None: the weights are not to be used
         self._numbers = itertools.count()
-        self._publishing = asyncio.Lock()
+        self._outlet = SharedMemory()  # for buckets that come as tensors
+        self._asleep = False
+        self._weight_names: set[str] = set()
         self._processes: list[psutil.Process] = []
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watch_processes())
@@ -109,6 +100,8 @@ class VLLMEngine:
         try:
             pids = await engine._call_workers(WeightReceiver.follow.__name__, str(os.getpid()))
             engine._processes = _between_here_and(pids)
+            for names in await engine._call_workers(WeightReceiver.weight_names.__name__):
+                engine._weight_names |= set(names)
         except BaseException:
             await engine.close()
             raise
@@ -128,38 +121,53 @@ class VLLMEngine:
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights at once; requests that are running wait, and go on with the new ones.
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        """Check the names and halt: running requests wait, and go on with the new weights.
 
-        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing, unknown or altered
-        weight is an EngineError that leaves the old weights in use. `weights` is consumed in a thread of its own.
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or an unknown one is an
+        EngineError that leaves the old weights in use. From then on a failure leaves an engine that nobody may use.
         """
-        async with self._publishing:
-            publication = await asyncio.to_thread(_prepare, weights, getattr(torch, self._settings.dtype))
-            with tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_roomy_memory(publication)) as folder:
-                path = Path(folder, "weights.safetensors")
-                await asyncio.to_thread(write_weights, path, publication.digests, publication.tensors)
-                answers: list[tuple[dict[str, str], list[str]]]
-                answers = await self._call_workers(WeightReceiver.receive_weights.__name__, str(path))
-                for received, needed in answers:
-                    _compare(publication.digests, received, needed)
-                try:
-                    await self._apply(version, str(path))
-                except BaseException:
-                    self._stop("new weights were put into the engine in part; start it anew")
-                    raise
+        _compare(all_names(layouts), self._weight_names)
+        if self._asleep:
+            await self._unless_dead(self._llm.wake_up(["weights"]))
+        async with self._all_or_nothing():
+            await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._call_workers(WeightReceiver.begin_weights.__name__)
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        """Load one bucket. An altered one is an EngineError."""
+        async with self._all_or_nothing():
+            shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in offers]
+            await self._call_workers(WeightReceiver.load_bucket.__name__, pickle.dumps((layout, shared)))
+
+    async def end_weights(self, version: int) -> None:
+        """All buckets are there: generate with them."""
+        async with self._all_or_nothing():
+            answers: list[list[str]] = await self._call_workers(WeightReceiver.end_weights.__name__)
+            left_out = sorted({name for names in answers for name in names})
+            if left_out:
+                raise EngineError(f"vLLM did not load {_some(left_out)}")
+            if self._asleep:
+                await self._unless_dead(self._llm.wake_up(["kv_cache"]))
+            # What is cached of prompts and of running requests belongs to the old weights.
+            if not await self._unless_dead(self._llm.reset_prefix_cache(reset_running_requests=True)):
+                raise EngineError("vLLM did not drop its prefix cache, which belongs to the old weights")
+            self._version, self._asleep = version, False
+            await self._unless_dead(self._llm.resume_generation())
+
+    async def join_broadcast(self, meeting: Meeting, first: int) -> None:
+        """Meet the trainer, which will broadcast weights. first: the rank there of this engine's first worker"""
+        method = WeightReceiver.join_broadcast.__name__
+        await self._call_workers(method, meeting.host, meeting.port, first, meeting.size)
 
     async def sleep(self) -> None:
-        """Free the GPU's memory: KV cache and weights. Running requests are aborted. On CPU nothing."""
-        if not self._on_cpu:
-            await self._unless_dead(self._llm.sleep(level=self._settings.sleep_level))
-            if self._settings.sleep_level == 2:
-                self._version = None
+        """Free the GPU's memory: KV cache and weights, until new ones are loaded. Ends running requests.
 
-    async def wake(self) -> None:
-        """Take the memory back. After `sleep_level` 2 weights must be published before the engine generates."""
+        On CPU nothing.
+        """
         if not self._on_cpu:
-            await self._unless_dead(self._llm.wake_up())
+            await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
+            self._version, self._asleep = None, True
 
     async def close(self) -> None:
         """End vLLM's processes, by force if they do not end by themselves, and remove its log."""
@@ -176,20 +184,21 @@ class VLLMEngine:
                 process.kill()
         psutil.wait_procs(alive, timeout=END_S)
 
-    async def _apply(self, version: int, path: str) -> None:
-        """Load what was received, while running requests wait. A failure leaves weights that nobody may use."""
-        await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
-        answers: list[list[str]] = await self._call_workers(WeightReceiver.apply_weights.__name__, path)
-        left_out = sorted({name for names in answers for name in names})
-        if left_out:
-            raise EngineError(f"vLLM did not load {_some(left_out)}")
-        # What is cached of prompts and of running requests belongs to the old weights.
-        if not await self._unless_dead(self._llm.reset_prefix_cache(reset_running_requests=True)):
-            raise EngineError("vLLM did not drop its prefix cache, which belongs to the old weights")
-        self._version = version
-        await self._unless_dead(self._llm.resume_generation())
+    @contextlib.asynccontextmanager
+    async def _all_or_nothing(self) -> AsyncIterator[None]:
+        """A failure in the middle of a publication leaves weights that nobody may use."""
+        try:
+            yield
+        except BaseException:
+            self._stop("new weights were put into the engine in part; start it anew")
+            raise
 
-    async def _call_workers(self, method: str, *args: str) -> list[Any]:
+    def _shared(self, layout: Layout, offer: InMemory) -> SharedFile:
+        """What came as a tensor, where vLLM's workers can read it."""
+        self._outlet.buffer(layout).copy_(offer.flat)
+        return self._outlet.pass_on(layout, offer.digest)
+
+    async def _call_workers(self, method: str, *args: str | int | bytes) -> list[Any]:
         """What every worker answers. Raises EngineError with the worker's error."""
         try:
             answers: list[Any] = await self._unless_dead(self._llm.collective_rpc(method, args=args))
@@ -250,7 +259,7 @@ class VLLMEngine:
 
     def _usable_version(self) -> int:
         if self._version is None:
-            raise EngineError("the engine dropped its weights when it slept (sleep_level 2); publish before generating")
+            raise EngineError("the engine dropped its weights when it slept; publish new ones before generating")
         return self._version
 
     async def _unless_dead(self, work: Awaitable[Result]) -> Result:
@@ -373,6 +382,7 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
         variables["OMP_NUM_THREADS"] = str(settings.num_threads)
+        variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a reload touches fresh memory
         variables["TORCHDYNAMO_DISABLE"] = "1"  # or the first request waits for a C++ compiler, eager or not
     return variables
 
@@ -417,35 +427,10 @@ def _gone(process: psutil.Process) -> bool:
         return True
 
 
-def _prepare(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> _Publication:
-    digests: dict[str, str] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, weight in weights:
-        tensor = weight.detach().to("cpu", dtype).contiguous()
-        digests[name] = digest(tensor)
-        tensors.setdefault(digests[name], tensor)
-    return _Publication(digests, tensors)
-
-
-def _roomy_memory(publication: _Publication) -> Path:
-    """Shared memory, if the weights fit in. Raises ConfigError otherwise."""
-    needed = sum(tensor.nbytes for tensor in publication.tensors.values())
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        raise ConfigError(
-            f"{SHARED_MEMORY} has {free / GIB:.2f} GiB free, and a publication of the weights needs {needed / GIB:.2f} "
-            "GiB; enlarge it (mount -o remount,size=... , or --shm-size of the container)"
-        )
-    return SHARED_MEMORY
-
-
-def _compare(sent: dict[str, str], received: dict[str, str], needed: Iterable[str]) -> None:
-    """Raise EngineError unless a worker has received all that its model needs, nothing else, and every bit of it."""
-    complaints = {
-        "missing": sorted(set(needed) - set(sent)),
-        "unknown to vLLM's model": sorted(set(sent) - set(needed)),
-        "not as they were sent": sorted(name for name in sent if received.get(name) != sent[name]),
-    }
+def _compare(sent: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise EngineError unless all that the model needs is sent, and nothing else."""
+    sent, needed = set(sent), set(needed)
+    complaints = {"missing": sorted(needed - sent), "unknown to vLLM's model": sorted(sent - needed)}
     found = [
         f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in complaints.items() if names
     ]

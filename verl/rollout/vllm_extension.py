@@ -1,55 +1,33 @@
-"""What vLLM's worker processes do for us: say who they are, read published weights, put them into the model.
+"""What vLLM's worker processes do for us: say who they are, which weights they need, and take them in buckets.
 
-A publication is one safetensors file that holds every distinct tensor once, under its digest, and in its metadata the
-name of every weight with the digest of its tensor. Tied weights and equal tensors so travel once. The worker hashes
-what it read, not what it was told: vLLM repacks weights and drops the originals, so this is the last place where they
-can be compared with the sender's.
+A worker checks every bucket as it arrives: vLLM repacks weights and drops the originals, so this is the last place
+where they can be compared with the sender's. vLLM's reload goes layer by layer, and what of a layer has come waits for
+the rest, which may lie in a later bucket: so weights are copied out of a bucket, whose memory is used again.
 
-This file runs where vLLM runs; the engine imports it for the file's format alone.
+This file runs where vLLM runs. The GPU's transports have never been run so far.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from blake3 import blake3
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
+
+from verl.transfer.bucket import Receiver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _LOOK_S = 2.0  # between looks for the owner
-
-
-def digest(tensor: Tensor) -> str:
-    """A hash of dtype, shape and bytes of a contiguous CPU tensor."""
-    kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    content = tensor.flatten().view(torch.uint8).numpy().data  # a memoryview
-    return blake3(kind, max_threads=blake3.AUTO).update(content).hexdigest()
-
-
-def write_weights(path: Path, digests: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
-    """Write `tensors` (by digest) and `digests` (by name of the weight) as one publication."""
-    save_file(tensors, path, metadata={"digests": json.dumps(dict(digests))})
-
-
-def read_weights(path: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight of a publication, in the sender's order."""
-    with safe_open(path, framework="pt") as file:
-        for name, key in json.loads(file.metadata()["digests"]).items():
-            yield name, file.get_tensor(key)
 
 
 class WeightReceiver:
@@ -58,6 +36,11 @@ class WeightReceiver:
     if TYPE_CHECKING:  # vLLM's worker has these
         model_runner: Any
         vllm_config: VllmConfig
+        device: torch.device
+        rank: int
+
+    _inlet: Receiver
+    _loaded: set[str]  # since `begin_weights`
 
     def follow(self, owner: str) -> int:
         """The worker's process, for the engine to watch and to end. From now on it ends if process `owner` does.
@@ -68,17 +51,49 @@ class WeightReceiver:
         threading.Thread(target=_end_with, args=(int(owner), os.getpid(), os.getppid()), daemon=True).start()
         return os.getpid()
 
-    def receive_weights(self, path: str) -> tuple[dict[str, str], list[str]]:
-        """Digests of the weights as they arrived here, by name, and the names that this worker's model needs."""
-        model = self.model_runner.get_model()
-        return {name: digest(tensor) for name, tensor in read_weights(path)}, sorted(checkpoint_names(model))
+    def weight_names(self) -> list[str]:
+        """The names of the weights that this worker's model needs."""
+        return sorted(checkpoint_names(self.model_runner.get_model()))
 
-    def apply_weights(self, path: str) -> list[str]:
-        """Load a publication into the model in place; returns the parameters that it left out, which must be none."""
+    def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:
+        """Meet the trainer for broadcasts. first: the rank there of this engine's first worker"""
+        from verl.transfer.gpu import COMMUNICATOR, Meeting
+
+        self._receiver().kept[COMMUNICATOR] = Meeting(host, port, size).join(first + self.rank)
+
+    def begin_weights(self) -> None:
+        """From now until `end_weights` the model is of no use."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._loaded = set()
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load_bucket(self, bucket: bytes) -> None:
+        """Check a bucket and load it. bucket: its layout and the offers, pickled, for vLLM passes on plain types"""
         from vllm.config import set_current_vllm_config
 
+        layout, offers = pickle.loads(bucket)
+        flat = self._receiver().receive(layout, offers)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            return reload_in_place(self.model_runner.get_model(), self.vllm_config, read_weights(path))
+            copies = ((name, view.clone()) for name, view in layout.named(flat))
+            self._loaded |= self.model_runner.get_model().load_weights(copies)
+
+    def end_weights(self) -> list[str]:
+        """Make the model usable again; returns the parameters that were left out, which must be none."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        left_out = not_loaded(model, self._loaded)
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        return left_out
+
+    def _receiver(self) -> Receiver:
+        """Made when it is needed first: vLLM mixes this class in without calling a constructor of it."""
+        if not hasattr(self, "_inlet"):
+            self._inlet = Receiver(self.device)
+        return self._inlet
 
 
 def _end_with(owner: int, *own: int) -> None:
@@ -103,24 +118,19 @@ def checkpoint_names(model: nn.Module) -> set[str]:
     return names
 
 
-def reload_in_place(model: nn.Module, config: VllmConfig, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Load weights layer by layer and repack each; names of the parameters that were not loaded.
+def not_loaded(model: nn.Module, loaded: Iterable[str]) -> list[str]:
+    """Names of the parameters that were not loaded.
 
-    Plain `load_weights` fails on CPU, where loaded weights have been repacked and the originals emptied. While a layer
-    waits for its weights it has parameters of its own, so a head that was tied must be loaded as well; releases of vLLM
-    in which the head is the very module of the embedding (0.24) skip its name, hence the look at identity.
+    While a layer waits for its weights it has parameters of its own, so a head that was tied must be loaded as well;
+    releases of vLLM in which the head is the very module of the embedding (0.24) skip its name, hence the look at
+    identity.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    initialize_layerwise_reload(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    loaded: set[str] = model.load_weights(weights)  # type: ignore[operator]
-    finalize_layerwise_reload(model, config.model_config)
 
     def place(name: str) -> tuple[int, str]:
         layer, _, leaf = name.rpartition(".")
         return id(modules[layer]), leaf
 
     places = {place(name) for name in loaded}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return sorted(name for name in names if place(name) not in places)

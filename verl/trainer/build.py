@@ -30,7 +30,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
-from verl.trainer.build_workers import DTYPES, Workers, choose_device, engine_dtype, start_workers
+from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
@@ -39,6 +39,7 @@ from verl.trainer.ppo import PPOTrainer, StepSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
+from verl.transfer.bucket import Layout
 from verl.types import Task
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.rlla import TOGGLES
@@ -123,7 +124,7 @@ def build_trainer(
     probed: Sequence[Task],
 ) -> PPOTrainer:
     """The training step over workers that run. `probed`: tasks whose prompts the canary uses"""
-    engine = EnginePool(workers.engines)
+    engine = EnginePool(workers.engines, workers.links.sources)
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )
@@ -135,7 +136,7 @@ def build_trainer(
         stream,
         GroupRollout(engine, codec, scorer, sampling),
         policy,
-        build_publisher(config, policy, engine, codec, probed, sampling),
+        build_publisher(config, policy, engine, connect(config, policy, workers), codec, probed, sampling),
         reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,
         critic=Critic(Member(workers.trainer, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
@@ -192,6 +193,7 @@ def build_publisher(
     config: Config,
     policy: Policy,
     engine: RolloutEngine,
+    layouts: Sequence[Layout],
     codec: ChatCodec,
     tasks: Sequence[Task],
     sampling: Sampling,
@@ -201,4 +203,4 @@ def build_publisher(
     coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
     probes = [codec.prompt_ids(tasks[number].prompt) for number in range(min(_NUM_PROBES, len(tasks)))]
     probing = replace(sampling, max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
-    return Publisher(policy, engine, dtype, probes, probing, _TOLERANCE[coarsest])
+    return Publisher(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +17,15 @@ from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.pool import close_engine
+from verl.rollout.pool import close_engine, join_broadcast
 from verl.single_controller.group import Seat, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, RayGroup
 from verl.trainer.build_algorithm import pays_kl
+from verl.trainer.policy import Policy
 from verl.trainer.threads import threads_of
+from verl.transfer.bucket import Layout, OpenOutlet
+from verl.transfer.gpu import CudaIpc, Meeting, NcclBroadcast
+from verl.transfer.memory import ByReference, SharedMemory
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
@@ -29,11 +34,21 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
+class Links:
+    """The ways that weights take."""
+
+    outlets: Sequence[OpenOutlet]  # by trainer rank
+    sources: Sequence[Sequence[int]]  # by engine: the ranks whose offers are meant for it
+    meeting: Meeting | None = None  # where rank 0 waits for the engines
+
+
+@dataclass(frozen=True)
 class Workers:
     """The processes of a run."""
 
     trainer: RayGroup
     engines: RayGroup
+    links: Links
 
     async def close_engines(self) -> None:
         """Let the engines end what they have started, for as long as that is quick."""
@@ -112,9 +127,51 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
         beside = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         places = [homes[ranks[0]] for ranks in beside]
         devices = [tuple(gpu for rank in ranks for gpu in trainer.gpus[rank]) for ranks in beside]
-        return Workers(trainer, cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices))
-    alone = Bundle(1.0, gpus * parallel)
-    return Workers(trainer, cluster.group("rollout", make, cluster.pool([alone] * config.num_engines), alone))
+        engines = cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices)
+    else:
+        alone = Bundle(1.0, gpus * parallel)
+        engines = cluster.group("rollout", make, cluster.pool([alone] * config.num_engines), alone)
+    on_gpus = device == "cuda" and config.rollout.name == "vllm"
+    links = gpu_links(config, trainer) if on_gpus else cpu_links(trainer.nodes, engines.nodes)
+    return Workers(trainer, engines, links)
+
+
+def cpu_links(of_ranks: Sequence[str], of_engines: Sequence[str]) -> Links:
+    """Shared memory, written by the first rank of each node, where every engine has a rank on its node; else the
+    cluster's object store, filled by rank 0. Both arguments are names of nodes."""
+    if not set(of_engines) <= set(of_ranks):
+        return Links([ByReference, *[None] * (len(of_ranks) - 1)], [[0]] * len(of_engines))
+    sources = [of_ranks.index(node) for node in of_engines]
+    outlets: list[OpenOutlet] = [SharedMemory if rank in sources else None for rank in range(len(of_ranks))]
+    return Links(outlets, [[rank] for rank in sources])
+
+
+def gpu_links(config: Config, trainer: RayGroup) -> Links:
+    """CUDA IPC on shared devices, for every rank has all of a bucket once it is gathered; else NCCL from rank 0."""
+    ranks, parallel = config.num_ranks, config.rollout.tensor_model_parallel_size
+    if config.rollout.placement == "colocated":
+        sources = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
+        return Links([CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources)
+    host, port = trainer.addresses()[0]
+    meeting = Meeting(host, port, 1 + config.num_engines * parallel)
+    return Links([partial(NcclBroadcast, meeting), *[None] * (ranks - 1)], [[0]] * config.num_engines, meeting)
+
+
+def connect(config: Config, policy: Policy, workers: Workers) -> list[Layout]:
+    """Open the ways of the weights; the buckets that will take them. Engines that meet rank 0 come while it waits."""
+    dtype, size = DTYPES[engine_dtype(config)], config.rollout.bucket_mib * 2**20
+    meeting, parallel = workers.links.meeting, config.rollout.tensor_model_parallel_size
+
+    async def both() -> list[Layout]:
+        ranks = asyncio.create_task(asyncio.to_thread(policy.connect, workers.links.outlets, dtype, size))
+        if meeting is not None:
+            firsts = enumerate(range(1, meeting.size, parallel))
+            await asyncio.gather(
+                *(workers.engines.submit(number, join_broadcast, meeting, first) for number, first in firsts)
+            )
+        return await ranks
+
+    return asyncio.run(both())
 
 
 def engine_dtype(config: Config) -> str:

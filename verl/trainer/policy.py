@@ -15,6 +15,7 @@ from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, pack
 from verl.single_controller.group import WorkerGroup
 from verl.trainer.experience import Experience, with_metric_weights, with_signal, with_weights
+from verl.transfer.bucket import Layout, OpenOutlet
 from verl.types import Sample
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.policy_worker import PolicyWorker
@@ -95,9 +96,18 @@ class Policy(Learner):
         metrics: dict[str, float] = self.workers.scatter(PolicyWorker.imitate, shards)[0]
         return metrics
 
-    def gathered_weights(self, dtype: torch.dtype) -> Any:
-        """All weights by name, or a reference to them where the workers are elsewhere."""
-        return self.workers.refer(PolicyWorker.gathered_weights, dtype)[0]
+    def connect(self, outlets: Sequence[OpenOutlet], dtype: torch.dtype, bucket_bytes: int) -> list[Layout]:
+        """Get ready for publications; their buckets. outlets: by rank"""
+        layouts: list[Layout] = self.workers.scatter(PolicyWorker.connect, outlets, dtype, bucket_bytes)[0]
+        return layouts
+
+    def offers(self, number: int) -> list[Any]:
+        """What every rank offers of a bucket, or references to it where the workers are elsewhere."""
+        return self.workers.refer(PolicyWorker.offer, number)
+
+    def end_publication(self) -> None:
+        """All engines have all weights."""
+        self.workers.call(PolicyWorker.end_publication)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool
 from verl.trainer.policy import Policy
+from verl.transfer.bucket import Layout
 from verl.types import Completion
 
 
@@ -29,7 +31,7 @@ class Publisher:
 
     policy: Policy
     engine: RolloutEngine
-    dtype: torch.dtype  # what engines compute in; weights travel in it
+    layouts: Sequence[Layout]  # of the buckets in which the policy's weights travel
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
@@ -39,9 +41,10 @@ class Publisher:
 
         Raises StaleEngineError if it is too wide.
         """
-        weights = self.policy.gathered_weights(self.dtype)  # while the engines sleep, there is room for it
-        await self.engine.wake()
-        await self.engine.load_weights(version, weights)
+        await self.engine.begin_weights(self.layouts)
+        await self._load()
+        await self.engine.end_weights(version)
+        self.policy.end_publication()
         gap = await self._canary(version)
         if not gap <= self.tolerance:
             raise StaleEngineError(
@@ -50,6 +53,18 @@ class Publisher:
                 "another model"
             )
         return gap
+
+    async def _load(self) -> None:
+        """Every bucket; one is gathered while the engines load the one before."""
+        loading = asyncio.create_task(asyncio.sleep(0))
+        try:
+            for layout in self.layouts:
+                offers = await asyncio.to_thread(self.policy.offers, layout.number)
+                await loading
+                loading = asyncio.create_task(self.engine.load_bucket(layout, *offers))
+            await loading
+        finally:
+            loading.cancel()
 
     async def _canary(self, version: int) -> float:
         written = [

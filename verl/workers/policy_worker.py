@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss import LossInputs
 from verl.batch import PackedBatch
+from verl.transfer.bucket import Layout, Offer, OpenOutlet, Outlet, plan
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, published_names
 
 
 @dataclass(frozen=True, slots=True)
+class Publication:
+    """What a rank publishes, and over what."""
+
+    layouts: list[Layout]
+    outlet: Outlet | None
+
+
+@dataclass(slots=True)
 class PolicyWorker:
     """A sharded policy and the temperature its log-probs are taken at, which is the rollout's."""
 
     engine: FSDPEngine
     temperature: float
+    publication: Publication | None = None  # once connected
 
     def score(self, packs: Sequence[PackedBatch]) -> list[Tensor]:
         """[A] log-probs of every pack."""
@@ -44,25 +55,39 @@ class PolicyWorker:
         """One optimizer step of supervised learning: the weighted sum of -log p over the packs' trained tokens."""
         return self.engine.update(packs, imitation_loss)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every weight, tied aliases included; a collective."""
-        assert isinstance(self.engine.module, PackedPolicy)
-        return self.engine.export_weights(published_names(self.engine.module))
+    def connect(self, open_outlet: OpenOutlet, dtype: torch.dtype, bucket_bytes: int) -> list[Layout]:
+        """Get ready for publications in `dtype`; the buckets they will consist of.
 
-    def gathered_weights(self, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-        """All weights on the CPU, in `dtype`, on rank 0; the other ranks take part and return nothing.
-
-        Aliases of one tied weight share their memory.
+        open_outlet: makes this rank's end of the transport; None if it gathers with the others and offers nothing
         """
-        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        known: dict[int, Tensor] = {}
-        gathered = []
-        for (name, full), (_, parameter) in zip(self.weights(), published_names(self._policy), strict=True):
-            if first:
-                if id(parameter) not in known:
-                    known[id(parameter)] = full.detach().to("cpu", dtype, copy=True)
-                gathered.append((name, known[id(parameter)]))
-        return gathered
+        layouts = plan(published_names(self._policy), dtype, bucket_bytes)
+        self.publication = Publication(layouts, None if open_outlet is None else open_outlet())
+        return layouts
+
+    def offer(self, number: int) -> Offer | None:
+        """Gather one bucket and offer it; a collective."""
+        assert self.publication is not None
+        layout, outlet = self.publication.layouts[number], self.publication.outlet
+        gathered = self.engine.export_weights(self._parameters(layout))
+        if outlet is None:
+            deque(gathered, maxlen=0)
+            return None
+        flat = outlet.buffer(layout)
+        for (_, view), (_, full) in zip(layout.unpack(flat), gathered, strict=True):
+            view.copy_(full.detach())
+        return outlet.offer(layout, flat)
+
+    def end_publication(self) -> None:
+        """All engines have all weights."""
+        assert self.publication is not None
+        if self.publication.outlet is not None:
+            self.publication.outlet.release()
+
+    def _parameters(self, layout: Layout) -> Iterator[tuple[str, nn.Parameter]]:
+        """Looked up when the engine asks for the first: FSDP puts others in their place while it has them gathered."""
+        parameters = dict(published_names(self._policy))
+        for piece in layout.pieces:
+            yield piece.names[0], parameters[piece.names[0]]
 
     @property
     def _policy(self) -> PackedPolicy:

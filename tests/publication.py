@@ -1,0 +1,34 @@
+"""A publication without a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from verl.rollout.engine import RolloutEngine
+from verl.transfer.bucket import Offer, Outlet, plan
+from verl.transfer.memory import SharedMemory
+
+
+async def publish(
+    engine: RolloutEngine,
+    version: int,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float32,
+    bucket_bytes: int = 2**14,
+    outlet: Outlet | None = None,
+) -> None:
+    """All of `weights`, in many buckets unless another size is asked for."""
+    named, outlet = list(weights), outlet or SharedMemory()
+    layouts = plan(named, dtype, bucket_bytes)
+    await engine.begin_weights(layouts)
+    tensors = dict(named)
+    for layout in layouts:
+        flat = outlet.buffer(layout)
+        for piece, view in layout.unpack(flat):
+            view.copy_(tensors[piece.names[0]].detach())
+        offer: Offer = outlet.offer(layout, flat)
+        await engine.load_bucket(layout, offer)
+    await engine.end_weights(version)

