@@ -108,7 +108,8 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
     ):
         trainer = fit.trainer
         trainer.policy = replace(trainer.policy, workers=Watched(trainer.policy.workers, watch))
-        engine = EnginePool(Watched(trainer.rollout.engine._workers, watch))  # type: ignore[attr-defined]
+        pool: EnginePool = trainer.rollout.engine  # type: ignore[assignment]
+        engine = EnginePool(Watched(pool._workers, watch), pool._sources)
         scorer = WatchedScorer(trainer.rollout.scorer, watch)
         trainer.rollout = replace(trainer.rollout, engine=engine, scorer=scorer)
         trainer.publisher = replace(trainer.publisher, policy=trainer.policy, engine=engine)

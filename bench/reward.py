@@ -23,15 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from tests.conftest import TOGGLES  # noqa: E402
-from tests.test_rlla import ANSWERS, HOSTILE  # noqa: E402
-from tests.toolrl_oracle import oracle_score  # noqa: E402
-from verl.data.tasks import TaskSet  # noqa: E402
-from verl.utils.reward_score.rlla import RllaOptions, compute_score  # noqa: E402
-from verl.utils.reward_score.rlla_lab import spoiled_replies  # noqa: E402
+from tests.conftest import TOGGLES
+from tests.test_rlla import ANSWERS, HOSTILE
+from tests.toolrl_oracle import oracle_score
+from verl.data.tasks import TaskSet
+from verl.utils.reward_score.rlla import RllaOptions, compute_score
+from verl.utils.reward_score.rlla_lab import spoiled_replies
 
 Pairs = list[tuple[str, str]]
 Scorer = Callable[[str, str], object]

@@ -102,10 +102,16 @@ class FSDPEngine:
             torch.cuda.empty_cache()
 
     def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, one at a time, in the order given; a collective, so every rank must go through all of it."""
+        """Full tensors, one at a time, in the order given; a collective, so every rank must go through all of it.
+
+        A tensor that is whole already is no copy.
+        """
         self._reshard()
-        for name, parameter in named:
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, tensor in named:
+            weight = tensor.detach()
+            if isinstance(weight, DTensor):
+                weight = weight.to_local() if self._mesh.size() == 1 else weight.full_tensor()
+            yield name, weight
 
     @property
     def rank(self) -> int:

