@@ -96,7 +96,8 @@ def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     assert (algorithm.name, algorithm.kl_placement, algorithm.kl_coefficient) == ("grpo", "reward", 0.001)
     assert config.trainer.logger == ["console", "wandb"] and config.minibatches_per_step == 4
     moot = {record.message.partition(" ")[0] for record in caplog.records}
-    assert len(caplog.records) == len(moot) == 9 and "data.val_batch_size" in moot
+    assert len(caplog.records) == len(moot) == 6 and "data.val_batch_size" in moot
+    assert config.ref.offload_params and not config.actor.offload_params
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,8 @@ def test_reward_options_are_open() -> None:
         (["algorithm.name=grpo", "critic.optim.lr=1"], "critic.optim.lr=1 has no effect: the algorithm has no critic"),
         (["algorithm.kl_placement=none", "algorithm.kl_coefficient=0.1"], "algorithm.kl_placement is none"),
         (["rollout.name=hf", "rollout.kv_cache_gib=4"], "rollout.kv_cache_gib=4 has no effect"),
+        (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
+        (["trainer.device=cpu", "actor.offload_optimizer=true"], "actor.offload_optimizer=True has no effect"),
         (["rollout.tensor_model_parallel_size=2"], "must divide trainer.n_gpus_per_node (1)"),
         (["trainer.experiment_name=a/b"], "trainer.experiment_name must be a plain folder name"),
         (["algorithm.name=grpo", "rollout.n=1"], "has nothing to compare"),

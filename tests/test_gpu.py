@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from tests.conftest import ROOT
 from tests.tiny import run_words, save_tiny_model
 from verl.tracking.jsonl import read_rows
+from verl.transfer.bucket import Receiver, digest, plan
+from verl.transfer.gpu import CudaIpc
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,10 +22,58 @@ pytestmark = [
 ]
 
 
+OFFLOAD = ["actor.offload_params=true", "actor.offload_optimizer=true", "ref.offload_params=true"]
+WITH_REFERENCE = ["algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.001"]
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grpo_with_engines_beside_the_trainer(dtype: str, num_gpus: int, tmp_path: Path) -> None:
-    """Sleep, wake, publication and canary on the trainer's own devices; nccl where there are two."""
+    """Sleep, wake, publication by CUDA IPC and canary on the trainer's own devices; nccl where there are two."""
+    train(dtype, num_gpus, [f"trainer.n_gpus_per_node={num_gpus}"], tmp_path)
+
+
+def test_grpo_with_engines_on_devices_of_their_own(tmp_path: Path) -> None:
+    """Publication by NCCL broadcast."""
+    train("bfloat16", 2, ["rollout.placement=separate"], tmp_path)
+
+
+def test_grpo_with_everything_in_host_memory_between_its_uses(tmp_path: Path) -> None:
+    train("bfloat16", 1, [*OFFLOAD, *WITH_REFERENCE], tmp_path)
+
+
+READER = """
+import pickle, sys, torch
+from verl.transfer.bucket import Receiver
+layout, offer = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+print(float(Receiver(torch.device("cuda:0")).receive(layout, [offer]).double().sum()))
+"""
+
+
+def test_another_process_takes_a_bucket_from_the_same_device() -> None:
+    (layout,) = plan([("weight", torch.empty(1000, 1000))], torch.bfloat16, 10**9)
+    outlet = CudaIpc()
+    flat = outlet.buffer(layout).normal_()
+    assert digest(flat) == digest(flat.cpu())
+    offer = outlet.offer(layout, flat)
+    sent = pickle.dumps((layout, offer)).hex()
+    command = [sys.executable, "-c", READER]
+    read = subprocess.run(command, input=sent, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(read.stdout) == float(flat.double().sum())
+    outlet.release()
+
+
+def test_a_bucket_on_another_device_is_not_taken() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    (layout,) = plan([("weight", torch.empty(100))], torch.bfloat16, 10**9)
+    outlet = CudaIpc()
+    offer = outlet.offer(layout, outlet.buffer(layout).normal_())
+    assert offer.take(layout, Receiver(torch.device("cuda:1"))) is None
+
+
+def train(dtype: str, num_gpus: int, more: list[str], tmp_path: Path) -> None:
+    """Three steps with vLLM; the canary holds on each."""
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
     words = [
@@ -30,8 +81,8 @@ def test_grpo_with_engines_beside_the_trainer(dtype: str, num_gpus: int, tmp_pat
     ]
     words += [
         f"model.compute_dtype={dtype}",
-        f"trainer.n_gpus_per_node={num_gpus}",
         "rollout.gpu_memory_utilization=0.3",
+        *more,
     ]
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")

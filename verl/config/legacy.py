@@ -23,10 +23,13 @@ _RENAMED = {
     "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
     "actor.optim.lr_warmup_steps": "actor.optim.warmup_steps",
     "critic.optim.lr_warmup_steps": "critic.optim.warmup_steps",
+    "actor.fsdp_config.param_offload": "actor.offload_params",
+    "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.offload_params",
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
 }
-# a key that is one of these, or lies below one, has nothing left to do
+# a key that is one of these, or lies below one, and is not renamed, has nothing left to do
 _MOOT = (
     "data.val_batch_size",
     "model.use_remove_padding",
@@ -60,7 +63,7 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     moot: list[str] = []
     for key, value in written.items():
         ours = _our_prefix(key)
-        if any(ours == dead or ours.startswith(f"{dead}.") for dead in _MOOT):
+        if ours not in _RENAMED and any(ours == dead or ours.startswith(f"{dead}.") for dead in _MOOT):
             moot.append(key)
         else:
             settings[_RENAMED.get(ours, ours)] = value

@@ -79,12 +79,21 @@ class ActorConfig:
     max_tokens_per_pack: int = 16384  # of one forward on one rank
     share_prefix: bool = True  # hold the common prompt of a group once
     grad_clip: float = 1.0
+    offload_params: bool = False  # GPU: they wait in host memory from a publication to the next scores or update
+    offload_optimizer: bool = False  # GPU: its state waits in host memory between updates
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
         for name in ("ppo_mini_batch_size", "max_tokens_per_pack"):
             _require(getattr(self, name) >= 1, f"actor.{name}", "at least 1", getattr(self, name))
         _require(self.grad_clip > 0, "actor.grad_clip", "positive", self.grad_clip)
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The frozen copy of the policy that KL is taken against, where the algorithm pays for it."""
+
+    offload_params: bool = False  # GPU: they wait in host memory while nothing is scored
 
 
 @dataclass(frozen=True)
@@ -237,6 +246,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

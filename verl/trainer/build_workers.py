@@ -26,6 +26,7 @@ from verl.trainer.threads import threads_of
 from verl.transfer.bucket import Layout, OpenOutlet
 from verl.transfer.gpu import CudaIpc, Meeting, NcclBroadcast
 from verl.transfer.memory import ByReference, SharedMemory
+from verl.workers.offload import Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
@@ -102,6 +103,8 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, updates),
         cliprange_value=critic.cliprange_value,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
+        reference_offload=Offload(config.ref.offload_params),
         device=device,
         ranks_per_node=config.trainer.n_gpus_per_node,
         num_threads=threads_of(config),

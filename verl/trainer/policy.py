@@ -105,8 +105,12 @@ class Policy(Learner):
         """What every rank offers of a bucket, or references to it where the workers are elsewhere."""
         return self.workers.refer(PolicyWorker.offer, number)
 
+    def begin_publication(self) -> None:
+        """Updates are over; the engines will want memory."""
+        self.workers.call(PolicyWorker.begin_publication)
+
     def end_publication(self) -> None:
-        """All engines have all weights."""
+        """All engines have all weights, and nothing is asked of the policy for a while."""
         self.workers.call(PolicyWorker.end_publication)
 
 

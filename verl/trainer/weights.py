@@ -43,6 +43,7 @@ class Publisher:
         """
         await self.deliver(version)
         gap = await self._canary(version)
+        self.policy.end_publication()
         if not gap <= self.tolerance:
             raise StaleEngineError(
                 f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
@@ -53,10 +54,10 @@ class Publisher:
 
     async def deliver(self, version: int) -> None:
         """Hand over the weights without looking whether they arrived."""
+        self.policy.begin_publication()
         await self.engine.begin_weights(self.layouts)
         await self._load()
         await self.engine.end_weights(version)
-        self.policy.end_publication()
 
     async def _load(self) -> None:
         """Every bucket; one is gathered while the engines load the one before."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.batch import PackedBatch
 from verl.errors import DataError
+from verl.workers.offload import STAY, Movable, Offload
 from verl.workers.optim import OptimizerSettings, build_optimizer
 from verl.workers.rng import get_random_state, set_random_state
 
@@ -44,6 +45,7 @@ class FSDPEngine:
         mesh: DeviceMesh,
         optimizer: OptimizerSettings | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        offload: Offload = STAY,
     ) -> None:
         """Shard `module` in place over the mesh, each of `layers` as a unit; without `optimizer` it is only scored."""
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -62,12 +64,17 @@ class FSDPEngine:
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
             self._optimizer, self._scheduler = build_optimizer(module.parameters(), optimizer)
+        self._params = Movable(self._move_params, self._device, offload.params)
+        self._states = Movable(self._move_states, self._device, offload.optimizer)
+        self._put_away_if_idle()
 
     @torch.no_grad()
     def score(self, packs: Iterable[PackedBatch], forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
         """`forward(module, pack)` of every pack, without gradients, on the CPU."""
+        self._params.bring()
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
+        self._put_away_if_idle()
         self._give_back_memory()
         return scores
 
@@ -79,6 +86,7 @@ class FSDPEngine:
         "grad_norm" (before clipping) and "lr".
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
+        self._bring_all()
         self.module.train()
         totals: dict[str, Tensor] = {}
         for packed in packs:
@@ -101,11 +109,41 @@ class FSDPEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def put_away_optimizer(self) -> None:
+        """No update comes for a while; before the next one its state is brought back."""
+        self._states.put_away()
+        self._give_back_memory()
+
+    def put_away_all(self) -> None:
+        """Nothing is asked of the engine for a while; before it is, what that needs is brought back."""
+        self._params.put_away()
+        self.put_away_optimizer()
+
+    def _put_away_if_idle(self) -> None:
+        """Nobody but `score` uses an engine without optimizer."""
+        if self._optimizer is None:
+            self.put_away_all()
+
+    def _bring_all(self) -> None:
+        self._params.bring()
+        self._states.bring()
+
+    def _move_params(self, device: torch.device) -> None:
+        self.module.to(device)
+
+    def _move_states(self, device: torch.device) -> None:
+        assert self._optimizer is not None
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if value.ndim > 0:  # AdamW counts steps on the host
+                    state[name] = value.to(device)
+
     def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, one at a time, in the order given; a collective, so every rank must go through all of it.
 
         A tensor that is whole already is no copy.
         """
+        self._params.bring()
         self._reshard()
         for name, tensor in named:
             weight = tensor.detach()
@@ -126,6 +164,7 @@ class FSDPEngine:
         """
         if self._optimizer is None or self._scheduler is None:
             return
+        self._bring_all()
         random_states: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(random_states, get_random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
@@ -143,6 +182,7 @@ class FSDPEngine:
         """
         if self._optimizer is None or self._scheduler is None:
             return
+        self._bring_all()
         state = {**self._sharded_state(), "host": None}
         with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was made with", folder):
             load(state, checkpoint_id=folder)

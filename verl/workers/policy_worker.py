@@ -77,11 +77,16 @@ class PolicyWorker:
             view.copy_(full.detach())
         return outlet.offer(layout, flat)
 
+    def begin_publication(self) -> None:
+        """Updates are over; the engines will want memory."""
+        self.engine.put_away_optimizer()
+
     def end_publication(self) -> None:
-        """All engines have all weights."""
+        """All engines have all weights, and the trainer rests until the next rollouts are there."""
         assert self.publication is not None
         if self.publication.outlet is not None:
             self.publication.outlet.release()
+        self.engine.put_away_all()
 
     def _parameters(self, layout: Layout) -> Iterator[tuple[str, nn.Parameter]]:
         """Looked up when the engine asks for the first: FSDP puts others in their place while it has them gathered."""

@@ -20,6 +20,7 @@ from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, load_causal_lm
+from verl.workers.offload import STAY, Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -40,6 +41,8 @@ class RankSpec:
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
     gradient_checkpointing: bool = False
+    policy_offload: Offload = STAY
+    reference_offload: Offload = STAY
     device: str = "cpu"
     ranks_per_node: int | None = None  # shard within nodes and copy across them (HSDP); over all ranks if left out
     num_threads: int = 1  # of a CPU rank
@@ -62,6 +65,7 @@ class TrainingRank:
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
+        self.policy.engine.put_away_all()
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
@@ -91,12 +95,12 @@ def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
     """Join the group and load the models. Raises ConfigError if there is no model at the path."""
     mesh = join(spec, seat)
     checkpointing = spec.gradient_checkpointing
-    policy = PolicyWorker(
-        _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, checkpointing), spec.temperature
-    )
+    engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, checkpointing, spec.policy_offload)
+    policy = PolicyWorker(engine, spec.temperature)
     reference = critic = None
     if spec.with_reference:
-        reference = PolicyWorker(_engine(spec, spec.model_path, PackedPolicy, mesh, None, False), spec.temperature)
+        engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, False, spec.reference_offload)
+        reference = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
         engine = _engine(spec, spec.critic_path, PackedCritic, mesh, spec.critic_optimizer, checkpointing)
         critic = CriticWorker(engine, spec.cliprange_value)
@@ -134,6 +138,7 @@ def _engine(
     mesh: DeviceMesh,
     optimizer: OptimizerSettings | None,
     checkpointing: bool,
+    offload: Offload = STAY,
 ) -> FSDPEngine:
     """A sharded model; one that is never updated is held in the dtype it computes in."""
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype)
@@ -142,4 +147,4 @@ def _engine(
     module: PackedPolicy | PackedCritic = wrapper(model)
     moved: nn.Module = module.to(spec.device)
     layers = decoder_layers(module)
-    return FSDPEngine(moved, layers, mesh, optimizer, spec.compute_dtype)
+    return FSDPEngine(moved, layers, mesh, optimizer, spec.compute_dtype, offload)

@@ -1,0 +1,126 @@
+"""What is moved when: an engine whose moves are written down instead of made. Moves themselves need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.test_fsdp_engine import policy_loss
+from tests.test_packing import random_samples, tiny_model
+from verl.data.packing import make_units, pack
+from verl.transfer.memory import SharedMemory
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.offload import Movable, Offload
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+
+GPU, HOST = torch.device("cuda"), torch.device("cpu")
+SAMPLES = random_samples(1, group_sizes=(2, 1))
+PACKS = [pack(make_units(SAMPLES, True, 1000), SAMPLES, {"weight": [torch.ones(len(s.token_ids)) for s in SAMPLES]})]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def watched(moves: list[str], trained: bool) -> PolicyWorker:
+    """A worker on the CPU whose engine takes its device for another."""
+    module = PackedPolicy(tiny_model("qwen2", tied=True, dtype=torch.float32))
+    settings = OptimizerSettings() if trained else None
+    engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
+    engine._params = Movable(lambda to: moves.append(f"params to {to}"), GPU, wanted=True)
+    engine._states = Movable(lambda to: moves.append(f"states to {to}"), GPU, wanted=True)
+    return PolicyWorker(engine, temperature=1.0)
+
+
+def test_a_part_moves_only_when_it_is_elsewhere() -> None:
+    moves: list[torch.device] = []
+    part = Movable(moves.append, GPU, wanted=True)
+    part.bring()
+    assert not moves
+    for _ in range(2):
+        part.put_away()
+    for _ in range(2):
+        part.bring()
+    assert moves == [HOST, GPU]
+
+
+@pytest.mark.parametrize(("device", "wanted"), [(GPU, False), (HOST, True)])
+def test_nothing_moves_unless_it_is_wanted_and_there_is_a_device(device: torch.device, wanted: bool) -> None:
+    moves: list[torch.device] = []
+    part = Movable(moves.append, device, wanted)
+    part.put_away()
+    part.bring()
+    assert not moves
+
+
+def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_path: Path) -> None:
+    moves: list[str] = []
+    worker = watched(moves, trained=True)
+    layouts = worker.connect(SharedMemory, torch.float32, 10**9)
+
+    def moved() -> list[str]:
+        seen = moves.copy()
+        moves.clear()
+        return seen
+
+    for _ in range(2):  # the second step finds what the first has put away
+        worker.score(PACKS)
+        assert moved() in ([], ["params to cuda"])
+        for _ in range(2):
+            worker.engine.update(PACKS, policy_loss)
+        assert moved() in ([], ["states to cuda"])
+        worker.begin_publication()
+        assert moved() == ["states to cpu"]
+        for layout in layouts:
+            worker.offer(layout.number)
+        worker.score(PACKS)  # the canary
+        assert not moves
+        worker.end_publication()
+        assert moved() == ["params to cpu"]
+    worker.engine.save(tmp_path / "actor")
+    assert moved() == ["params to cuda", "states to cuda"]
+    worker.engine.put_away_all()
+    assert moved() == ["params to cpu", "states to cpu"]
+    worker.engine.load(tmp_path / "actor")
+    assert moved() == ["params to cuda", "states to cuda"]
+
+
+def test_a_reference_is_away_unless_it_scores(group: None) -> None:
+    moves: list[str] = []
+    worker = watched(moves, trained=False)
+    worker.engine.put_away_all()
+    moves.clear()
+    worker.score(PACKS)
+    assert moves == ["params to cuda", "params to cpu"]
+
+
+def test_updates_go_on_after_a_move(group: None) -> None:
+    """From the CPU to itself: the moves go through every tensor, and updates go on after them."""
+    outcomes = []
+    for moving in (False, True):
+        torch.manual_seed(0)
+        worker = watched([], trained=True)
+        for _ in range(2):
+            outcomes.append(worker.engine.update(PACKS, policy_loss)["loss"])
+            if moving:
+                worker.engine._move_params(HOST)
+                worker.engine._move_states(HOST)
+    assert outcomes[:2] == outcomes[2:]
+
+
+def test_on_a_cpu_nothing_moves(group: None) -> None:
+    module = PackedPolicy(tiny_model("qwen2", tied=True, dtype=torch.float32))
+    mesh = init_device_mesh("cpu", (1,))
+    engine = FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), offload=Offload(True, True))
+    engine.put_away_all()
+    assert not engine._params._away and not engine._states._away
