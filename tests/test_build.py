@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +25,12 @@ from verl.trainer.build_workers import choose_device, located, rank_spec
 
 
 def test_a_preset_alone_is_itself() -> None:
-    assert build_algorithm(AlgorithmConfig("grpo")) == GRPO
-    assert build_algorithm(AlgorithmConfig("ppo")).kl == PPO.kl
+    assert build_algorithm(AlgorithmConfig("grpo"), 64) == GRPO
+    assert build_algorithm(AlgorithmConfig("ppo"), 64).kl == PPO.kl
 
 
 def test_overrides_replace_what_they_name_and_nothing_else() -> None:
-    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"))
+    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"), 64)
     assert isinstance(made.policy_loss, partial) and made.policy_loss.func is clipped
     assert made.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28}
     assert isinstance(made.advantage, partial) and made.advantage.func is gae
@@ -46,7 +47,7 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
     ],
 )
 def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
-    assert build_algorithm(AlgorithmConfig("grpo", **overrides)).kl == kl  # type: ignore[arg-type]
+    assert build_algorithm(AlgorithmConfig("grpo", **overrides), 64).kl == kl  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"name": "verl.types:Task"}, "is not an Algorithm"),
         ({"lam": 0.9}, "algorithm.lam has no effect"),
         ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
+        ({"aggregation_length": 9}, "algorithm.aggregation_length has no effect: seq-mean-token-mean"),
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
         ({"kl_placement": "reward", "kl_estimator": "k3"}, "KL in the reward is k1"),
         ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
@@ -63,24 +65,33 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
 )
 def test_overrides_without_use_are_refused(overrides: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}))  # type: ignore[arg-type]
+        build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64)  # type: ignore[arg-type]
     assert said in str(caught.value)
+
+
+def test_a_constant_length_is_the_longest_reply_unless_it_is_given() -> None:
+    norm = AlgorithmConfig("grpo", aggregation="seq-mean-token-sum-norm")
+    assert build_algorithm(norm, 64).aggregation_length == 64
+    assert build_algorithm(replace(norm, aggregation_length=10), 64).aggregation_length == 10
+    assert build_algorithm(AlgorithmConfig("grpo"), 64).aggregation_length is None
 
 
 def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
     config = AlgorithmConfig("toolrl_grpo", kl_target=0.1)
-    control = build_kl_control(config, build_algorithm(config))
+    control = build_kl_control(config, build_algorithm(config, 64))
     assert control is not None and (control.coefficient, control.target) == (0.001, 0.1)
     assert build_kl_control(AlgorithmConfig("grpo"), GRPO) is None
     with pytest.raises(ConfigError, match="has no effect"):
-        build_kl_control(AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo")))
+        build_kl_control(
+            AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo"), 64)
+        )
 
 
 def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
     config = load_config([*run_words(tmp_path, tmp_path, "hf", 10), "algorithm.name=ppo", "critic.path=other"])
-    spec = rank_spec(config, build_algorithm(config.algorithm), "cpu", total_steps=10)
+    spec = rank_spec(config, build_algorithm(config.algorithm, 64), "cpu", total_steps=10)
     assert spec.critic_path == "other" and spec.with_reference and spec.optimizer.total_steps == 20
-    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none")), "cpu", 10)
+    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none"), 64), "cpu", 10)
     assert plain.critic_path is None and not plain.with_reference
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.ppo import PPO
 from verl.algorithms.toolrl_grpo import TOOLRL_GRPO
+from verl.batch import PackedBatch
+from verl.config.load import load_config
 from verl.data.chat import ChatCodec
 from verl.data.tasks import TaskStream
 from verl.errors import ConfigError
@@ -32,6 +34,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
 from verl.tracking.names import known
+from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.experience import (
     Experience,
     build_experience,
@@ -360,6 +363,34 @@ def test_experience_by_hand() -> None:
     weighted = with_metric_weights(with_weights(experience, PLAIN.aggregation))
     assert weighted.columns["weight"][0].tolist() == pytest.approx([0.25] * 4)
     assert weighted.columns["metric_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
+
+
+class Recorder(LocalGroup):
+    """Takes packs as a group of one worker would, and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.packs: list[PackedBatch] = []
+
+    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+        (self.packs,) = shards
+        return [{}]
+
+
+def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
+    """Losses of one token and of three, two samples, length 8: every token weighs 1 / (2 * 8)."""
+    words = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.name=grpo"]
+    for more, expected in (["data.max_response_length=8"], 1 / 16), (["algorithm.aggregation_length=5"], 1 / 10):
+        config = load_config([*words, *more])
+        algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+        samples = [sample((False, True, True, True), 1.0), sample((False, True), 0.0)]
+        group = Recorder()
+        columns = {"advantages": [torch.ones(4), torch.ones(2)]}
+        Policy(group, PackSettings(400)).update(Experience(samples, columns), algorithm)
+        weights = torch.cat([packed.columns["weight"] for packed in group.packs])
+        assert weights.tolist() == pytest.approx([expected] * 4)
+    with pytest.raises(ConfigError, match=r"algorithm\.aggregation_length must be positive"):
+        load_config(["actor_rollout_ref.actor.loss_scale_factor=0"])
 
 
 def test_values_at_masked_tokens_do_no_harm() -> None:

@@ -51,6 +51,7 @@ class Algorithm:
     advantage: AdvantageEstimator
     policy_loss: PolicyLoss
     aggregation: Aggregation
+    aggregation_length: float | None = None  # tokens; the divisor of seq-mean-token-sum-norm, needed by it alone
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0

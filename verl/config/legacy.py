@@ -19,6 +19,7 @@ _RENAMED = {
     "actor.clip_ratio_high": "algorithm.clip_high",
     "actor.clip_ratio_c": "algorithm.dual_clip",
     "actor.loss_agg_mode": "algorithm.aggregation",
+    "actor.loss_scale_factor": "algorithm.aggregation_length",
     "actor.entropy_coeff": "algorithm.entropy_coefficient",
     "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
     "actor.optim.lr_warmup_steps": "actor.optim.warmup_steps",

@@ -148,6 +148,7 @@ class AlgorithmConfig:
     clip_high: float | None = None
     dual_clip: float | None = None
     aggregation: str | None = None
+    aggregation_length: int | None = None  # seq-mean-token-sum-norm's divisor; data.max_response_length if left out
     old_logprobs: str | None = None  # trainer | rollout: whose log-probs the ratio is measured from
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3
@@ -159,7 +160,7 @@ class AlgorithmConfig:
     lam: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon"):
+        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)

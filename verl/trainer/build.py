@@ -76,7 +76,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[Fit]:
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    algorithm = build_algorithm(config.algorithm)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     display = Display(total_steps, console)
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, asdict(config))
     trackers = build_trackers(config.trainer.logger, run, display)

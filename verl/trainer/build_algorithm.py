@@ -22,8 +22,11 @@ def pays_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
-def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for."""
+def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algorithm:
+    """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for.
+
+    max_response_length: tokens; the constant length of losses that are divided by one, where nothing else gives it
+    """
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
@@ -38,16 +41,9 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
         changes["policy_loss"] = _rebound(algorithm.policy_loss, clipped, clips, config.name)
     if discounts:
         changes["advantage"] = _rebound(algorithm.advantage, gae, discounts, config.name)
-    if config.aggregation is not None:
-        if config.aggregation not in list(Aggregation):
-            raise ConfigError(
-                f"algorithm.aggregation must be one of {', '.join(Aggregation)}, got {config.aggregation!r}"
-            )
-        if config.aggregation == Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
-            raise ConfigError(
-                "algorithm.aggregation=seq-mean-token-sum-norm needs a constant length, which no key gives yet"
-            )
-        changes["aggregation"] = Aggregation(config.aggregation)
+    mode = algorithm.aggregation if config.aggregation is None else _aggregation(config.aggregation)
+    length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
+    changes |= {"aggregation": mode, "aggregation_length": length}
     if config.old_logprobs is not None:
         if config.old_logprobs not in list(OldLogprobs):
             raise ConfigError(
@@ -65,6 +61,20 @@ def _rebound(given: Any, function: Any, settings: dict[str, float], name: str) -
         keys = ", ".join(f"algorithm.{key}" for key in settings)
         raise ConfigError(f"{keys} has no effect: algorithm {name!r} does not use {function.__name__}")
     return partial(function, **{**getattr(given, "keywords", {}), **settings})
+
+
+def _aggregation(name: str) -> Aggregation:
+    if name not in list(Aggregation):
+        raise ConfigError(f"algorithm.aggregation must be one of {', '.join(Aggregation)}, got {name!r}")
+    return Aggregation(name)
+
+
+def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: float) -> float | None:
+    if mode is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
+        return config.aggregation_length or default
+    if config.aggregation_length is not None:
+        raise ConfigError(f"algorithm.aggregation_length has no effect: {mode} does not divide by a constant length")
+    return None
 
 
 def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:

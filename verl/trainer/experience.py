@@ -87,7 +87,7 @@ def build_experience(
 
 
 def with_weights(minibatch: Experience, aggregation: Aggregation, constant_length: float | None = None) -> Experience:
-    """The mini-batch with its loss weights."""
+    """The mini-batch with its loss weights. `constant_length`: as in `sample_weights`."""
     return _weighted(minibatch, "weight", aggregation, constant_length)
 
 

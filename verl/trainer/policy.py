@@ -83,7 +83,8 @@ class Policy(Learner):
 
         The metrics are token means over what was computed; of nothing there are none.
         """
-        computed = with_metric_weights(with_signal(with_weights(minibatch, algorithm.aggregation), algorithm))
+        weighted = with_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
+        computed = with_metric_weights(with_signal(weighted, algorithm))
         shards = self.packs(computed)
         metrics: dict[str, float] = self.workers.scatter(PolicyWorker.update, shards, algorithm)[0]
         if not computed.samples:

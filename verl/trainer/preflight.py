@@ -187,7 +187,8 @@ def expected_memory(shape: PretrainedConfig, config: Config) -> str:
     with torch.device("meta"):
         count = sum(each.numel() for each in AutoModelForCausalLM.from_config(shape).parameters())
     compute = 2 if config.model.compute_dtype == "bfloat16" else 4
-    critic = 1 if build_algorithm(config.algorithm).needs_critic else 0
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    critic = 1 if algorithm.needs_critic else 0
     states = count * (_MASTER_BYTES * (1 + critic) + compute) / config.num_ranks / _GIB
     engine = count * compute / config.rollout.tensor_model_parallel_size / _GIB
     said = f"{count / 1e6:.1f}M parameters; {states:.2f} GiB of states per trainer rank, {engine:.2f} GiB per engine"
