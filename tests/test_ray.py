@@ -52,6 +52,29 @@ def variable(worker: Worker, name: str) -> str:
     return os.environ[name]
 
 
+class Result:
+    """Takes note of where it is unpacked."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpacked, (bytes(1 << 20),)  # more than travels inside an answer
+
+
+unpackings: list[int] = []
+
+
+def unpacked(content: bytes) -> Result:
+    unpackings.append(os.getpid())
+    return Result()
+
+
+def result(worker: Worker) -> Result:
+    return Result()
+
+
+def nothing_of(worker: Worker, result: Result) -> int:
+    return len(unpackings)
+
+
 def fail(worker: Worker) -> None:
     if worker.seat.rank == 1:
         raise ValueError("seven")
@@ -136,6 +159,14 @@ def test_an_exception_names_the_rank_and_what_it_was_doing(group: RayGroup) -> N
         group.call(complain)
     with pytest.raises(WorkerError, match=r"rank 1 .* failed in fail"):
         asyncio.run(group.submit(1, fail))  # type: ignore[arg-type]
+
+
+def test_results_are_unpacked_once_and_those_that_are_referred_to_not_at_all(group: RayGroup) -> None:
+    unpackings.clear()
+    refs = group.refer(result)
+    assert unpackings == [] and group.call(nothing_of, refs[0]) == [1, 1]
+    group.call(result)
+    assert unpackings == [os.getpid()] * group.size
 
 
 def test_a_call_has_a_deadline_and_a_killed_worker_is_the_cause_not_what_its_neighbours_say(

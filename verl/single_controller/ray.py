@@ -160,9 +160,11 @@ class _Worker:
         made = factory(seat)
         self._object = await made if inspect.isawaitable(made) else made
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    @ray.method(num_returns=2)
+    async def run(self, function: Callable[..., Any], *args: Any) -> tuple[None, Any]:
+        """A mark and the result, two objects for Ray: whoever waits for the mark hears of the end, or of the error."""
         result = function(self._object, *args)
-        return await result if inspect.isawaitable(result) else result
+        return None, await result if inspect.isawaitable(result) else result
 
 
 class RayGroup:
@@ -204,21 +206,21 @@ class RayGroup:
         self._gather(made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._gather([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
+        results: list[Any] = ray.get(self.refer(function, *args))
+        return results
 
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         pairs = zip(self._actors, shards, strict=True)
-        return self._gather(
-            [actor.run.remote(function, shard, *args) for actor, shard in pairs], task_name(function, args)
-        )
+        started = [actor.run.remote(function, shard, *args) for actor, shard in pairs]
+        results: list[Any] = ray.get(self._ended(started, task_name(function, args)))
+        return results
 
     def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        refs = [actor.run.remote(function, *args) for actor in self._actors]
-        self._wait(refs, task_name(function, args))
-        return refs
+        return self._ended([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        return self._explained(rank, self._actors[rank].run.remote(function, *args), task_name(function, args))
+        _, result = self._actors[rank].run.remote(function, *args)
+        return self._explained(rank, result, task_name(function, args))
 
     def close(self) -> None:
         for actor in self._actors:
@@ -232,7 +234,13 @@ class RayGroup:
         except RayError as error:
             raise self._failure(rank, task, error) from error
 
+    def _ended(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
+        """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
+        self._wait([mark for mark, _ in started], task)
+        return [result for _, result in started]
+
     def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
+        """What is small, and needs no mark."""
         self._wait(refs, task)
         results: list[Any] = ray.get(list(refs))
         return results
@@ -280,6 +288,7 @@ def _resources() -> dict[str, float]:
 
 
 def _error_of(ref: Any) -> RayError | None:
+    """What a call has ended with; to be asked of what is small, because it is brought here."""
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:
