@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -187,6 +189,18 @@ def test_a_call_has_a_deadline_and_a_killed_worker_is_the_cause_not_what_its_nei
 def test_a_factory_that_fails_is_heard(cluster: Cluster, pool: PlacementGroup) -> None:
     with pytest.raises(WorkerError, match=r"failed in start: .*KeyError"):
         cluster.group("tester", broken_factory, pool, SEATED)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:99999"])
+def test_an_address_where_nobody_listens_is_told_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # taken, but not listened at
+        address = address.format(port=free.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"RAY_ADDRESS={re.escape(address)}: nobody answers.*ray start --head"):
+            Cluster.start(1).__enter__()
+    assert time.monotonic() - started < 5
 
 
 def broken_factory(seat: Seat) -> None:

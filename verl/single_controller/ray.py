@@ -37,6 +37,7 @@ from verl.single_controller.group import Seat, WorkerError, task_name
 # Tensors handed over without copies cannot be written to, which nobody here does.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
 _PLACEMENT_S = 120.0
+_REACH_S = 5.0  # Ray itself would try an address where nobody listens for more than a minute
 # When one rank dies, the others fail because of it: how long to wait for the death itself to be told.
 _GRACE_S = 5.0
 
@@ -73,11 +74,13 @@ class Cluster:
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         variables = {**_OF_EVERY_WORKER, **(environment or {})}
-        join = join or "RAY_ADDRESS" in os.environ
+        address = os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
+        join = address != "local"
+        _check_reachable(address)
         slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
         try:
             ray.init(
-                address=os.environ.get("RAY_ADDRESS", "auto") if join else "local",
+                address=address,
                 runtime_env={"env_vars": variables},
                 include_dashboard=False,
                 logging_level=logging.ERROR,
@@ -280,6 +283,20 @@ class RayGroup:
         if isinstance(error, RayActorError):
             return WorkerError(f"{who} died during {task}")
         return WorkerError(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ConfigError if nobody listens at `host:port` or `ray://host:port`; other words are for Ray to judge."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: nobody answers there ({error}); "
+            "start a cluster there with `ray start --head`, or unset RAY_ADDRESS to train on this machine alone"
+        ) from error
 
 
 def _resources() -> dict[str, float]:
