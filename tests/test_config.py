@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS
+from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
 from verl.config.schema import Config, GenerationConfig, SFTConfig
 from verl.errors import ConfigError
@@ -165,6 +166,15 @@ def test_reward_options_are_open() -> None:
         (["rollout.name=hf", "rollout.kv_cache_gib=4"], "rollout.kv_cache_gib=4 has no effect"),
         (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
         (["trainer.device=cpu", "actor.offload_optimizer=true"], "actor.offload_optimizer=True has no effect"),
+        (["rollout.kv_cache_gib=4", "trainer.device=cuda"], "rollout.kv_cache_gib=4 has no effect: on a GPU"),
+        (["trainer.num_threads=4", "trainer.device=cuda"], "trainer.num_threads=4 has no effect"),
+        (["trainer.test_freq=7"], "trainer.test_freq=7 has no effect: there are no data.val_files"),
+        (["recipe=mini_grpo", "data.val_files=[]", "trainer.keep_best=2"], "trainer.keep_best=2 has no effect"),
+        (["critic.model.path=x"], "critic.model.path=x has no effect: the algorithm has no critic"),
+        (
+            ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "trainer.device=cpu"],
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.5 has no effect: there is no GPU",
+        ),
         (["rollout.tensor_model_parallel_size=2"], "must divide trainer.n_gpus_per_node (1)"),
         (["trainer.experiment_name=a/b"], "trainer.experiment_name must be a plain folder name"),
         (["algorithm.name=grpo", "rollout.n=1"], "has nothing to compare"),
@@ -180,6 +190,36 @@ def test_what_cannot_be_used_names_its_key(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        (SFTConfig, ["trainer.test_freq=3"], "trainer.test_freq=3 has no effect: there are no data.val_files"),
+        (SFTConfig, ["optim.schedule=constant", "optim.min_lr_ratio=0.5"], "optim.schedule is constant"),
+        (GenerationConfig, ["engine=hf", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect"),
+        (GenerationConfig, ["device=cuda", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect: on a GPU"),
+        (GenerationConfig, ["device=cpu", "gpu_memory_utilization=0.5"], "there is no GPU"),
+        (GenerationConfig, ["model.compute_dtype=float32"], "dtype says what the engine computes in"),
+    ],
+)
+def test_other_commands_refuse_what_has_no_effect(kind: type, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_plain(words, kind)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["n=2", "files=[x.parquet]", "reward.options.coarse=true", "reward.timeout_s=3"])
+def test_a_chat_refuses_what_belongs_to_files(word: str) -> None:
+    load_plain([word], GenerationConfig)
+    with pytest.raises(ConfigError, match="has no effect: a chat has neither files nor scores"):
+        load_plain([word], GenerationConfig, IN_A_CHAT)
+
+
+def test_what_asks_for_nothing_or_for_the_default_is_no_mistake() -> None:
+    load_config(["trainer.test_freq=0", "trainer.keep_best=1", "critic.optim.lr=1e-5", "algorithm.name=grpo"])
+    load_plain(["trainer.test_freq=3", "data.val_files=[x.parquet]"], SFTConfig)
+    load_plain(["model.compute_dtype=bfloat16", "kv_cache_gib=2"], GenerationConfig)
 
 
 def test_batch_arithmetic_is_spelled_out() -> None:

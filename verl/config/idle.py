@@ -3,43 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from verl.config.schema import Config
+from verl.config.schema import Config, GenerationConfig, SFTConfig
 from verl.errors import ConfigError
 
 WITHOUT_CRITIC = ("grpo", "toolrl_grpo")
 
-# (key or beginning of keys, when it is idle, why)
-_IDLE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    ("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
-    ("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
-    ("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
-    ("rollout.gpu_memory_utilization", lambda c: c.rollout.name == "hf", "the transformers engine takes what it needs"),
-    ("rollout.gpu_memory_utilization", lambda c: c.trainer.device == "cpu", "there is no GPU with trainer.device=cpu"),
-    ("actor.offload_params", lambda c: c.trainer.device == "cpu", "there is no GPU with trainer.device=cpu"),
-    ("actor.offload_optimizer", lambda c: c.trainer.device == "cpu", "there is no GPU with trainer.device=cpu"),
-    ("ref.offload_params", lambda c: c.trainer.device == "cpu", "there is no GPU with trainer.device=cpu"),
-    ("ref.offload_params", lambda c: c.algorithm.kl_placement == "none", "algorithm.kl_placement is none"),
-    ("algorithm.kl_coefficient", lambda c: c.algorithm.kl_placement == "none", "algorithm.kl_placement is none"),
-    ("algorithm.kl_estimator", lambda c: c.algorithm.kl_placement == "none", "algorithm.kl_placement is none"),
-    ("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
-    ("actor.optim.min_lr_ratio", lambda c: c.actor.optim.schedule == "constant", "actor.optim.schedule is constant"),
-    ("critic.optim.min_lr_ratio", lambda c: c.critic.optim.schedule == "constant", "critic.optim.schedule is constant"),
+
+class Rule(NamedTuple):
+    """When a key has no effect."""
+
+    key: str  # or the beginning of keys, up to a dot
+    idle: Callable[[Any], bool]  # of the configuration
+    why: str
+
+
+def _always(config: Any) -> bool:
+    return True
+
+
+def _on_cpu(config: Config) -> bool:
+    return config.trainer.device == "cpu"
+
+
+def _without_kl(config: Config) -> bool:
+    return config.algorithm.kl_placement == "none"
+
+
+_NO_KL = "algorithm.kl_placement is none"
+_NO_GPU = "there is no GPU with device=cpu"
+_NO_VALIDATION = "there are no data.val_files to validate on"
+_OF_TRAINING = (
+    Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.data.val_files, _NO_VALIDATION),
+    Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and not c.data.val_files, _NO_VALIDATION),
+    Rule("trainer.num_threads", lambda c: c.trainer.device == "cuda", "it is for processes on CPU"),
+)
+_RULES: Mapping[type, tuple[Rule, ...]] = {
+    Config: (
+        *_OF_TRAINING,
+        Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
+        Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
+        Rule("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
+        Rule(
+            "rollout.kv_cache_gib",
+            lambda c: c.trainer.device == "cuda",
+            "on a GPU rollout.gpu_memory_utilization decides",
+        ),
+        Rule(
+            "rollout.gpu_memory_utilization",
+            lambda c: c.rollout.name == "hf",
+            "the transformers engine takes what it needs",
+        ),
+        Rule("rollout.gpu_memory_utilization", _on_cpu, _NO_GPU),
+        Rule("actor.offload_params", _on_cpu, _NO_GPU),
+        Rule("actor.offload_optimizer", _on_cpu, _NO_GPU),
+        Rule("ref.offload_params", _on_cpu, _NO_GPU),
+        Rule("ref.offload_params", _without_kl, _NO_KL),
+        Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
+        Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
+        Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
+        Rule(
+            "actor.optim.min_lr_ratio",
+            lambda c: c.actor.optim.schedule == "constant",
+            "actor.optim.schedule is constant",
+        ),
+        Rule(
+            "critic.optim.min_lr_ratio",
+            lambda c: c.critic.optim.schedule == "constant",
+            "critic.optim.schedule is constant",
+        ),
+    ),
+    SFTConfig: (
+        *_OF_TRAINING,
+        Rule("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
+    ),
+    GenerationConfig: (
+        Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
+        Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
+        Rule("kv_cache_gib", lambda c: c.engine == "hf", "the transformers engine has no such cache"),
+        Rule("kv_cache_gib", lambda c: c.device == "cuda", "on a GPU gpu_memory_utilization decides"),
+        Rule("gpu_memory_utilization", lambda c: c.engine == "hf", "the transformers engine takes what it needs"),
+        Rule("gpu_memory_utilization", lambda c: c.device == "cpu", _NO_GPU),
+        Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
+        Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
+    ),
+}
+IN_A_CHAT = tuple(
+    Rule(key, _always, "a chat has neither files nor scores")
+    for key in ("files", "output", "limit", "on_bad_row", "n", "reward.")
 )
 
 
-def refuse_idle(written: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError for a key that was written, differs from its default and has no effect in this mode."""
-    for key, value in written.items():
-        for begin, idle, why in _IDLE:
-            concerned = key == begin or (begin.endswith(".") and key.startswith(begin))
-            if concerned and idle(config) and value != _default(key):
-                raise ConfigError(f"{key}={value} has no effect: {why}")
+def refuse_idle(written: Mapping[str, tuple[str, Any]], config: Any, more: tuple[Rule, ...] = ()) -> None:
+    """Raises ConfigError for a key that was written, differs from its default and has no effect in this mode.
+
+    written: {key: (as the user spelled it, value)}
+    more: rules of this run beside those of the configuration's kind
+    """
+    for key, (spelled, value) in written.items():
+        for rule in (*_RULES[type(config)], *more):
+            concerned = key == rule.key or (rule.key.endswith(".") and key.startswith(rule.key))
+            if concerned and rule.idle(config) and value != _default(type(config), key):
+                raise ConfigError(f"{spelled}={value} has no effect: {rule.why}")
 
 
-def _default(key: str) -> Any:
-    value: Any = Config()
+def _default(kind: type, key: str) -> Any:
+    """None for what lies below a key that takes any."""
+    value: Any = kind()
     for name in key.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return value

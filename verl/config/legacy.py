@@ -67,7 +67,7 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, list[str]]:
         if ours not in _RENAMED and any(ours == dead or ours.startswith(f"{dead}.") for dead in _MOOT):
             moot.append(key)
         else:
-            settings[_RENAMED.get(ours, ours)] = value
+            settings[our_key(key)] = value
     if "algorithm.adv_estimator" in settings:
         estimator = settings.pop("algorithm.adv_estimator")
         settings["algorithm.name"] = _ALGORITHMS.get(estimator, estimator)
@@ -82,6 +82,12 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, list[str]]:
         )
     _place_kl(settings, moot)
     return settings, moot
+
+
+def our_key(key: str) -> str:
+    """The key that another spelling stands for by itself; one that is made of several is for `translate`."""
+    ours = _our_prefix(key)
+    return _RENAMED.get(ours, ours)
 
 
 def _our_prefix(key: str) -> str:

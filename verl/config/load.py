@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.idle import refuse_idle
-from verl.config.legacy import translate
+from verl.config.idle import Rule, refuse_idle
+from verl.config.legacy import our_key, translate
 from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.registry import nearest
@@ -38,13 +38,20 @@ def load_config(words: Sequence[str]) -> Config:
     for key in moot:
         _log.warning("%s has no effect here: its job does not exist in this trainer, or another key overrules it", key)
     config = _build(Config, {**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
-    refuse_idle({key: value for key, value in settings.items() if key in written}, config)
+    spelled = {our_key(key): key for key in written}
+    refuse_idle({key: (spelled[key], value) for key, value in settings.items() if key in spelled}, config)
     return config
 
 
-def load_plain(words: Sequence[str], kind: type[Kind]) -> Kind:
-    """A configuration of another kind, which has neither recipes nor veRL's spellings. Raises ConfigError likewise."""
-    return _build(kind, _parse(words))
+def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = ()) -> Kind:
+    """A configuration of another kind, which has neither recipes nor veRL's spellings. Raises ConfigError likewise.
+
+    idle: what has no effect in this run, beside the rules of the kind
+    """
+    written = _parse(words)
+    config = _build(kind, written)
+    refuse_idle({key: (key, value) for key, value in written.items()}, config, idle)
+    return config
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:

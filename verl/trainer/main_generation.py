@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from verl.config.idle import IN_A_CHAT
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
 from verl.trainer.command import Words, check_files, check_model, told
@@ -23,11 +24,11 @@ def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
     def run(words: Words, console: Console) -> int:
-        config = load_plain(words.settings, GenerationConfig)
+        chatting = "--chat" in words.options
+        config = load_plain(words.settings, GenerationConfig, IN_A_CHAT if chatting else ())
         if words.only_show(config, console):
             return 0
         check_model(config.model)
-        chatting = "--chat" in words.options
         check_files("files", config.files, needed=not chatting)
         import asyncio
 
