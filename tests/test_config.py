@@ -102,6 +102,21 @@ def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", "FSDP2 shards every state"),
+        ("actor_rollout_ref.model.use_remove_padding=True", "packs have no padding"),
+        ("critic.ppo_mini_batch_size=8", "the critic's mini-batches are the actor's"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.1", "KL is paid in the reward"),
+    ],
+)
+def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    load_config([word])
+    (record,) = caplog.records
+    assert "has no effect here: " in record.message and why in record.message
+
+
+@pytest.mark.parametrize(
     ("words", "placement", "estimator", "coefficient"),
     [
         ("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=low_var_kl", "loss", "k3", 0.01),
@@ -154,6 +169,13 @@ def test_reward_options_are_open() -> None:
     ("words", "said"),
     [
         (["data.train_batchsize=3"], "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
+        (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, dtype,"),
+        (
+            ["critic.optim.qqqqqqqqqqq=3"],
+            "critic.optim has lr, betas, weight_decay, warmup_steps, schedule, min_lr_ratio",
+        ),
+        (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
+        (["zzz.yyy=3"], "there are data, model, actor, ref, critic, rollout, algorithm, reward, trainer; --help"),
         (["rollout.n=four"], "rollout.n='four'"),
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
         (["data.on_bad_row=ignore"], "data.on_bad_row must be error or skip"),

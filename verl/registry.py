@@ -18,10 +18,10 @@ from typing import Any
 from verl.errors import ConfigError
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A clause that names the closest known spelling, or all of them when none is close."""
+def nearest(name: str, known: list[str], otherwise: str = "") -> str:
+    """A clause that names the closest known spelling; when none is close `otherwise`, or all of them if left out."""
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+    return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(sorted(known))}"
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:

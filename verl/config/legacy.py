@@ -30,42 +30,48 @@ _RENAMED = {
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
 }
-# a key that is one of these, or lies below one, and is not renamed, has nothing left to do
-_MOOT = (
-    "data.val_batch_size",
-    "model.use_remove_padding",
-    "actor.use_dynamic_bsz",
-    "actor.ppo_micro_batch_size",
-    "actor.ppo_micro_batch_size_per_gpu",
-    "actor.fsdp_config",
-    "rollout.log_prob_micro_batch_size",
-    "rollout.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref",
-    "critic.model.use_remove_padding",
-    "critic.model.enable_gradient_checkpointing",
-    "critic.model.fsdp_config",
-    "critic.fsdp_config",
-    "critic.use_dynamic_bsz",
-    "critic.ppo_mini_batch_size",
-    "critic.ppo_micro_batch_size",
-    "critic.ppo_micro_batch_size_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.forward_micro_batch_size",
-    "critic.forward_micro_batch_size_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
+_NO_PADDING = "packs have no padding"
+_PACKS = "forward passes are packs of at most actor.max_tokens_per_pack tokens"
+_SHARDED = (
+    "FSDP2 shards every state over the ranks; actor.offload_params and actor.offload_optimizer are the choices left"
 )
+# a key that is one of these, or lies below one, and is not renamed, has nothing left to do: why
+_MOOT = {
+    "data.val_batch_size": "a validation set is rolled out as a whole",
+    "model.use_remove_padding": _NO_PADDING,
+    "actor.use_dynamic_bsz": _PACKS,
+    "actor.ppo_micro_batch_size": _PACKS,
+    "actor.ppo_micro_batch_size_per_gpu": _PACKS,
+    "actor.fsdp_config": _SHARDED,
+    "rollout.log_prob_micro_batch_size": _PACKS,
+    "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
+    "actor_rollout_ref.ref": "the reference lives in the actor's ranks and takes the actor's packs",
+    "critic.model.use_remove_padding": _NO_PADDING,
+    "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing is for the critic, too",
+    "critic.model.fsdp_config": _SHARDED,
+    "critic.fsdp_config": _SHARDED,
+    "critic.use_dynamic_bsz": _PACKS,
+    "critic.ppo_mini_batch_size": "the critic's mini-batches are the actor's (actor.ppo_mini_batch_size)",
+    "critic.ppo_micro_batch_size": _PACKS,
+    "critic.ppo_micro_batch_size_per_gpu": _PACKS,
+    "critic.ppo_max_token_len_per_gpu": _PACKS,
+    "critic.forward_micro_batch_size": _PACKS,
+    "critic.forward_micro_batch_size_per_gpu": _PACKS,
+    "critic.forward_max_token_len_per_gpu": _PACKS,
+}
 _ALGORITHMS = {"gae": "ppo"}
 _KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def translate(written: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """(the same settings in our spelling, the moot keys as they were written)."""
+def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
+    """(the same settings in our spelling, {moot key as it was written: why it is moot})."""
     settings: Settings = {}
-    moot: list[str] = []
+    moot: dict[str, str] = {}
     for key, value in written.items():
         ours = _our_prefix(key)
-        if ours not in _RENAMED and any(ours == dead or ours.startswith(f"{dead}.") for dead in _MOOT):
-            moot.append(key)
+        why = next((why for dead, why in _MOOT.items() if f"{ours}.".startswith(f"{dead}.")), None)
+        if why is not None and ours not in _RENAMED:
+            moot[key] = why
         else:
             settings[our_key(key)] = value
     if "algorithm.adv_estimator" in settings:
@@ -97,7 +103,7 @@ def _our_prefix(key: str) -> str:
     return key
 
 
-def _place_kl(settings: Settings, moot: list[str]) -> None:
+def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
     """veRL pays for KL in the loss where use_kl_loss says so, else in the reward; the other side's keys are moot."""
     asked = settings.pop("actor.use_kl_loss", None)
     in_loss = bool(asked)
@@ -105,9 +111,9 @@ def _place_kl(settings: Settings, moot: list[str]) -> None:
     placement, other = ("loss", "reward") if in_loss else ("reward", "loss")
     kind = settings.pop("actor.kl_loss_type", None)
     if kind is not None and not in_loss:
-        moot.append("actor_rollout_ref.actor.kl_loss_type")
+        moot["actor_rollout_ref.actor.kl_loss_type"] = "KL in the reward is estimated by k1 alone"
     if settings.pop(coefficients[other], None) is not None:
-        moot.append(coefficients[other])
+        moot[coefficients[other]] = f"KL is paid in the {placement}, as actor.use_kl_loss says or leaves it"
     coefficient = settings.pop(coefficients[placement], None)
     if asked is not None and coefficient is None:
         raise ConfigError(

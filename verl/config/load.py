@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -29,14 +30,14 @@ Kind = TypeVar("Kind")
 def load_config(words: Sequence[str]) -> Config:
     """The configuration of a reinforcement learning run that `key=value` words choose, a `recipe=name` beneath them.
 
-    veRL's keys are accepted: aliases silently, moot ones with one warning each. Raises ConfigError that names the
-    nearest key for an unknown one, and the key for a value of the wrong type.
+    veRL's keys are accepted: aliases silently, moot ones with one warning each that says why. Raises ConfigError that
+    names the nearest key for an unknown one, and the key for a value of the wrong type.
     """
     written = _parse(words)
     recipe = written.pop("recipe", None)
     settings, moot = translate(written)
-    for key in moot:
-        _log.warning("%s has no effect here: its job does not exist in this trainer, or another key overrules it", key)
+    for key, why in moot.items():
+        _log.warning("%s has no effect here: %s", key, why)
     config = _build(Config, {**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
     spelled = {our_key(key): key for key in written}
     refuse_idle({key: (spelled[key], value) for key, value in settings.items() if key in spelled}, config)
@@ -97,6 +98,18 @@ def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def _instead(key: str, known: Sequence[str]) -> str:
+    """A clause on an unknown key: where else its name is known, or the nearest of its group, or what there is."""
+    group, _, name = key.rpartition(".")
+    inside = [each.removeprefix(f"{group}.") for each in known if group and each.startswith(f"{group}.")]
+    if not inside:
+        groups = dict.fromkeys(each.partition(".")[0] for each in known)
+        return nearest(key, list(known), f"there are {', '.join(groups)}; --help lists every key")
+    elsewhere = [each for each in known if each.endswith(f".{name}")]
+    close = [f"{group}.{each}" for each in get_close_matches(name, inside, n=1)]
+    return f"did you mean {(elsewhere + close)[0]!r}?" if elsewhere or close else f"{group} has {', '.join(inside)}"
+
+
 def _make_writable(tree: DictConfig) -> None:
     """Nodes of frozen dataclasses are read-only one by one; the objects made of them are frozen again."""
     OmegaConf.set_readonly(tree, None)
@@ -112,7 +125,8 @@ def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
     _make_writable(tree)
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
-            raise ConfigError(f"unknown key {key!r}; {nearest(key, [each.rstrip('.') for each in known])}")
+            names = [each.rstrip(".") for each in known]
+            raise ConfigError(f"unknown key {key!r}; {_instead(key, names)}")
         try:
             OmegaConf.update(tree, key, value, force_add=key.startswith(open_keys))
         except OmegaConfBaseException as error:
