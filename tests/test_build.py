@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +19,19 @@ from verl.algorithms.grpo import GRPO
 from verl.algorithms.policy_loss import clipped
 from verl.algorithms.ppo import PPO
 from verl.config.load import load_config
-from verl.config.schema import AlgorithmConfig
+from verl.config.schema import AlgorithmConfig, ModelConfig
+from verl.data.samples import to_samples
+from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.hf_engine import load_hf_engine
+from verl.rollout.scoring import DirectScorer
 from verl.trainer.build import load_codec, load_tasks, run_folder
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control
 from verl.trainer.build_workers import choose_device, located, rank_spec
+from verl.types import Outcome
+from verl.utils.reward_score.base import build_reward
 
 
 def test_a_preset_alone_is_itself() -> None:
@@ -125,6 +135,43 @@ def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.L
     assert "left out" in caplog.text
     with pytest.raises(DataError, match="has no prompt of at most 9 tokens"):
         load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec)
+
+
+@pytest.mark.parametrize(("listed", "expected"), [([2, 5, 7], (2, 5, 7)), (5, (2, 5)), (None, (2,))])
+def test_a_turn_ends_at_every_token_that_the_model_lists(listed: object, expected: object, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    codec = load_codec(ModelConfig(path=str(model)))
+    assert codec.stop_token_ids == expected and codec.end_token_id == 2
+    for stop in codec.stop_token_ids:
+        assert codec.reply_text((*codec.reply_ids("so be it")[0], stop)) == "so be it"
+
+
+def test_whichever_token_ends_a_turn_is_trained_and_not_judged(tmp_path: Path) -> None:
+    model, tasks = save_tiny_model(tmp_path), TaskSet(str(MINI / "test.parquet"))
+    plain = load_codec(ModelConfig(path=str(model)))
+    listed = tuple(range(3, len(plain.tokenizer), 2))  # an untrained model ends soon, seldom at eos_token
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    codec = load_codec(ModelConfig(path=str(model)))
+    engine = load_hf_engine(str(model), torch.float32, "cpu", 8)
+    sampling = Sampling(60, stop_token_ids=codec.stop_token_ids)
+    rollout = GroupRollout(engine, codec, DirectScorer(build_reward("rlla")), sampling)
+    group = asyncio.run(rollout.run(tasks[0], 4, 0, first_seed=1))
+    ends = {sample.token_ids[-1] for sample in to_samples(group, 0) if sample.action_mask[-1]}
+    assert len(ends) > 1 and ends <= set(codec.stop_token_ids)
+    for trajectory in group.trajectories:
+        ids = trajectory.turns[0].completion.token_ids
+        assert (trajectory.stop_reason, trajectory.outcome) == ("stop", Outcome.SCORED)
+        assert trajectory.reply == plain.reply_text(ids[:-1]) and not set(ids[:-1]) & set(codec.stop_token_ids)
+
+
+def test_a_generation_configuration_may_be_missing_but_not_damaged(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json in .* cannot be read"):
+        load_codec(ModelConfig(path=str(model)))
+    (model / "generation_config.json").unlink()
+    assert load_codec(ModelConfig(path=str(model))).stop_token_ids == (2,)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

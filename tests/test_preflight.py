@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_reward_that_tells_nothing_apart_is_found(model: Path, tmp_path: Path)
 class Deaf:
     """A codec that loses capitals."""
 
-    stop_token_ids = (0,)
+    end_token_id, stop_token_ids = 0, (0,)
 
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         return tuple(map(ord, text.lower())), []
@@ -85,6 +86,13 @@ class Deaf:
 def test_a_tokenizer_that_changes_replies_is_found() -> None:
     with pytest.raises(ConfigError, match="does not give back what it was given"):
         check_round_trip(Deaf(), TaskSet(str(MINI / "train.parquet"))[:2], 999)  # type: ignore[arg-type]
+
+
+def test_a_golden_reply_that_no_policy_could_end_is_found(model: Path) -> None:
+    codec, tasks = load_codec(ModelConfig(path=str(model))), TaskSet(str(MINI / "train.parquet"))[:2]
+    inside = codec.reply_ids(tasks[1].answer.strip())[0][5]
+    with pytest.raises(ConfigError, match=rf"golden reply of train.parquet#\d holds a token .* \({inside}\)"):
+        check_round_trip(replace(codec, more_stops=(inside,)), tasks, 999)
 
 
 def test_too_little_room_for_replies_is_found(model: Path) -> None:
@@ -100,7 +108,7 @@ def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         text = golden.get(tuple(prompt_ids), "no idea")
-        return (*codec.reply_ids(text)[0], *codec.stop_token_ids)
+        return (*codec.reply_ids(text)[0], codec.end_token_id)
 
     rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), Sampling(400))
     found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(codec: Chat
         prompt = codec.prompt_ids(before)
         assert sample.token_ids[: len(prompt)] == prompt and not any(sample.action_mask[: len(prompt)])
     assert one.group == two.group
+
+
+def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(codec: ChatCodec) -> None:
+    (sample,) = to_samples([Demonstration(conversation("Hi", "Hello"))], replace(codec, more_stops=(5, 7)), 1000)
+    assert trained_text(sample, codec) == "Hello<|im_end|>" and sample.action_mask[-1]
 
 
 @pytest.mark.parametrize(

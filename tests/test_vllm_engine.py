@@ -155,8 +155,8 @@ def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner:
 def test_replies_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
     del policy
     (free,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0))
-    stop = free.token_ids[2]
-    (stopped,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0, stop_token_ids=(stop,)))
+    stop, unsaid = free.token_ids[2], min(set(range(VOCABULARY)) - set(free.token_ids))
+    (stopped,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0, stop_token_ids=(unsaid, stop)))
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert (free.finish_reason, stopped.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
     long = runner.generate([[EOS]], Sampling(ROOM, n=16, temperature=2.0))

@@ -12,9 +12,13 @@ from verl.types import Message
 
 @dataclass(frozen=True)
 class ChatCodec:
-    """A tokenizer with a chat template."""
+    """A tokenizer with a chat template.
+
+    more_stops: tokens that end the assistant's turn as the tokenizer's eos_token does, where the model has several
+    """
 
     tokenizer: Any
+    more_stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokenizer.chat_template is None:
@@ -23,9 +27,15 @@ class ChatCodec:
             raise ConfigError("model.tokenizer has no end-of-turn token (eos_token)")
 
     @property
+    def end_token_id(self) -> int:
+        """The token that ends a turn which the policy did not write itself."""
+        end: int = self.tokenizer.eos_token_id
+        return end
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The token that ends the assistant's turn."""
-        return (self.tokenizer.eos_token_id,)
+        """Every token at which the assistant's turn is over."""
+        return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The messages under the chat template, with the head of the assistant's turn."""
@@ -40,6 +50,7 @@ class ChatCodec:
         return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
 
     def reply_text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, without special tokens."""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """What the policy wrote, without special tokens and without the one that ended it."""
+        ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
+        text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
         return text

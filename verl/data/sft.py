@@ -125,8 +125,8 @@ def _turn(before: Sequence[Message], reply: str, group: int, codec: ChatCodec) -
     prompt = codec.prompt_ids(before)
     ids, spans = codec.reply_ids(reply)
     own = [not any(start < b and a < end for a, b in _quoted(reply)) for start, end in spans]
-    token_ids = (*prompt, *ids, *codec.stop_token_ids)
-    mask = (False,) * len(prompt) + tuple(own) + (True,) * len(codec.stop_token_ids)
+    token_ids = (*prompt, *ids, codec.end_token_id)
+    mask = (*(False,) * len(prompt), *own, True)
     return Sample(token_ids, mask, (0.0,) * len(token_ids), group, 0.0)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, RunConfig
@@ -144,13 +145,29 @@ def build_trainer(
 
 
 def load_codec(config: ModelConfig) -> ChatCodec:
-    """The tokenizer with its chat template."""
+    """The tokenizer with its chat template, and all tokens at which the model ends a turn."""
     path = config.tokenizer_path or config.path
     try:
-        return ChatCodec(AutoTokenizer.from_pretrained(path))
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
         raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({error})") from error
+    assert config.path is not None
+    return ChatCodec(tokenizer, end_tokens(config.path))
+
+
+def end_tokens(model: str) -> tuple[int, ...]:
+    """What the generation configuration of a model lists as eos_token_id; nothing where it has none.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError as error:
+        if (Path(model) / GENERATION_CONFIG_NAME).exists():
+            raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def load_tasks(config: Config, codec: ChatCodec) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]]]:

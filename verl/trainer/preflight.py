@@ -77,8 +77,14 @@ def check_round_trip(codec: ChatCodec, tasks: Sequence[Task], max_response_lengt
     for task in tasks:
         text = task.answer.strip()
         ids, _ = codec.reply_ids(text)
-        lengths.append(len(ids) + len(codec.stop_token_ids))
-        back = codec.reply_text((*ids, *codec.stop_token_ids))
+        lengths.append(len(ids) + 1)
+        stops = sorted(set(ids) & set(codec.stop_token_ids))
+        if stops:
+            raise ConfigError(
+                f"the golden reply of {task.id} holds a token at which a turn ends ({stops[0]}), so no policy could "
+                "write it; correct the model's generation_config.json, or the row"
+            )
+        back = codec.reply_text((*ids, codec.end_token_id))
         if back.strip() != text:
             raise ConfigError(
                 f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
@@ -131,7 +137,7 @@ def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks:
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
         text = task.answer if number % 2 == 0 else "I do not know."
-        return (*codec.reply_ids(text)[0], *codec.stop_token_ids)
+        return (*codec.reply_ids(text)[0], codec.end_token_id)
 
     sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
     rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), sampling)
