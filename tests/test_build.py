@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.algorithms.advantage import gae
@@ -21,6 +22,8 @@ from verl.algorithms.ppo import PPO
 from verl.config.load import load_config
 from verl.config.schema import AlgorithmConfig, ModelConfig
 from verl.data.samples import to_samples
+from verl.data.sft import read_demonstrations
+from verl.data.sft import to_samples as to_demonstration_samples
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
 from verl.rollout.engine import Sampling
@@ -135,6 +138,42 @@ def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.L
     assert "left out" in caplog.text
     with pytest.raises(DataError, match="has no prompt of at most 9 tokens"):
         load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec)
+
+
+def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    rows = [{"role": "user", "content": "Hi"}], [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}]
+    data = tmp_path / "data.jsonl"
+    common = {"data_source": "mine", "reward_model": {"ground_truth": "Ho"}}
+    data.write_text("\n".join(json.dumps({"prompt": prompt, **common}) for prompt in rows))
+    template = model / "chat_template.jinja"
+    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}Hi")
+    config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
+    codec = load_codec(config.model)
+    with pytest.raises(
+        DataError, match=r"data\.jsonl#1: the chat template refuses .* system, user \(No system role!\)"
+    ):
+        load_tasks(config, codec)
+    (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec)
+    assert len(kept) == 1 and "left out 1 of 2 prompts" in caplog.text
+    demonstrations = read_demonstrations(str(data))
+    with pytest.raises(DataError, match=r"data\.jsonl#1: the chat template refuses"):
+        to_demonstration_samples(demonstrations, codec, 99)
+    assert len(to_demonstration_samples(demonstrations, codec, 99, "skip")) == 1
+    template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
+    with pytest.raises(DataError, match=r"data\.jsonl#0: the chat template refuses messages of the roles user"):
+        load_tasks(config, load_codec(config.model))
+    template.write_text("Hi {% for %}")
+    with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):
+        load_tasks(config, load_codec(config.model))
+
+
+def test_a_tokenizer_that_cannot_tell_what_its_tokens_cover_is_refused(tmp_path: Path) -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = "Hi"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* is a slow one.* add its tokenizer\.json"):
+        load_codec(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(("listed", "expected"), [([2, 5, 7], (2, 5, 7)), (5, (2, 5)), (None, (2,))])

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl.errors import ConfigError
-from verl.types import Message
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from verl.errors import ConfigError, DataError
+from verl.types import Message, Task
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,16 @@ class ChatCodec:
     more_stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        where = f"the tokenizer in {self.tokenizer.name_or_path!r}"
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"{where} is a slow one, which cannot say what characters a token covers; "
+                "add its tokenizer.json, or name a tokenizer that has one with model.tokenizer_path"
+            )
         if self.tokenizer.chat_template is None:
-            raise ConfigError("model.tokenizer has no chat template; give a tokenizer of an instruction-tuned model")
+            raise ConfigError(f"{where} has no chat template; give a tokenizer of an instruction-tuned model")
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError("model.tokenizer has no end-of-turn token (eos_token)")
+            raise ConfigError(f"{where} has no end-of-turn token (eos_token)")
 
     @property
     def end_token_id(self) -> int:
@@ -38,11 +46,33 @@ class ChatCodec:
         return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The messages under the chat template, with the head of the assistant's turn."""
-        ids = self.tokenizer.apply_chat_template(
-            [asdict(message) for message in messages], add_generation_prompt=True, return_dict=False
-        )
+        """The messages under the chat template, with the head of the assistant's turn.
+
+        Raises DataError if the template refuses them, ConfigError if it is none.
+        """
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [asdict(message) for message in messages], add_generation_prompt=True, return_dict=False
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} cannot be read "
+                f"(line {error.lineno}: {error.message}); correct it, or name another with model.tokenizer_path"
+            ) from error
+        except (TemplateError, TypeError) as error:  # the second where a template adds up what does not go together
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(
+                f"the chat template refuses messages of the roles {roles} ({error})",
+                mend="Change the row, or name a tokenizer with another template with model.tokenizer_path",
+            ) from error
         return tuple(ids)
+
+    def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """The task's prompt; an error names the task."""
+        try:
+            return self.prompt_ids(task.prompt)
+        except DataError as error:
+            raise error.at(file=task.id) from error
 
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""

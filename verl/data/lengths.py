@@ -1,4 +1,4 @@
-"""Prompts that are too long are bad rows: named or left out, never cut."""
+"""Prompts that are too long, or that the chat template refuses, are bad rows: named or left out, never cut."""
 
 from __future__ import annotations
 
@@ -32,31 +32,34 @@ class Chosen(Sequence[Task]):
 def fitting(
     tasks: Sequence[Task], codec: ChatCodec, max_prompt_length: int, on_bad_row: BadRowPolicy = "error"
 ) -> Sequence[Task]:
-    """The tasks whose prompts have at most `max_prompt_length` tokens.
+    """The tasks whose prompts have at most `max_prompt_length` tokens, and that the chat template takes.
 
-    Raises DataError for the first that has more, or if none is left; with on_bad_row="skip" they are left out and
-    counted.
+    Raises DataError for the first other one, or if none is left; with on_bad_row="skip" they are left out and counted.
     """
-    numbers = []
+    numbers, bad = [], []
     for number, task in enumerate(tasks):
-        length = len(codec.prompt_ids(task.prompt))
-        if length <= max_prompt_length:
+        try:
+            _check(task, codec, max_prompt_length)
+        except DataError as error:
+            if on_bad_row == "error":
+                raise
+            bad.append(error)
+        else:
             numbers.append(number)
-        elif on_bad_row == "error":
-            raise DataError(
-                f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",
-                mend="Raise it, or set data.on_bad_row=skip",
-                file=task.id,
-            )
-    if len(numbers) == len(tasks):
+    if not bad:
         return tasks
+    source = tasks[0].id.partition("#")[0]
     if not numbers:
-        raise DataError(f"has no prompt of at most {max_prompt_length} tokens", file=tasks[0].id.partition("#")[0])
-    _log.warning(
-        "%s: left out %d of %d prompts, which have more than data.max_prompt_length=%d tokens",
-        tasks[0].id.partition("#")[0],
-        len(tasks) - len(numbers),
-        len(tasks),
-        max_prompt_length,
-    )
+        raise DataError(f"has no prompt of at most {max_prompt_length} tokens; the first: {bad[0]}", file=source)
+    _log.warning("%s: left out %d of %d prompts, the first: %s", source, len(bad), len(tasks), bad[0])
     return Chosen(tasks, numbers)
+
+
+def _check(task: Task, codec: ChatCodec, max_prompt_length: int) -> None:
+    length = len(codec.task_prompt_ids(task))
+    if length > max_prompt_length:
+        raise DataError(
+            f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",
+            mend="Raise it, or set data.on_bad_row=skip",
+            file=task.id,
+        )

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from verl.data.chat import ChatCodec
@@ -33,6 +34,7 @@ class Demonstration:
 
     messages: tuple[Message, ...]
     first: int = 0  # index into messages
+    id: str = ""  # file#row, for messages
 
 
 def read_demonstrations(source: str, on_bad_row: BadRowPolicy = "error") -> list[Demonstration]:
@@ -44,7 +46,7 @@ def read_demonstrations(source: str, on_bad_row: BadRowPolicy = "error") -> list
     found, bad = [], []
     for number, row in enumerate(read_rows(source)):
         try:
-            found.append(to_demonstration(row))
+            found.append(replace(to_demonstration(row), id=f"{Path(source).name}#{number}"))
         except DataError as error:
             bad.append(error.at(file=source, row=number))
             if on_bad_row == "error":
@@ -103,22 +105,47 @@ def _messages(value: Any, field: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def to_samples(demonstrations: Sequence[Demonstration], codec: ChatCodec, max_length: int) -> list[Sample]:
-    """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut."""
-    samples, too_long = [], 0
+def to_samples(
+    demonstrations: Sequence[Demonstration], codec: ChatCodec, max_length: int, on_bad_row: BadRowPolicy = "error"
+) -> list[Sample]:
+    """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut.
+
+    Raises DataError for a demonstration that the chat template refuses; "skip" leaves it out.
+    """
+    samples: list[Sample] = []
+    bad: list[DataError] = []
+    too_long = 0
     for group, demonstration in enumerate(demonstrations):
-        for place, message in enumerate(demonstration.messages):
-            if message.role == "assistant" and place >= demonstration.first:
-                sample = _turn(demonstration.messages[:place], message.content, group, codec)
-                if len(sample.token_ids) <= max_length:
-                    samples.append(sample)
-                else:
-                    too_long += 1
+        try:
+            turns = _turns(demonstration, group, codec)
+        except DataError as error:
+            bad.append(error.at(file=demonstration.id))
+            if on_bad_row == "error":
+                raise bad[0] from error
+        else:
+            fitting = [turn for turn in turns if len(turn.token_ids) <= max_length]
+            samples += fitting
+            too_long += len(turns) - len(fitting)
+    if bad:
+        _log.warning("left out %d demonstrations of %d, the first: %s", len(bad), len(demonstrations), bad[0])
     if too_long:
         _log.warning("left out %d replies that end beyond data.max_length=%d tokens", too_long, max_length)
     if not samples:
-        raise DataError(f"no demonstration has at most {max_length} tokens", mend="Raise data.max_length")
+        raise (
+            bad[0]
+            if bad
+            else DataError(f"no demonstration has at most {max_length} tokens", mend="Raise data.max_length")
+        )
     return samples
+
+
+def _turns(demonstration: Demonstration, group: int, codec: ChatCodec) -> list[Sample]:
+    messages = demonstration.messages
+    return [
+        _turn(messages[:place], message.content, group, codec)
+        for place, message in enumerate(messages)
+        if message.role == "assistant" and place >= demonstration.first
+    ]
 
 
 def _turn(before: Sequence[Message], reply: str, group: int, codec: ChatCodec) -> Sample:

@@ -28,7 +28,7 @@ class GroupRollout:
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """`num_rollouts` single-turn episodes of the task, scored. Seeds count up from `first_seed`."""
-        prompt_ids = self.codec.prompt_ids(task.prompt)
+        prompt_ids = self.codec.task_prompt_ids(task)
         sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
         completions = await self.engine.generate(prompt_ids, sampling)
         episodes = [self._episode(task, index, prompt_ids, each) for index, each in enumerate(completions)]

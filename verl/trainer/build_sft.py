@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -75,9 +76,6 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
 
 def _load(config: SFTConfig, files: list[str], codec: ChatCodec) -> list[Sample]:
     """The samples of all files; groups are numbered through."""
-    demonstrations = [
-        each
-        for source in files
-        for each in read_demonstrations(source, config.data.on_bad_row)  # type: ignore[arg-type]
-    ]
-    return to_samples(demonstrations, codec, config.data.max_length) if demonstrations else []
+    policy: Any = config.data.on_bad_row
+    demonstrations = [each for source in files for each in read_demonstrations(source, policy)]
+    return to_samples(demonstrations, codec, config.data.max_length, policy) if demonstrations else []

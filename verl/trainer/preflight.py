@@ -12,8 +12,8 @@ import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
+from verl.data.lengths import fitting
 from verl.data.samples import to_samples
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError
@@ -56,7 +57,9 @@ _MASTER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
 def preflight(config: Config, console: Console) -> None:
     """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
     codec = load_codec(config.model)
-    tasks = list(islice(TaskSet(config.data.train_files[0], config.data.on_bad_row), _NUM_ROWS))  # type: ignore[arg-type]
+    policy: Any = config.data.on_bad_row
+    rows = TaskSet(config.data.train_files[0], policy)[:_NUM_ROWS]
+    tasks = fitting(rows, codec, config.data.max_prompt_length, policy)
     reward = build_reward(config.reward.name, config.reward.options)
     assert config.model.path is not None
     shape = AutoConfig.from_pretrained(config.model.path)
