@@ -32,14 +32,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    code = "import sys; from verl.trainer.main_ppo import main; sys.exit(main(sys.argv[1:]))"
+    return start_code(code, *words, **environment)
+
+
+def start_code(code: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """As a terminal starts a command: a process group of its own, which heeds interrupts. Its input stays open."""
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     return subprocess.Popen(
-        [*COMMAND, *words],
+        [sys.executable, "-c", heeding + code, *words],
         cwd=ROOT,
         env={**os.environ, **environment},
         text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        process_group=0,
     )
+
+
+def interrupted(process: subprocess.Popen[str], seconds: float) -> str:
+    """What a command says from Ctrl-C in a terminal on, where the whole foreground group hears it."""
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(seconds)  # its input still open
+    said, _ = process.communicate()
+    assert process.returncode == 130, said
+    return said
 
 
 def run(words: list[str], expected: int = 0, **environment: str) -> str:
@@ -117,6 +135,47 @@ def test_a_killed_worker_ends_the_run_and_is_named(who: str, model: Path, tmp_pa
     assert time.monotonic() - killed < 30
     assert process.returncode == 1
     assert f"{who} rank" in said and "died during" in said and f"process {victim.pid}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int, model: Path, tmp_path: Path) -> None:
+    words = [*run_words(model, tmp_path, "vllm", steps=500), "trainer.save_freq=1", "trainer.call_timeout_s=100"]
+    process = start(words)
+    wait_for((tmp_path / "run" / "checkpoints" / "latest.json").exists, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) > 5
+    if presses == 2:
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1)
+    said = interrupted(process, 90)
+    assert "stopping: " in said and "interrupted: " in said and "Traceback" not in said
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    pointer = json.loads((tmp_path / "run" / "checkpoints" / "latest.json").read_text())
+    again = run([*words[:-2], f"trainer.total_training_steps={pointer['step'] + 1}"])
+    assert "main_generation --chat" in again and rows(tmp_path)[-1]["step"] == pointer["step"] + 1
+
+
+def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() -> None:
+    process = start_code(
+        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.command import told\n"
+        "async def stand(): print('waiting', flush=True); time.sleep(100)\n"
+        "sys.exit(told([], '', Config, lambda words, console: asyncio.run(stand())))"
+    )
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    said = interrupted(process, 10)
+    assert said.strip().startswith("stopping: ") and "interrupted: " in said
+
+
+def test_a_chat_that_waits_for_its_user_is_interrupted(model: Path) -> None:
+    words = ["--chat", f"model.path={model}", "engine=hf", "dtype=float32", "device=cpu"]
+    process = start_code(f"import sys; from verl.trainer.main_generation import main; sys.exit(main({words}))")
+    assert process.stdout is not None
+    while "System prompt" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1)
+    assert "interrupted: " in interrupted(process, 20)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 300) -> None:

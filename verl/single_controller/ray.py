@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# read by Ray when it is imported: hand tensors over without copies, write no token into the user's home
+# read by Ray: hand tensors over without copies, write no token into the user's home, and leave it to us to tell errors
 _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled"})
+os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled", "RAY_IGNORE_UNHANDLED_ERRORS": "1"})
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -147,6 +147,7 @@ class _Worker:
     """The actor: holds one worker object and runs functions on it. Coroutines run side by side."""
 
     def __init__(self) -> None:
+        os.setpgrp()  # Ctrl-C in a terminal is for the controller, which ends its workers in order
         self._object: Any = None
 
     async def address(self) -> tuple[str, int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +43,8 @@ def told(
     """`run` with its words, errors told in a line or two instead of a traceback. Returns the exit code.
 
     known: options of this command beside --help and --cfg job
-    Exit codes: what `run` returns; 2 for a configuration or data that cannot be used; 1 for a run that failed
+    Exit codes: what `run` returns; 2 for a configuration or data that cannot be used; 1 for a run that failed; 130 for
+    one that was interrupted
     """
     console = Console(highlight=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
@@ -49,15 +53,39 @@ def told(
         if "--help" in split.options:
             console.print(escape(help_text), key_table(kind), sep="\n")
             return 0
-        return run(split, console)
+        with _heeding_interrupts(console):
+            return run(split, console)
     except VerlError as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
         if not isinstance(error, ConfigError | DataError) and error.__cause__ is not None:
             console.print("".join(traceback.format_exception(error.__cause__)), markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError) else 1
     except KeyboardInterrupt:
-        console.print("[bold red]interrupted[/]: the same command goes on from the last checkpoint")
+        console.print("[bold red]interrupted[/]: a training goes on from its last checkpoint when it is started again")
         return 130
+
+
+@contextmanager
+def _heeding_interrupts(console: Console) -> Iterator[None]:
+    """The first Ctrl-C says so and ends what waits, at once; a second one ends the tidying up, too.
+
+    asyncio's own handler would do neither before the loop runs again, and it does not while workers are waited for.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print("\nstopping: what was started is being ended, which takes some seconds; Ctrl-C again hurries it")
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # whoever started this command wants no interrupts
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _split(words: Sequence[str], known: Sequence[str]) -> Words:

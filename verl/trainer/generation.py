@@ -98,9 +98,9 @@ async def chat(config: GenerationConfig, console: Console) -> None:
     console.print("starting the engine ...")
     async with _engine(config) as (engine, codec, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
-        system = await _asked(console, "system")
+        system = _asked(console, "system")
         messages = [Message("system", system)] if system else []
-        while asked := await _asked(console, "you"):
+        while asked := _asked(console, "you"):
             messages.append(Message("user", asked))
             (completion,) = await engine.generate(codec.prompt_ids(messages), replace(sampling, n=1))
             reply = codec.reply_text(completion.token_ids)
@@ -108,9 +108,9 @@ async def chat(config: GenerationConfig, console: Console) -> None:
             console.print(f"[bold]model>[/] {escape(reply)}")
 
 
-async def _asked(console: Console, who: str) -> str:
-    """A line from the terminal; empty at its end."""
+def _asked(console: Console, who: str) -> str:
+    """A line from the terminal; empty at its end. Nothing else happens meanwhile, so that Ctrl-C is heard."""
     try:
-        return await asyncio.to_thread(console.input, f"[bold]{who}>[/] ")
+        return console.input(f"[bold]{who}>[/] ")
     except EOFError:
         return ""
