@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.conftest import ROOT
 from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
+from tests.tiny import save_untrained
 from verl.errors import ConfigError, DataError, EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
@@ -69,20 +70,7 @@ def settings(path: Path, dtype: str = "float32") -> VLLMSettings:
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        initializer_range=0.2,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    save_untrained(path, VOCABULARY, EOS, initializer_range=0.2)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -13,11 +14,18 @@ MINI = ROOT / "dataset" / "mini"
 
 
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
-    """An untrained Qwen2 with a tied head, 150,000 parameters."""
+    """An untrained Qwen2 of 150,000 parameters with the tokenizer of dataset/mini."""
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
     torch.manual_seed(seed)
+    save_untrained(folder, len(tokenizer), tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None:
+    """A Qwen2 of two thin layers with a tied head, without a tokenizer. `more`: further words of its configuration"""
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -25,13 +33,11 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
         num_key_value_heads=1,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
         bos_token_id=None,
+        **more,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
