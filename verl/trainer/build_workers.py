@@ -53,9 +53,9 @@ class Workers:
 
     async def close_engines(self) -> None:
         """Let the engines end what they have started, for as long as that is quick."""
-        closing = asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
         with suppress(TimeoutError, WorkerError):
-            await asyncio.wait_for(closing, _CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
 
     def close(self) -> None:
         """End them; what is already dead stays so."""
