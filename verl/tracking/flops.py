@@ -18,13 +18,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TRAINING = 3  # what a forward and its backward cost, in forwards
-# dense bf16 FLOP/s by NVIDIA's data sheets; the first name that the device's name contains counts
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of accelerator by NVIDIA's data sheets: dense bf16 FLOP/s, bytes/s of its memory, GiB that torch sees."""
+
+    flops: float
+    bytes_per_s: float
+    memory_gib: float
+
+
+DEVICES = {  # the first whose words are all in the device's name counts
+    "H200": Device(989e12, 4.8e12, 139.8),
+    "H100 PCIe": Device(756e12, 2.0e12, 79.1),
+    "H100 NVL": Device(835e12, 3.9e12, 93.1),
+    "H100": Device(989e12, 3.35e12, 79.1),
+    "A100 40GB": Device(312e12, 1.555e12, 39.4),
+    "A100": Device(312e12, 2.039e12, 79.2),
 }
 
 
@@ -52,11 +63,18 @@ def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_
     return total
 
 
+def find_device(name: str | None) -> Device | None:
+    """The device by its name as torch tells it, or as people write it (h100-pcie); None where it is not known."""
+    words = (name or "").lower()
+    return next((device for known, device in DEVICES.items() if all(w in words for w in known.lower().split())), None)
+
+
 def peak_flops(device: str | None, given: float | None = None) -> float | None:
     """FLOP/s of a device by its name as torch tells it, or what the user gives; None on CPU and for unknown devices."""
     if given is not None:
         return given
-    return next((peak for name, peak in PEAK_FLOPS.items() if device is not None and name in device), None)
+    known = find_device(device)
+    return None if known is None else known.flops
 
 
 def mfu(flops: float, seconds: float, peak: float | None, num_devices: int = 1) -> dict[str, float]:
