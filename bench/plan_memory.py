@@ -1,0 +1,140 @@
+"""The plan's memory against the measured: python bench/plan_memory.py [--sizes small,medium,large] [--tokens 2048,6144]
+
+For each of three model sizes with random weights and two pack lengths, one process trains a policy on one CPU rank:
+two optimizer steps of two packs each, float32 masters, bf16 computed. Its peak resident memory, less what it had after
+its imports and a step of a tiny model, is put beside the plan's sum for the update. Prints a table on the standard
+error and one JSON line: {"row": "plan", "ratios": {"small/2048": measured / planned, ...}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
+
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.grpo import GRPO
+from verl.batch import PackedBatch
+from verl.data.packing import make_units, pack
+from verl.trainer.memory import PackShape, RankSettings, held, updating
+from verl.trainer.plan import shape_of
+from verl.types import Sample
+from verl.workers import attention
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+
+SIZES = {  # hidden, layers, vocabulary, heads, key heads, intermediate
+    "small": (256, 4, 8192, 4, 2, 768),
+    "medium": (512, 8, 16384, 8, 4, 1536),
+    "large": (576, 30, 49152, 9, 3, 1536),
+    "tiny": (64, 2, 512, 2, 1, 64),
+    "calibration": (384, 6, 12288, 6, 2, 1024),
+}
+TOKENS = (2048, 6144)
+_PROMPT, _REPLY, _REPLIES = 1024, 256, 4  # one group has 2,048 tokens
+_MIB = 2**20
+
+
+def policy(size: str) -> PackedPolicy:
+    """A Llama of random weights with a tied head."""
+    hidden, layers, vocabulary, heads, key_heads, intermediate = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=intermediate,
+        tie_word_embeddings=True,
+    )
+    attention.register()
+    return PackedPolicy(AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED))
+
+
+def full_pack(tokens: int, vocabulary: int, seed: int) -> PackedBatch:
+    """A pack of groups that share their prompts."""
+    draw = torch.Generator().manual_seed(seed)
+    samples = []
+    for group in range(tokens // (_PROMPT + _REPLIES * _REPLY)):
+        prompt = torch.randint(vocabulary, (_PROMPT,), generator=draw).tolist()
+        for _ in range(_REPLIES):
+            reply = torch.randint(vocabulary, (_REPLY,), generator=draw).tolist()
+            mask = (False,) * _PROMPT + (True,) * _REPLY
+            samples.append(Sample((*prompt, *reply), mask, (0.0,) * len(mask), group, 0.0))
+    column = [torch.full((_PROMPT + _REPLY,), 1e-3)] * len(samples)
+    names = ("advantages", "weight", "metric_weight", "rollout_logprobs")
+    return pack(make_units(samples, True, tokens), samples, dict.fromkeys(names, column))
+
+
+def train(size: str, tokens: int, mesh: DeviceMesh) -> float:
+    """Two optimizer steps of two packs each. Returns the planned bytes."""
+    module = policy(size)
+    engine = FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), torch.bfloat16)
+    packs = [full_pack(tokens, SIZES[size][2], seed) for seed in range(2)]
+    for _ in range(2):
+        PolicyWorker(engine, 1.0).update(packs, replace(GRPO, kl=KLTerm()))
+    shape, settings = shape_of(module, module.model.config), RankSettings(compute=2, shards=1, on_cpu=True)
+    packed = PackShape.of(tokens, _PROMPT, _REPLY, _REPLIES, shared=True)
+    return sum((held(shape, settings) | updating(shape, packed, settings)).values())
+
+
+def measure(size: str, tokens: int) -> dict[str, float]:
+    """Of this process: planned and measured MiB, and what it had before."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        train("tiny", 2048, mesh)  # libraries load what they need at first use
+        baseline = _peak()
+        planned = train(size, tokens, mesh)
+        dist.destroy_process_group()
+    return {"planned": planned / _MIB, "measured": (_peak() - baseline) / _MIB, "baseline": baseline / _MIB}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def measured(size: str, tokens: int) -> dict[str, float]:
+    """The same of a process of its own."""
+    command = [sys.executable, __file__, "--measure", size, str(tokens)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="small,medium,large")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--measure", nargs=2, metavar=("SIZE", "TOKENS"), help=argparse.SUPPRESS)  # in its own process
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure[0], int(arguments.measure[1]))))
+        return
+    ratios = {}
+    for size in arguments.sizes.split(","):
+        for tokens in map(int, arguments.tokens.split(",")):
+            found = measured(size, tokens)
+            ratios[f"{size}/{tokens}"] = round(found["measured"] / found["planned"], 3)
+            told = ", ".join(f"{name} {value:,.0f} MiB" for name, value in found.items())
+            print(f"{size:12}{tokens:6} tokens: {told}", file=sys.stderr, flush=True)
+    print(json.dumps({"row": "plan", "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()

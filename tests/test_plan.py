@@ -1,0 +1,236 @@
+"""The plan of a run: its terms against autograd and against resident memory, its arithmetic, its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from tests.conftest import ROOT
+from tests.tiny import MINI, save_tiny_model
+from verl.batch import PackedBatch, Segment
+from verl.config.load import load_config
+from verl.plan import main, spelled_out
+from verl.tracking.flops import DEVICES
+from verl.trainer.build import load_codec
+from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, held, updating
+from verl.trainer.plan import Lengths, Plan, build_plan, changed, find_place, read_lengths, shape_of
+from verl.trainer.plan_show import compared
+from verl.workers import attention
+from verl.workers.model import PackedCritic, PackedPolicy
+
+PROMPT, REPLY = 64, 24
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
+    """Two replies of one prompt."""
+    if shared:
+        ends = PROMPT + REPLY
+        segments = (Segment(0, PROMPT), Segment(PROMPT, ends, 0), Segment(ends, ends + REPLY, 0))
+    else:
+        segments = tuple(Segment(at, at + PROMPT + REPLY) for at in (0, PROMPT + REPLY))
+    tokens = segments[-1].end
+    source = torch.arange(tokens - 2 * REPLY, tokens)
+    ids = torch.randint(1000, (tokens,))
+    batch = PackedBatch(ids, torch.arange(tokens), segments, source, ids[source], torch.zeros_like(source), {})
+    return batch, PackShape.of(tokens, PROMPT, REPLY, 2, shared)
+
+
+def saved_bytes(policy: PackedPolicy, packed: PackedBatch) -> int:
+    """What autograd keeps for the backward beside the parameters, each storage once."""
+    owned = {each.untyped_storage().data_ptr() for each in policy.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in owned:
+            kept[address] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(packed, 1.0, True)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_activations_are_what_autograd_saves(
+    kind: type[PretrainedConfig], dtype: torch.dtype, shared: bool, checkpointing: bool
+) -> None:
+    attention.register()
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE), dtype=dtype, attn_implementation=attention.PACKED)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PackedPolicy(model.train())
+    packed, pack = one_group(shared)
+    expected = activations(shape_of(policy, model.config), pack, dtype.itemsize, checkpointing)
+    assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "tokens"), [("small", 6144), ("medium", 2048)])
+def test_planned_memory_is_what_two_updates_need(size: str, tokens: int) -> None:
+    command = [sys.executable, "bench/plan_memory.py", "--sizes", size, "--tokens", str(tokens)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["ratios"][f"{size}/{tokens}"] == pytest.approx(1.0, abs=0.2)
+
+
+SEVEN = ModelShape(7_000_000_000, 230_000_000, 500_000_000, 28, 3584, 28, 3584, 512, 18944, 152064, 2, False)
+
+
+def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) -> Plan:
+    """A plan with round lengths, of a model that is nowhere."""
+    config = load_config(words)
+    algorithm = build_algorithm(config.algorithm)
+    critic = shape if algorithm.needs_critic else None
+    return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_place(config, gpu))
+
+
+def sums(plan: Plan) -> dict[str, float]:
+    return {phase: sum(terms.values()) / GIB for phase, terms in plan.memory().items()}
+
+
+def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:
+    settings = RankSettings(compute=2, shards=4)
+    terms = held(SEVEN, settings) | updating(SEVEN, PackShape(2048, 1024), settings)
+    assert sum(terms[name] for name in ("parameters", "optimizer", "gradients")) == 16 * SEVEN.parameters / 4
+
+
+def test_a_reference_a_critic_and_longer_packs_cost_memory_checkpointing_saves_it() -> None:
+    plain = sums(plan_of(["algorithm.kl_placement=none"]))
+    assert sums(plan_of([]))["rollout"] - plain["rollout"] == pytest.approx(2 * (7e9 + SEVEN.root_parameters) / GIB)
+    critic = sums(plan_of(["algorithm.name=ppo", "algorithm.kl_placement=none"]))
+    assert critic["rollout"] - plain["rollout"] > 8 * 7e9 / GIB
+    shorter = sums(plan_of(["algorithm.kl_placement=none", "actor.max_tokens_per_pack=4096"]))
+    checkpointed = sums(plan_of(["algorithm.kl_placement=none", "model.enable_gradient_checkpointing=true"]))
+    assert shorter["update"] < plain["update"] and checkpointed["update"] < shorter["update"]
+
+
+def test_mends_fit_and_nothing_smaller_was_passed_over() -> None:
+    plan = plan_of(["trainer.n_gpus_per_node=2"], "h100")
+    assert plan.shortages()
+    mends = plan.mends()
+    assert mends and len({len(each) for each in mends}) == 1
+    for changes in mends:
+        config: Any = plan.config
+        for number, (key, value) in enumerate(changes.items()):
+            assert replace(plan, config=config).shortages(), f"{number} of {changes} are enough"
+            config = changed(config, key, value)
+        assert not replace(plan, config=config).shortages()
+
+
+def test_what_fits_needs_no_mend_and_what_never_fits_has_none() -> None:
+    roomy = plan_of(["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"])
+    assert roomy.shortages() == [] and roomy.mends() == []
+    assert plan_of([], "a100", replace(SEVEN, parameters=700_000_000_000)).mends() == []
+
+
+def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
+    words = ["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"]
+    beside = plan_of([*words, "rollout.gpu_memory_utilization=0.95"])
+    assert [each.split()[0] for each in beside.shortages()] == ["rollout"]
+    assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).shortages() == []
+
+
+def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
+    words = ["trainer.n_gpus_per_node=2", "rollout.name=hf", "rollout.max_num_seqs=384"]
+    words.append("model.enable_gradient_checkpointing=true")
+    assert plan_of([*words, "rollout.placement=separate"]).shortages() == []
+    assert [each.split()[0] for each in plan_of(words).shortages()] == ["update", "step"]
+
+
+def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
+    plan = plan_of(["algorithm.kl_placement=none", "actor.share_prefix=false", "actor.ppo_mini_batch_size=512"])
+    seconds = {phase: value for phase, (value, _) in plan.seconds().items()}
+    samples, tokens, block = 2048, 1150, 28 * 230e6
+    forward = samples * (2 * block * tokens + 2 * 3584 * 152064 * 250 + 2 * 28 * 3584 * tokens * (tokens + 1))
+    assert seconds["update"] == pytest.approx(3 * forward / 989e12)
+    assert seconds["score"] == 0.0  # one update a step, no KL: the update's own log-probs are the old ones
+    shared = plan_of(["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"]).seconds()
+    assert 1.9 < seconds["update"] / shared["update"][0] < 2.4
+    twice = plan_of(["algorithm.kl_placement=none", "trainer.n_gpus_per_node=2"]).seconds()
+    assert twice["update"][0] == pytest.approx(shared["update"][0] / 2)
+
+
+def test_separate_pools_are_split_by_their_times() -> None:
+    trainers, engines = plan_of(["rollout.placement=separate", "trainer.n_gpus_per_node=4"]).split(8)
+    assert trainers + engines == 8 and trainers > engines > 0  # training takes longer than rollout here
+
+
+def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
+    given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
+    lengths = read_lengths(given, load_codec(given.model))
+    assert 50 < lengths.prompt < 200 and 10 < lengths.reply < 100 and "train.parquet" in lengths.source
+    without = load_config([f"model.path={model}"])
+    assert read_lengths(without, load_codec(without.model)).prompt == 2048
+
+
+def test_the_critic_has_no_head(model: Path) -> None:
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model_of = AutoModelForCausalLM.from_config(config)
+        policy, critic = shape_of(PackedPolicy(model_of), config), shape_of(PackedCritic(model_of), config)
+    assert policy.parameters - critic.parameters == 1000 * 96 - 96
+    assert critic.vocabulary == 1
+    assert policy.root_parameters == 2 * 1000 * 96 + 96
+
+
+def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
+    config = load_config([f"model.path={model}", "trainer.device=cpu"])
+    plan = build_plan(config, load_codec(config.model), find_place(config))
+    assert compared(plan, {"memory/trainer_gib": 1.5}).startswith("memory of a training rank: 1.50 GiB at most, ")
+
+
+def test_every_device_is_found_by_its_own_name() -> None:
+    config = load_config([])
+    for name, device in DEVICES.items():
+        assert find_place(config, name.lower().replace(" ", "-")).device == device
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.train_batch_size=128"]
+    assert spelled_out([*words, "gpu=h100"])[1] == "h100"
+    assert main([*words, "gpu=h100"]) == 0
+    said = capsys.readouterr().out
+    assert "It fits" in said and "Seconds of a step" in said and "2 x h100 train" in said
+    assert main([*words, "gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
+    assert "to change: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpu=l4"], "gpu='l4' is not known; known: H200"),
+        (["gpus=1"], "unknown key 'gpus'"),
+        (["files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], said: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"model={model}", *words]) == 2
+    assert said in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,70 @@
+"""Does a run fit, and how long must a step take at least: python -m verl.plan [recipe=NAME] [key=value ...]
+
+Takes the words of main_ppo, and
+
+    model=PATH   model.path                gpu=NAME     h200, h100, h100-pcie, h100-nvl, a100, a100-40gb or cpu;
+    n_gpus=N     trainer.n_gpus_per_node                what this machine has if left out
+    files=[...]  data.train_files
+
+    --help       this text and every key with its default
+    --cfg job    print the configuration that the words choose, and stop
+
+Reads the model's configuration, not its weights, and tokenises the files; without files lengths are the greatest
+allowed. Exit code 0: it fits. 1: it does not, and changes are named. 2: the configuration or the data cannot be used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.trainer.command import Words, check_files, check_model, told
+
+_SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "data.train_files"}
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+
+    def run(words: Words, console: Console) -> int:
+        settings, gpu = spelled_out(words.settings)
+        config = load_config(settings)
+        if words.only_show(config, console):
+            return 0
+        check_model(config.model)
+        check_files("data.train_files", config.data.train_files)
+        return plan(config, gpu, console)
+
+    return told(words, __doc__ or "", Config, run)
+
+
+def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """(words of main_ppo, the GPU's name)."""
+    settings, gpu = [], None
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == "gpu" and equals:
+            gpu = value
+        else:
+            settings.append(f"{_SHORT.get(key, key)}{equals}{value}")
+    return settings, gpu
+
+
+def plan(config: Config, gpu: str | None, console: Console) -> int:
+    """Print the plan. Everything heavy is imported here."""
+    from verl.trainer.build import load_codec
+    from verl.trainer.plan import build_plan, find_place
+    from verl.trainer.plan_show import show
+
+    place = find_place(config, gpu)  # a wrong name is told before anything is read
+    made = build_plan(config, load_codec(config.model), place)
+    show(made, console)
+    return 1 if made.shortages() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""The memory of a training rank and of an engine, term by term, in bytes, from shapes alone.
+
+N parameters, T packed tokens, A trained tokens of a pack, E hidden size, V vocabulary, c bytes of the compute dtype.
+Every term names its source; what belongs to the attention and the loss stands in two functions, `_attention` and
+`loss_chunk`, that change with `verl/workers/attention.py` and `verl/workers/logprobs.py`. Dense decoders with gated
+MLPs; a test compares the saved activations with what autograd saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Terms = dict[str, float]
+
+GIB = 2**30
+MASTER = 4  # float32, whatever is computed in
+_CHUNK = 1024  # trained tokens whose logits exist at once (verl/workers/logprobs.py)
+_CHUNK_FLOATS = 5  # [chunk, V] float32 at the peak: log-softmax, its exponential, three gradients
+_SCORE_FLOATS = 2.5  # the same without gradients and entropy: logits, log-softmax, bf16 logits
+# What glibc holds of freed blocks below 32 MiB, in shares of the activations: measured with and without
+# MALLOC_MMAP_THRESHOLD_ (which gives them back, at 30 % more CPU time).
+_HEAP_SHARE = 0.65
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder, as far as memory depends on it."""
+
+    parameters: int  # a tied weight once
+    layer_parameters: int  # of one layer, which is sharded as a unit; all else is the root unit
+    largest: int  # parameters of the largest tensor
+    layers: int
+    hidden: int
+    heads: int
+    query: int  # width of all query heads
+    key: int  # width of all key heads
+    intermediate: int
+    vocabulary: int
+    norms: int  # of the hidden size, in one layer
+    head_norms: bool  # queries and keys are normalised, too
+
+    @property
+    def root_parameters(self) -> int:
+        """Embeddings, last norm and head, gathered for the whole forward and backward."""
+        return self.parameters - self.layers * self.layer_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class PackShape:
+    """One pack of groups that share a prompt: n replies of R tokens behind P."""
+
+    tokens: float
+    trained: float
+    segments: float = 0  # replies behind a prefix, each with its own copy of the prefix's keys and values
+    prompt: float = 0
+    reply: float = 0
+
+    @classmethod
+    def of(cls, tokens: float, prompt: float, reply: float, replies: int, shared: bool) -> PackShape:
+        """A pack of `tokens` full of such groups."""
+        together = shared and replies > 1
+        group = prompt + replies * reply if together else replies * (prompt + reply)
+        segments = replies * tokens / group
+        return cls(tokens, segments * reply, segments if together else 0, prompt, reply)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """How a model is computed on one rank of many."""
+
+    compute: int  # bytes of the compute dtype
+    shards: int  # ranks that a parameter is dealt to
+    checkpointing: bool = False
+    on_cpu: bool = False
+
+
+def _attention(shape: ModelShape, pack: PackShape, c: int) -> float:
+    """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per reply a copy of the keys and
+    values that it sees, and the mask that CPU kernels are given."""
+    seen = pack.segments * (pack.prompt + pack.reply)
+    copies = 2 * seen * shape.key * c
+    masks = seen * pack.reply * c
+    return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
+
+
+def _layer(shape: ModelShape, pack: PackShape, c: int) -> float:
+    """Saved by one layer: norms keep a float32 copy and the normalised input, linear layers their input, the gated
+    MLP its gate, the gate's activation, the other factor and the product."""
+    norms = shape.norms * (4 + c) * shape.hidden + shape.head_norms * (4 + c) * (shape.query + shape.key)
+    linear = 2 * shape.hidden * c + shape.query * c
+    return pack.tokens * (norms + linear + 4 * shape.intermediate * c) + _attention(shape, pack, c)
+
+
+def activations(shape: ModelShape, pack: PackShape, c: int, checkpointing: bool) -> float:
+    """Saved for one backward: every layer's, or with checkpointing its input; the last norm, the loss's inputs."""
+    of_layer = pack.tokens * shape.hidden * c if checkpointing else _layer(shape, pack, c)
+    rotary = 2 * pack.tokens * shape.query / shape.heads * c
+    return shape.layers * of_layer + rotary + pack.tokens * (4 + c) * shape.hidden + pack.trained * shape.hidden * c
+
+
+def loss_chunk(shape: ModelShape, pack: PackShape, floats: float = _CHUNK_FLOATS) -> float:
+    """Logits of one chunk and what is derived from them, in float32."""
+    return floats * 4 * min(_CHUNK, pack.trained) * shape.vocabulary
+
+
+def held(shape: ModelShape, settings: RankSettings) -> Terms:
+    """What a trained model keeps between its phases: float32 masters and AdamW's two moments."""
+    return {
+        "parameters": MASTER * shape.parameters / settings.shards,
+        "optimizer": 2 * MASTER * shape.parameters / settings.shards,
+    }
+
+
+def frozen(shape: ModelShape, settings: RankSettings) -> float:
+    """A model that is only scored: its shard in the compute dtype, and the root unit, which scoring leaves gathered."""
+    return settings.compute * (shape.parameters / settings.shards + shape.root_parameters)
+
+
+def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
+    """A forward without gradients: the root and two layers gathered (one ahead), one layer's intermediates."""
+    return {
+        "gathered": settings.compute * (shape.root_parameters + 2 * shape.layer_parameters),
+        "activations": _layer(shape, pack, settings.compute),
+        "loss chunk": loss_chunk(shape, pack, _SCORE_FLOATS),
+    }
+
+
+def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
+    """The backward's peak, which is where the loss begins it: gradients of earlier packs, everything saved, the root
+    gathered with its gradient and one chunk's share of it, two layers gathered.
+
+    Where there is little loss, the peak is a layer's backward: its recomputed activations and gradients of its MLP.
+    """
+    c = settings.compute
+    saved = activations(shape, pack, c, settings.checkpointing)
+    recomputed = _layer(shape, pack, c) if settings.checkpointing else 0.0
+    in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
+    terms = {
+        "gradients": MASTER * shape.parameters / settings.shards,
+        "gathered": c * (3 * shape.root_parameters + 2 * shape.layer_parameters),
+        "activations": saved,
+        "loss chunk": max(loss_chunk(shape, pack), in_layer),
+    }
+    return {**terms, "allocator": _HEAP_SHARE * (saved + recomputed)} if settings.on_cpu else terms
+
+
+def stepping(shape: ModelShape, settings: RankSettings) -> Terms:
+    """AdamW: gradients, and square roots of the second moments, of all tensors at once on a GPU, one by one on CPU."""
+    roots = shape.largest if settings.on_cpu else shape.parameters
+    return {
+        "gradients": MASTER * shape.parameters / settings.shards,
+        "temporaries": MASTER * roots / settings.shards,
+    }
+
+
+def publishing(shape: ModelShape) -> Terms:
+    """The largest tensor, whole, in float32: weights leave the device one by one."""
+    return {"largest tensor": MASTER * shape.largest}
+
+
+def cache_per_token(shape: ModelShape, dtype: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * shape.layers * shape.key * dtype
+
+
+def pack_tokens(limit: int, group: float, groups: int, ranks: int) -> float:
+    """Tokens of the largest pack to expect: a rank's share of a mini-batch, at most `limit`."""
+    return min(float(limit), group * math.ceil(groups / ranks))

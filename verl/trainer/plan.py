@@ -1,0 +1,361 @@
+"""The plan of a run before it starts: memory of every phase on one device, seconds that no run can undercut, and what
+to change where it does not fit. From the model's configuration and the data's lengths; no weights are loaded.
+
+    Config + model config + lengths + device -> Plan -> memory(), seconds(), shortages(), mends()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.config.schema import Config
+from verl.data.chat import ChatCodec
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError
+from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
+from verl.trainer.build_algorithm import build_algorithm, pays_kl
+from verl.trainer.build_workers import choose_device, engine_dtype
+from verl.trainer.memory import (
+    GIB,
+    ModelShape,
+    PackShape,
+    RankSettings,
+    Terms,
+    cache_per_token,
+    frozen,
+    held,
+    pack_tokens,
+    publishing,
+    scoring,
+    stepping,
+    updating,
+)
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
+
+_BYTES = {"bfloat16": 2, "float32": 4}
+_NUM_ROWS = 256  # of each file, evenly spaced
+# Assumed, not measured: what a CUDA context, NCCL and an engine that sleeps keep of a GPU.
+_CONTEXT_GIB = 2.0
+_PROCESS_GIB = 0.6  # a process on CPU that has imported torch, transformers and Ray: resident, measured
+_OPTIMIZER_BYTES = 32  # moved per parameter by clipping, AdamW and clearing
+_PUBLISH_BYTES = 4  # one read and one write in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompts and of replies, as far as they are known before a run."""
+
+    prompt: float
+    reply: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run is to be. memory_gib: of one GPU, or what is available of the machine's on CPU"""
+
+    name: str
+    memory_gib: float
+    device: Device | None  # None on CPU and for a GPU that is not known: no seconds
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, as far as its memory and its time can be told beforehand."""
+
+    config: Config
+    algorithm: Algorithm
+    policy: ModelShape
+    critic: ModelShape | None
+    lengths: Lengths
+    place: Place
+
+    @property
+    def pack(self) -> PackShape:
+        """The largest pack: prompts as the data have them, replies as long as they may become."""
+        data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
+        shared = actor.share_prefix and n > 1
+        group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
+        tokens = pack_tokens(actor.max_tokens_per_pack, group, actor.ppo_mini_batch_size, self.config.num_ranks)
+        return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
+
+    @property
+    def rank(self) -> RankSettings:
+        """How a training rank computes; states are dealt to the ranks of one node and copied across nodes."""
+        config = self.config
+        checkpointing = config.model.enable_gradient_checkpointing
+        compute = _BYTES[config.model.compute_dtype]
+        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.place.on_cpu)
+
+    def memory(self) -> dict[str, Terms]:
+        """{phase: bytes by term} of one training rank, and under "engine" of one rollout engine's share of a device."""
+        kept = self._kept()
+        models = [self.policy, self.critic] if self.critic else [self.policy]
+        phases: dict[str, Terms] = {
+            "rollout": kept,
+            "score": kept | scoring(self.policy, self.pack, self.rank),
+            "update": kept | _largest([updating(model, self.pack, self.rank) for model in models]),
+            "step": kept | _largest([stepping(model, self.rank) for model in models]),
+            "publish": kept | publishing(self.policy),
+        }
+        return {**phases, "engine": self.engine()}
+
+    def _kept(self) -> Terms:
+        terms = {"process": _PROCESS_GIB * GIB if self.place.on_cpu else _CONTEXT_GIB * GIB}
+        terms |= held(self.policy, self.rank)
+        if self.critic:
+            critic = sum(held(self.critic, self.rank).values())
+            terms["critic"] = critic + self.rank.compute * self.critic.root_parameters
+        if pays_kl(self.algorithm):
+            terms["reference"] = frozen(self.policy, self.rank)
+        return terms
+
+    def engine(self) -> Terms:
+        """Weights and KV cache of one engine on one device; vLLM takes its whole share of a GPU."""
+        rollout = self.config.rollout
+        weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
+        if rollout.name == "hf":
+            cache = rollout.max_num_seqs * self.longest * self._cache_per_token
+        elif self.place.on_cpu:
+            cache = rollout.kv_cache_gib * GIB
+        else:
+            cache = rollout.gpu_memory_utilization * self.place.memory_gib * GIB - weights
+        terms = {"weights": weights, "KV cache": max(0.0, cache)}
+        return terms | {"process": _PROCESS_GIB * GIB} if self.place.on_cpu else terms
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of the greatest length that fit into one engine's KV cache."""
+        return self.engine()["KV cache"] / (self._cache_per_token * self.longest)
+
+    @property
+    def _engine_bytes(self) -> int:
+        return _BYTES[engine_dtype(self.config)]
+
+    @property
+    def _cache_per_token(self) -> float:
+        return cache_per_token(self.policy, self._engine_bytes) / self.config.rollout.tensor_model_parallel_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and reply."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    def peak_gib(self) -> float:
+        """Of one training rank over all phases, as memory/trainer_gib measures it: on a GPU without its context."""
+        peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
+        return peak / GIB - (0.0 if self.place.on_cpu else _CONTEXT_GIB)
+
+    def shortages(self) -> list[str]:
+        """What does not fit, a sentence each."""
+        room, phases = self.place.memory_gib, {name: sum(each.values()) / GIB for name, each in self.memory().items()}
+        engine = phases.pop("engine")
+        if self.place.on_cpu:
+            needed = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
+            return [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
+        if self.config.rollout.placement == "colocated":
+            sleeps = self.config.rollout.name == "vllm"  # outside the rollout; the other engine never does
+            phases |= {name: gib + engine for name, gib in phases.items() if name == "rollout" or not sleeps}
+        found = [f"{name} needs {gib:.1f} GiB of {room:.1f}" for name, gib in phases.items() if gib > room]
+        if engine > room:
+            found.append(f"the engine needs {engine:.1f} GiB of {room:.1f}")
+        if self.sequences < 1:
+            found.append(f"the engine's KV cache has no room for one sequence of {self.longest} tokens")
+        return found
+
+    def mends(self) -> list[dict[str, Any]]:
+        """The fewest changes of keys after which all fits: every single one, else the first pair, else the first
+        three; [] where none is known."""
+        if not self.shortages():
+            return []
+        options = self._options()
+        for number in (1, 2, 3):
+            chosen = (self._first_fit(keys, options) for keys in combinations(options, number))
+            found = [changes for changes in chosen if changes is not None]
+            if found:
+                return found if number == 1 else found[:1]
+        return []
+
+    def _first_fit(self, keys: Sequence[str], options: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+        """The least change of exactly these keys after which all fits."""
+        every = (dict(zip(keys, values, strict=True)) for values in product(*(options[key] for key in keys)))
+        return next((changes for changes in every if self._fits_with(changes)), None)
+
+    def _options(self) -> dict[str, Sequence[Any]]:
+        """What may be changed: cheap keys first, of each the least change first."""
+        config = self.config
+        shares = [share / 10 for share in range(8, 1, -1) if share / 10 < config.rollout.gpu_memory_utilization]
+        limits = [config.actor.max_tokens_per_pack >> times for times in range(1, 6)]
+        return {
+            "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
+            "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
+            "rollout.gpu_memory_utilization": [] if self.place.on_cpu or config.rollout.name == "hf" else shares,
+            "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
+            "trainer.n_gpus_per_node": [
+                number for number in (2, 4, 8) if number > config.trainer.n_gpus_per_node and not self.place.on_cpu
+            ],
+            "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.place.on_cpu else [2, 4, 8],
+            "rollout.placement": ["separate"] * (config.rollout.placement == "colocated" and not self.place.on_cpu),
+        }
+
+    def _fits_with(self, changes: dict[str, Any]) -> bool:
+        try:
+            config = self.config
+            for key, value in changes.items():
+                config = changed(config, key, value)
+        except ConfigError:
+            return False
+        return not replace(self, config=config).shortages()
+
+    def seconds(self) -> dict[str, tuple[float, str]]:
+        """{phase: (seconds, formula)}, lower bounds at the device's peak; {} where its speed is not known."""
+        if self.place.device is None:
+            return {}
+        config, speed = self.config, self.place.device
+        ranks, checkpointed = config.num_ranks, config.model.enable_gradient_checkpointing
+        engines = config.num_engines * config.rollout.tensor_model_parallel_size
+        forward = self._forward()
+        passes = self._needs_old + pays_kl(self.algorithm) + bool(self.critic)
+        trained = 2 if self.critic else 1
+        moved = _OPTIMIZER_BYTES * self.policy.parameters * trained * config.minibatches_per_step
+        return {
+            "rollout": self._rollout(engines, speed),
+            "score": (passes * forward / ranks / speed.flops, f"{passes:d} forwards: FLOP / F"),
+            "update": (
+                (TRAINING + checkpointed) * trained * forward / ranks / speed.flops,
+                f"{(TRAINING + checkpointed) * trained:d} forwards: FLOP / F",
+            ),
+            "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
+            "publish": (_PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_PUBLISH_BYTES} N bytes / W"),
+        }
+
+    @property
+    def _needs_old(self) -> bool:
+        return self.config.minibatches_per_step > 1 or self.algorithm.kl.placement is KLPlacement.REWARD
+
+    @property
+    def _decoder(self) -> DecoderShape:
+        shape = self.policy
+        matrices = shape.layers * shape.layer_parameters
+        return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
+
+    def _forward(self) -> float:
+        """FLOPs of one pass over a step's samples, logits at replies alone."""
+        prompts, n = self.config.data.train_batch_size, self.config.rollout.n
+        prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
+        group = [(prompt + reply, 0)] * n
+        if self.config.actor.share_prefix:
+            group = [(prompt, 0), *[(reply, prompt)] * n]
+        return prompts * forward_flops(self._decoder, group, n * reply)
+
+    def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
+        """Prompts once, then replies token by token: bound by FLOPs, or by reading weights and cache."""
+        config, shape = self.config, self._decoder
+        prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
+        prompts, samples = config.data.train_batch_size, config.data.train_batch_size * config.rollout.n
+        prefill = prompts * forward_flops(shape, [(prompt, 0)])
+        computed = samples * forward_flops(shape, [(reply, prompt)], reply)
+        waves = math.ceil(samples / config.num_engines / config.rollout.max_num_seqs)
+        weights = self._engine_bytes * (shape.parameters + shape.head_parameters) * config.num_engines
+        cached = samples * (prompt + reply / 2) * cache_per_token(self.policy, self._engine_bytes)
+        decode = max(computed / speed.flops, reply * (waves * weights + cached) / speed.bytes_per_s)
+        return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
+
+    def split(self, devices: int) -> tuple[int, int]:
+        """(trainer's, engines') of `devices` in separate pools, so that both take about as long."""
+        times = {name: value for name, (value, _) in self.seconds().items()}
+        rollout = times["rollout"] * self.config.num_engines * self.config.rollout.tensor_model_parallel_size
+        train = (times["score"] + times["update"]) * self.config.num_ranks
+        trainers = min(devices - 1, max(1, round(devices * train / (train + rollout))))
+        return trainers, devices - trainers
+
+
+def _largest(terms: Sequence[Terms]) -> Terms:
+    return max(terms, key=lambda each: sum(each.values()))
+
+
+def changed(config: Any, key: str, value: Any) -> Any:
+    """The configuration with one key changed. Raises ConfigError where that cannot be."""
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+
+
+def build_plan(config: Config, codec: ChatCodec, place: Place) -> Plan:
+    """Everything that a plan is made of. Raises ConfigError for a model that cannot be read."""
+    algorithm = build_algorithm(config.algorithm)
+    assert config.model.path is not None
+    critic = read_shape(config.critic.path or config.model.path, PackedCritic) if algorithm.needs_critic else None
+    policy = read_shape(config.model.path, PackedPolicy)
+    return Plan(config, algorithm, policy, critic, read_lengths(config, codec), place)
+
+
+def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic]) -> ModelShape:
+    """The shape of the model at `path`, by its configuration. Raises ConfigError if there is none."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            module = wrapper(AutoModelForCausalLM.from_config(config))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
+    return shape_of(module, config.get_text_config())
+
+
+def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
+    """The shape of a module, whose tensors may have no storage."""
+    layers = decoder_layers(module)
+    named = dict(layers[0].named_parameters())
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelShape(
+        parameters=sum(each.numel() for each in module.parameters()),
+        layer_parameters=sum(each.numel() for each in named.values()),
+        largest=max(each.numel() for each in module.parameters()),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query=config.num_attention_heads * width,
+        key=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * width,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic gives one value
+        norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
+        head_norms=any("q_norm" in name for name in named),
+    )
+
+
+def read_lengths(config: Config, codec: ChatCodec) -> Lengths:
+    """Mean tokens of prompts and golden replies in the training files; the greatest allowed where there is no file."""
+    data = config.data
+    if not data.train_files:
+        return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
+    prompts, replies = [], []
+    for source in data.train_files:
+        tasks = TaskSet(source, data.on_bad_row)  # type: ignore[arg-type]
+        for task in tasks[:: max(1, len(tasks) // _NUM_ROWS)]:
+            prompts.append(min(len(codec.prompt_ids(task.prompt)), data.max_prompt_length))
+            replies.append(min(len(codec.reply_ids(task.answer.strip())[0]) + 1, data.max_response_length))
+    names = ", ".join(Path(source).name for source in data.train_files)
+    return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; golden replies")
+
+
+def find_place(config: Config, gpu: str | None = None) -> Place:
+    """The named GPU type, or what this machine has. Raises ConfigError for a type that is not known."""
+    if gpu is not None and gpu.lower() != "cpu":
+        device = find_device(gpu)
+        if device is None:
+            raise ConfigError(f"gpu={gpu!r} is not known; known: {', '.join(DEVICES)}, cpu")
+        return Place(gpu, device.memory_gib, device)
+    if gpu is None and choose_device(config.trainer) == "cuda":
+        name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+        return Place(name, total / GIB, find_device(name))
+    return Place("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)
