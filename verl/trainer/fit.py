@@ -52,6 +52,7 @@ class Fit:
     saved: Saved | None = None  # where to go on
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)  # of every memory metric
 
     async def run(self) -> Path:
         """Train all steps that are left. Returns the last checkpoint's folder."""
@@ -90,10 +91,12 @@ class Fit:
         return totals[0] if totals else None
 
     def _memory(self) -> dict[str, float]:
-        return {
+        now = {
             "memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)),
             "memory/driver_gib": psutil.Process().memory_info().rss / _GIB,
         }
+        self.peaks = {name: max(value, self.peaks.get(name, 0.0)) for name, value in now.items()}
+        return now
 
     def _save(self, score: float | None) -> Path:
         self.display.phase("saving")

@@ -42,14 +42,17 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.config.show import as_yaml
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.build import built, run_folder
+    from verl.trainer.build import built, load_codec, run_folder
     from verl.trainer.build_workers import choose_device
+    from verl.trainer.plan import build_plan, find_place
+    from verl.trainer.plan_show import compared
     from verl.trainer.preflight import preflight
 
     folder = run_folder(config.trainer)
     wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
+    plan = build_plan(config, load_codec(config.model), find_place(config))
     if wanted or only_preflight:
-        preflight(config, console)
+        preflight(config, plan, console)
     if only_preflight:
         return 0
     console.print(config.batch_arithmetic(), markup=False)
@@ -58,6 +61,8 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
         last = asyncio.run(fit.run())
     console.print(before_after_table(*fit.table()))
+    if fit.peaks:
+        console.print(compared(plan, fit.peaks), markup=False)
     files = {
         "model": last / "hf",
         "checkpoints": last.parent,

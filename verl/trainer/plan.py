@@ -294,7 +294,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 def build_plan(config: Config, codec: ChatCodec, place: Place) -> Plan:
     """Everything that a plan is made of. Raises ConfigError for a model that cannot be read."""
-    algorithm = build_algorithm(config.algorithm)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     assert config.model.path is not None
     critic = read_shape(config.critic.path or config.model.path, PackedCritic) if algorithm.needs_critic else None
     policy = read_shape(config.model.path, PackedPolicy)

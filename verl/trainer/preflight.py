@@ -35,9 +35,10 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.single_controller.local import LocalGroup
 from verl.trainer.build import load_codec
-from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_workers import choose_device
 from verl.trainer.experience import build_experience
+from verl.trainer.memory import GIB
+from verl.trainer.plan import Plan
+from verl.trainer.plan_show import mends_told
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Task
 from verl.utils.reward_score.base import LabReward, Reward, build_reward
@@ -50,11 +51,9 @@ from verl.workers.policy_worker import PolicyWorker
 
 _NUM_ROWS = 20
 _LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
-_GIB = 2**30
-_MASTER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
 
 
-def preflight(config: Config, console: Console) -> None:
+def preflight(config: Config, plan: Plan, console: Console) -> None:
     """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
     codec = load_codec(config.model)
     policy: Any = config.data.on_bad_row
@@ -68,7 +67,7 @@ def preflight(config: Config, console: Console) -> None:
         ("reward", check_reward(reward, tasks)),
         ("step", check_step(tiny(shape), codec, reward, tasks, config)),
         ("batch", config.batch_arithmetic()),
-        ("memory", expected_memory(shape, config)),
+        ("memory", check_memory(plan)),
     ):
         console.print(f"preflight {name:9}{said}", markup=False, soft_wrap=True)
 
@@ -191,19 +190,14 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             dist.destroy_process_group()
 
 
-def expected_memory(shape: PretrainedConfig, config: Config) -> str:
-    """GiB per training rank and per engine. Raises ConfigError where a GPU has less."""
-    with torch.device("meta"):
-        count = sum(each.numel() for each in AutoModelForCausalLM.from_config(shape).parameters())
-    compute = 2 if config.model.compute_dtype == "bfloat16" else 4
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
-    critic = 1 if algorithm.needs_critic else 0
-    states = count * (_MASTER_BYTES * (1 + critic) + compute) / config.num_ranks / _GIB
-    engine = count * compute / config.rollout.tensor_model_parallel_size / _GIB
-    said = f"{count / 1e6:.1f}M parameters; {states:.2f} GiB of states per trainer rank, {engine:.2f} GiB per engine"
-    if choose_device(config.trainer) == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory / _GIB
-        if states > total:
-            raise ConfigError(f"{said}, but the GPU has {total:.1f} GiB; use more GPUs")
-        said += f", of {total:.1f} GiB on the GPU"
-    return said + ", activations and KV cache besides"
+def check_memory(plan: Plan) -> str:
+    """What a rank and an engine will need. Raises ConfigError where a GPU has less, with what to change."""
+    rank, engine = plan.peak_gib(), sum(plan.engine().values()) / GIB
+    said = (
+        f"{plan.policy.parameters / 1e6:.1f}M parameters; {rank:.2f} GiB per trainer rank at most, "
+        f"{engine:.2f} GiB per engine, of {plan.place.memory_gib:.1f} GiB"
+    )
+    shortages = plan.shortages()
+    if shortages and not plan.place.on_cpu:
+        raise ConfigError(f"{'; '.join(shortages)}. Set {mends_told(plan)}")
+    return "; ".join([said, *shortages])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +26,7 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
 _GIB = 2**30
+_RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,10 @@ class TrainingRank:
         return device, parameters, shape.num_hidden_layers, shape.hidden_size, embedding
 
     def memory_gib(self) -> float:
-        """Peak memory of the device since the start; of the process's resident set now, on CPU."""
-        if torch.cuda.is_available():
+        """Peak memory of the device since the start; on CPU, of the process's resident set."""
+        if self.spec.device == "cuda":
             return float(torch.cuda.max_memory_allocated()) / _GIB
-        return float(psutil.Process().memory_info().rss) / _GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT / _GIB
 
 
 def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
