@@ -1,15 +1,17 @@
-"""How much of a step's wall time nobody works: python bench/controller.py [--steps 8] [key=value ...]
+"""Row 9: how much of a step's wall time nobody works, 512 prompts x 4 replies through Ray, lower is better.
 
-Runs the embedded GRPO experiment for a few steps with every call to a worker (trainer ranks, engines, rewards) watched.
+    python bench/controller.py [--rounds 3] [key=value ...]
+
+Runs the embedded GRPO experiment at that size with every call to a worker (trainer ranks, engines, rewards) watched.
 What is left of a step's wall time when no such call is running is the controller's own: packing, advantages, waiting
-for nothing. Prints it per step, in seconds and as a share.
+for nothing. There is no other side: the ratio is the share of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
+import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,16 +20,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from common import Result, report
 from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
 from verl.trainer.build import built
 from verl.trainer.ppo import PPOTrainer
+
+MAX_SHARE, MAX_SECONDS = 0.03, 0.2
+SIZE = (
+    "recipe=mini_grpo",
+    "data.train_batch_size=512",
+    "rollout.n=4",
+    "actor.ppo_mini_batch_size=512",
+    "data.max_response_length=32",
+    "trainer.num_transcripts_shown=0",
+)
 
 
 @dataclass
@@ -100,7 +110,7 @@ class WatchedScorer:
 
 def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
     """[(wall seconds, seconds without a running call)] of every step but the first."""
-    config = load_config(["recipe=mini_grpo", "trainer.num_transcripts_shown=0", *words])
+    config = load_config([*SIZE, *words])
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -129,18 +139,25 @@ async def run_steps(trainer: PPOTrainer, watch: Watch, steps: int) -> list[tuple
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("words", nargs="*", help="key=value over recipe=mini_grpo")
-    args = parser.parse_args()
-    figures = measure(args.words, args.steps)
-    table = Table("step", "wall s", "controller s", "share", title="controller overhead")
-    for number, (wall, idle) in enumerate(figures, start=2):
-        table.add_row(str(number), f"{wall:.2f}", f"{idle:.3f}", f"{idle / wall:.1%}")
-    wall, idle = (sum(each) / len(figures) for each in zip(*figures, strict=True))
-    table.add_row("mean", f"{wall:.2f}", f"{idle:.3f}", f"{idle / wall:.1%}", end_section=True)
-    Console().print(table)
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="steps that count, after one that does not")
+    parser.add_argument("words", nargs="*", help=f"key=value over {' '.join(SIZE)}")
+    arguments = parser.parse_args()
+    figures = measure(arguments.words, arguments.rounds)
+    idle = statistics.median(idle for _, idle in figures)
+    report(
+        Result(
+            row=9,
+            name=" ".join(["the controller's share of a step, 512 prompts x 4", *arguments.words]),
+            ratio=statistics.median(idle / wall for wall, idle in figures),
+            target=MAX_SHARE,
+            ours={"step s": statistics.median(wall for wall, _ in figures), "controller s": idle},
+            theirs={},
+            lower_is_better=True,
+            limits={"controller s": (idle, MAX_SECONDS)},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Pairs scored per second on one core: ours against ToolRL's published reward, on the same pairs in the same run.
+"""Row 10: pairs scored per CPU second, ours / ToolRL's published reward, on the same pairs in the same run.
 
-    python bench/reward.py [--data FILE] [--upstream PATH/TO/ToolRL/verl/utils/reward_score/rlla.py] [--repeats 5]
+    python bench/reward.py [--data FILE] [--upstream PATH/TO/ToolRL/verl/utils/reward_score/rlla.py] [--rounds 5]
 
 The pairs are the gold answers of FILE (default: dataset/mini/train.parquet) and all their declared mutations, each pair
-once. ToolRL's file is not part of this project: clone its repository and name the file; its prints are thrown away, the
-work of making them is its own. Without it, the baseline is the plain telling that the tests use. CPU time, medians.
-Also prints the longest CPU time that any hostile text of 1 MB takes.
+once; before the clock runs, both sides must give the same scores. ToolRL's file is not part of this project: clone its
+repository and name the file; its prints are thrown away, the work of making them is its own. Without it, the baseline
+is the plain telling that the tests use. Also prints the longest CPU time that any hostile text of 1 MB takes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import contextlib
 import importlib.util
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from rich.console import Console
-from rich.table import Table
+from common import ROOT, Result, alternate, console, median_ratio, report
 
 from tests.conftest import TOGGLES
 from tests.test_rlla import ANSWERS, HOSTILE
@@ -33,8 +29,10 @@ from verl.data.tasks import TaskSet
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
 from verl.utils.reward_score.rlla_lab import spoiled_replies
 
+TARGET = 1.5
+ROUNDING = 1e-9
 Pairs = list[tuple[str, str]]
-Scorer = Callable[[str, str], object]
+Scorer = Callable[[str, str], tuple[float, ...]]
 
 
 def make_pairs(source: str) -> Pairs:
@@ -58,15 +56,14 @@ def load_upstream(path: str) -> Scorer:
     return lambda solution, truth: module.compute_score(solution, truth, step=0)
 
 
-def cpu_seconds(scorer: Scorer, pairs: Pairs) -> float:
+def score_all(scorer: Scorer, pairs: Pairs) -> list[tuple[float, ...]]:
+    """The scores, with what is printed on the way thrown away."""
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        started = time.process_time()
-        for solution, truth in pairs:
-            scorer(solution, truth)
-        return time.process_time() - started
+        return [scorer(solution, truth) for solution, truth in pairs]
 
 
-def plain(solution: str, truth: str) -> object:
+def plain(solution: str, truth: str) -> tuple[float, ...]:
+    """The plain telling that the tests use."""
     reply = solution.rpartition("<|im_start|>assistant")[2].partition("<|im_end|>")[0].strip()
     return oracle_score(reply, truth, 0, {name for name in TOGGLES if os.environ.get(name) == "1"})
 
@@ -76,34 +73,45 @@ def slowest_hostile() -> tuple[str, float]:
     seconds = {}
     for name, text in HOSTILE.items():
         for shape, answer in ANSWERS.items():
-            seconds[f"{name} / {shape}"] = cpu_seconds(compute_score, [(text, answer)])
+            started = time.process_time()
+            score_all(compute_score, [(text, answer)])
+            seconds[f"{name} / {shape}"] = time.process_time() - started
     worst = max(seconds, key=seconds.__getitem__)
     return worst, seconds[worst]
 
 
 def main() -> None:
+    """Compare scores, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=str(ROOT / "dataset/mini/train.parquet"))
     parser.add_argument("--upstream", help="ToolRL's verl/utils/reward_score/rlla.py")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     baseline = load_upstream(arguments.upstream) if arguments.upstream else plain
-    scorers: dict[str, Scorer] = {
-        "ToolRL's file" if arguments.upstream else "plain telling": baseline,
-        "compute_score, options from the environment": compute_score,
-        "compute_score, options given": lambda solution, truth: compute_score(solution, truth, 0, RllaOptions()),
-    }
     pairs = make_pairs(arguments.data)
-    runs = [[cpu_seconds(scorer, pairs) for scorer in scorers.values()] for _ in range(arguments.repeats)]
-    table = Table("scorer", "pairs/s", "times the first", title=f"{len(pairs)} distinct pairs of {arguments.data}")
-    for column, name in enumerate(scorers):
-        rate = statistics.median(len(pairs) / run[column] for run in runs)
-        ratio = statistics.median(run[0] / run[column] for run in runs)
-        table.add_row(name, f"{rate:,.0f}", f"{ratio:.2f}")
-    console = Console()
-    console.print(table)
-    worst, seconds = slowest_hostile()
-    console.print(f"slowest hostile text: {worst}, {seconds:.2f} s of CPU time")
+    scorers: dict[str, Scorer] = {
+        "theirs": baseline,
+        "ours": lambda solution, truth: compute_score(solution, truth, 0, RllaOptions()),
+    }
+    theirs, ours = (score_all(scorer, pairs) for scorer in scorers.values())
+    gap = max(abs(a - b) for pair in zip(theirs, ours, strict=True) for a, b in zip(*pair, strict=True))
+    sides = {name: partial(score_all, scorer, pairs) for name, scorer in scorers.items()}
+    seconds = alternate(sides, arguments.rounds)
+    rates = {name: [len(pairs) / each for each in rounds] for name, rounds in seconds.items()}
+    name = "ToolRL's file" if arguments.upstream else "a plain telling of ToolRL's"
+    worst, slowest = slowest_hostile()
+    console.print(f"slowest hostile text: {worst}, {slowest:.2f} s of CPU time")
+    report(
+        Result(
+            row=10,
+            name=f"reward, ours / {name}",
+            ratio=median_ratio(rates["ours"], rates["theirs"]),
+            target=TARGET,
+            ours={"pairs/CPU s": statistics.median(rates["ours"]), "pairs": len(pairs)},
+            theirs={"pairs/CPU s": statistics.median(rates["theirs"]), "pairs": len(pairs)},
+            limits={"largest difference of a score": (gap, ROUNDING)},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,35 +1,29 @@
-"""Tokens generated per second: our engine's concurrent requests against plain vllm.LLM.generate, in the same run.
+"""Row 6: tokens generated per CPU second, our engine's concurrent requests / plain vllm.LLM.generate.
 
-    python bench/rollout.py [--prompts 64] [--n 8] [--tokens 64] [--rounds 5] [--threads 1] [--model PATH]
+    python bench/rollout.py [--prompts 64] [--n 4] [--tokens 64] [--rounds 5] [--model PATH]
 
-Each side lives in a process of its own, with the same prompts (dataset/mini), arguments and number of threads; rounds
-alternate, so that both meet the same neighbours on the machine. The model is a random Qwen2 unless one is named. Also
-prints the seconds that each side took to start, imports included. CPU only.
+Each side lives in a process of its own, with the same prompts (dataset/mini) and arguments; rounds alternate, so that
+both meet the same neighbours on the machine. The model is a random Qwen2 unless one is named. CPU only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from common import ROOT, Result, Side, alternate, answer, cpu_seconds, median_ratio, medians, report, requests
 
 MINI = ROOT / "dataset/mini"
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 256
 KV_CACHE_GIB = 2
-ANSWER = "bench: "  # marks our lines among what vLLM prints
+TARGET = 0.95
 Round = Callable[[], int]  # generates once; returns the number of tokens
 
 
@@ -73,7 +67,6 @@ def our_engine(arguments: argparse.Namespace) -> Iterator[Round]:
         "float32",
         kv_cache_gib=KV_CACHE_GIB,
         max_num_seqs=MAX_NUM_SEQS,
-        num_threads=arguments.threads,
     )
     with asyncio.Runner() as runner:
         engine = runner.run(VLLMEngine.start(settings))
@@ -88,7 +81,6 @@ def our_engine(arguments: argparse.Namespace) -> Iterator[Round]:
 
 @contextmanager
 def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
     from vllm import LLM, SamplingParams
@@ -113,59 +105,44 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
     yield generate
 
 
-SIDES = {"our engine": our_engine, "plain vLLM": plain_vllm}
+SIDES = {"ours": our_engine, "theirs": plain_vllm}
 
 
 def run_side(arguments: argparse.Namespace) -> None:
-    """Start; then one round for every line on standard input. Answers with seconds and tokens."""
-    started = time.monotonic()
+    """One round for every request; answers with seconds and tokens."""
     with SIDES[arguments.side](arguments) as generate:
-        print(f"{ANSWER}{json.dumps([time.monotonic() - started, 0])}", flush=True)
-        for _ in sys.stdin:
-            started = time.monotonic()
+        for _ in requests():
+            wall, cpu = time.perf_counter(), cpu_seconds()
             tokens = generate()
-            print(f"{ANSWER}{json.dumps([time.monotonic() - started, tokens])}", flush=True)
+            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+            answer({"tokens/CPU s": tokens / cpu, "tokens/s of wall time": tokens / wall})
 
 
-def ask(process: subprocess.Popen[str]) -> tuple[float, int]:
-    """The next answer of a side."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(ANSWER):
-            seconds, tokens = json.loads(line.removeprefix(ANSWER))
-            return seconds, tokens
-    raise SystemExit(f"a side ended with {process.wait()}")
-
-
-def compare(arguments: argparse.Namespace) -> None:
-    processes, rates = {}, {side: [] for side in SIDES}
-    for side in SIDES:
-        command = [sys.executable, __file__, "--side", side, "--model", arguments.model]
-        command += [f"--{name}={getattr(arguments, name)}" for name in ("prompts", "n", "tokens", "threads")]
-        processes[side] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        print(f"{side}: started in {ask(processes[side])[0]:.1f} s")
-    for number in range(arguments.rounds + 1):  # the first warms up
-        for side, process in processes.items():
-            assert process.stdin is not None
-            process.stdin.write("again\n")
-            process.stdin.flush()
-            seconds, tokens = ask(process)
-            if number:
-                rates[side].append(tokens / seconds)
-    for side, process in processes.items():
-        process.communicate()
-        print(f"{side}: {statistics.median(rates[side]):,.0f} tokens/s (rounds: {[round(r) for r in rates[side]]})")
-    ratios = [ours / theirs for ours, theirs in zip(rates["our engine"], rates["plain vLLM"], strict=True)]
-    print(f"our engine / plain vLLM: {statistics.median(ratios):.2f} (median of {len(ratios)} pairs of rounds)")
+def compare(arguments: argparse.Namespace) -> Result:
+    """Rounds of both sides in turns."""
+    command = [sys.executable, __file__, f"--model={arguments.model}"]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("prompts", "n", "tokens")]
+    with Side([*command, "--side=ours"]) as ours, Side([*command, "--side=theirs"]) as theirs:
+        figures = alternate({"ours": ours.ask, "theirs": theirs.ask}, arguments.rounds, lambda ask: ask())
+    size = f"{arguments.prompts} x {arguments.n} replies of {arguments.tokens} tokens"
+    rates = {side: [each["tokens/CPU s"] for each in rounds] for side, rounds in figures.items()}
+    return Result(
+        row=6,
+        name=f"rollout, our engine / plain vLLM, {size}",
+        ratio=median_ratio(rates["ours"], rates["theirs"]),
+        target=TARGET,
+        ours=medians(figures["ours"]),
+        theirs=medians(figures["theirs"]),
+    )
 
 
 def main() -> None:
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--n", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--n", type=int, default=4, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=64, help="per completion")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", help="a folder; a random Qwen2 is made otherwise")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -176,7 +153,7 @@ def main() -> None:
         if arguments.model is None:
             arguments.model = folder
             make_model(folder)
-        compare(arguments)
+        report(compare(arguments))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Measures every row of the scoreboard and writes the table of docs/benchmarks.md:
+#     bash bench/run_all.sh [ROUNDS]
+# ROUNDS counted rounds a side, 3 by default. MODEL and DATA name SmolLM2's folder and ToolRL's test rows if they are
+# elsewhere; PYTHON names the interpreter. What is not there is skipped, what fails is named at the end. One thread each;
+# takes about an hour on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+rounds="${1:-3}"
+python="${PYTHON:-python}"
+model=(--model "${MODEL:-models/smollm2}")
+data=(--data "${DATA:-dataset/rlla_4k/test.parquet}")
+out="outputs/bench"
+lines="$out/results.jsonl"
+failed=()
+export OMP_NUM_THREADS=1
+
+measure() {  # SCRIPT ARGUMENT...
+    echo "== $*" >&2
+    "$python" "bench/$1" --rounds "$rounds" "${@:2}" >>"$lines" || failed+=("$*")
+}
+
+mkdir -p "$out"
+: >"$lines"
+measure step.py --rollout hf "${model[@]}" "${data[@]}"
+measure step.py --rollout vllm "${model[@]}" "${data[@]}"
+measure step.py --rollout vllm --n 8 "${model[@]}" "${data[@]}"
+measure shared_prompt.py "${model[@]}"
+measure padding.py "${model[@]}" "${data[@]}"
+measure loss_memory.py
+measure rollout.py
+measure publish.py "${model[@]}"
+measure controller.py
+measure reward.py
+"$python" bench/results.py "$lines"
+
+if ((${#failed[@]})); then
+    printf 'failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
