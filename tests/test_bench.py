@@ -91,3 +91,41 @@ def test_nothing_measured_changes_nothing(tmp_path: Path) -> None:
 def test_the_page_of_the_project_has_its_markers() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     assert page.index(BEGIN) < page.index(END)
+
+
+def run_bench(script: str, *words: str) -> tuple[list[dict[str, Any]], str]:
+    done = subprocess.run([sys.executable, f"bench/{script}", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_shared_prompts_are_measured_and_their_gradients_compared() -> None:
+    words = ("--model", "dataset/mini/model", "--prompt", "80", "--reply", "40", "--n", "2", "--rounds", "1")
+    (line,), table = run_bench("shared_prompt.py", *words)
+    assert line["row"] == 3
+    assert line["ratio"] > 0
+    ((gap, bound),) = line["limits"].values()
+    assert 0 < gap < bound
+    assert line["versions"]["torch"]
+    assert "CPU s" in table
+
+
+def test_a_padded_batch_trains_the_same() -> None:
+    words = ("--model", "dataset/mini/model", "--data", "dataset/mini/test.parquet", "--rows", "3", "--rounds", "1")
+    (line,), _ = run_bench("padding.py", *words)
+    assert line["theirs"]["tokens"] > line["ours"]["tokens"]
+    assert line["limits"]["relative difference of the gradients' norms"][0] < 1e-2
+
+
+def test_both_losses_are_the_same_loss() -> None:
+    lines, _ = run_bench("loss_memory.py", "--tokens", "64", "--vocabulary", "512", "--hidden", "16", "--rounds", "1")
+    assert [line["row"] for line in lines] == [5, 5]
+    for line in lines:
+        assert line["ours"]["loss"] == pytest.approx(line["theirs"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("script", ["shared_prompt.py", "padding.py"])
+def test_without_the_model_a_row_is_skipped(script: str) -> None:
+    lines, said = run_bench(script, "--model", "no/such/folder")
+    assert lines == []
+    assert "prepare_smollm2" in said

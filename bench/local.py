@@ -1,0 +1,68 @@
+"""A policy in this very process, made of the library's own parts: one FSDP rank behind a local worker group."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.grpo import GRPO
+from verl.data.samples import to_sample
+from verl.single_controller.local import LocalGroup
+from verl.trainer.experience import Experience, build_experience
+from verl.trainer.policy import PackSettings, Policy
+from verl.types import Completion, FinishReason, Sample
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+
+PLAIN_GRPO: Algorithm = replace(GRPO, kl=KLTerm())  # no KL, so no reference
+LEARNING_RATE = 1e-6
+TOKENS_PER_PACK = 5000  # without checkpointing, what fits beside another engine on a small machine
+
+
+def join_alone() -> None:
+    """A process group of one, and one thread."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+def load_worker(path: Path, dtype: torch.dtype) -> PolicyWorker:
+    """A rank whose weights are held and computed in `dtype`, with AdamW."""
+    module = PackedPolicy(load_causal_lm(str(path), dtype))
+    optimizer = OptimizerSettings(lr=LEARNING_RATE, weight_decay=0.0)
+    layers = decoder_layers(module)
+    return PolicyWorker(FSDPEngine(module, layers, init_device_mesh("cpu", (1,)), optimizer, dtype), 1.0)
+
+
+def policy_of(worker: PolicyWorker | None, share_prefix: bool = True) -> Policy:
+    """The controller's view of it. Without a worker it can still pack."""
+    return Policy(LocalGroup(worker), PackSettings(TOKENS_PER_PACK, share_prefix))
+
+
+def made_up_groups(lengths: Sequence[tuple[int, int]], n: int, vocabulary: int, seed: int = 0) -> list[Sample]:
+    """`n` samples for each (prompt length, reply length), of random tokens, with random rewards and log-probs."""
+    draw = random.Random(seed)
+    samples = []
+    for group, (prompt, reply) in enumerate(lengths):
+        prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(prompt))
+        for _ in range(n):
+            reply_ids = tuple(draw.randrange(vocabulary) for _ in range(reply))
+            logprobs = tuple(-draw.random() for _ in range(reply))
+            completion = Completion(reply_ids, logprobs, FinishReason.LENGTH, 0)
+            samples.append(to_sample(prompt_ids, completion, group, draw.random()))
+    return samples
+
+
+def experience_of(samples: Sequence[Sample]) -> Experience:
+    """The samples with their group advantages."""
+    return build_experience(samples, None, PLAIN_GRPO)

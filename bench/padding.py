@@ -1,0 +1,97 @@
+"""Row 4: CPU seconds of an update on a padded batch / on packs, at the lengths of ToolRL's real rows.
+
+    python bench/padding.py [--rows 8] [--rounds 3] [--model DIR] [--data FILE]
+
+A row's prompt and gold answer give the lengths; the tokens are random, one reply to a prompt. The padded batch is the
+same update with as many tokens after every reply as the longest prompt and the longest reply of the batch ask for; the
+gradients' norms of the two are compared. Asked for is 0.9 of what the padding costs in tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from common import SMOLLM2, TOOLRL_ROWS, Result, alternate, median_ratio, need_smollm2, need_toolrl_rows, report
+from local import PLAIN_GRPO, experience_of, join_alone, load_worker, made_up_groups, policy_of
+from transformers import AutoTokenizer
+
+from verl.data.chat import ChatCodec
+from verl.data.tasks import TaskSet, TaskStream
+from verl.trainer.experience import Experience
+from verl.types import Sample
+
+SHARE_OF_PADDING = 0.9
+MAX_PROMPT = 2048  # tokens
+TOLERANCE = 0.01  # bf16
+
+
+def real_lengths(codec: ChatCodec, data: Path, rows: int) -> list[tuple[int, int]]:
+    """(prompt, reply) tokens of rows drawn with a fixed seed."""
+    stream = TaskStream([TaskSet(str(data), on_bad_row="skip")], seed=0)
+    lengths = ((len(codec.prompt_ids(task.prompt)), len(codec.reply_ids(task.answer)[0]) + 1) for task in stream)
+    return list(islice((each for each in lengths if each[0] <= MAX_PROMPT), rows))
+
+
+def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> list[Sample]:
+    """The samples with untrained tokens at the end, up to the longest prompt and the longest reply."""
+    length = sum(max(each) for each in zip(*lengths, strict=True))
+    missing = [length - len(sample.token_ids) for sample in samples]
+    return [
+        replace(
+            sample,
+            token_ids=sample.token_ids + (0,) * number,
+            action_mask=sample.action_mask + (False,) * number,
+            rollout_logprobs=sample.rollout_logprobs + (0.0,) * number,
+        )
+        for sample, number in zip(samples, missing, strict=True)
+    ]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--data", type=Path, default=TOOLRL_ROWS)
+    arguments = parser.parse_args()
+    need_smollm2(arguments.model)
+    need_toolrl_rows(arguments.data)
+    join_alone()
+    worker = load_worker(arguments.model, torch.bfloat16)
+    codec = ChatCodec(AutoTokenizer.from_pretrained(arguments.model))
+    lengths = real_lengths(codec, arguments.data, arguments.rows)
+    packed = made_up_groups(lengths, 1, worker.engine.module.model.config.vocab_size)
+    policy = policy_of(worker, share_prefix=False)
+    batches = {"padded": padded(packed, lengths), "packed": packed}
+    norms: dict[str, list[float]] = {name: [] for name in batches}
+
+    def update(name: str, experience: Experience) -> None:
+        norms[name].append(policy.update(experience, PLAIN_GRPO)["grad_norm"])
+
+    sides = {name: partial(update, name, experience_of(samples)) for name, samples in batches.items()}
+    seconds = alternate(sides, arguments.rounds)
+    tokens = {name: sum(len(sample.token_ids) for sample in samples) for name, samples in batches.items()}
+    gap = abs(norms["padded"][0] / norms["packed"][0] - 1.0)
+    report(
+        Result(
+            row=4,
+            name="update, padded batch / packs",
+            ratio=median_ratio(seconds["padded"], seconds["packed"]),
+            target=SHARE_OF_PADDING * tokens["padded"] / tokens["packed"],
+            ours={"CPU s": statistics.median(seconds["packed"]), "tokens": tokens["packed"]},
+            theirs={"CPU s": statistics.median(seconds["padded"]), "tokens": tokens["padded"]},
+            limits={"relative difference of the gradients' norms": (gap, TOLERANCE)},
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
