@@ -124,7 +124,7 @@ def test_both_losses_are_the_same_loss() -> None:
         assert line["ours"]["loss"] == pytest.approx(line["theirs"]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("script", ["shared_prompt.py", "padding.py"])
+@pytest.mark.parametrize("script", ["step.py", "shared_prompt.py", "padding.py"])
 def test_without_the_model_a_row_is_skipped(script: str) -> None:
     lines, said = run_bench(script, "--model", "no/such/folder")
     assert lines == []

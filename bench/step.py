@@ -1,0 +1,181 @@
+"""Rows 1 and 2: CPU seconds of a GRPO step and of the update in it, TRL / ours, with the same rollout engine.
+
+    python bench/step.py [--rollout hf|vllm] [--prompts 2] [--n 4] [--reply 64] [--rounds 3] [--model DIR] [--data FILE]
+
+Both sides train the same model on the same real prompts of ToolRL with its reward: bf16 weights, AdamW, replies of a
+fixed length, no KL, no checkpointing, one thread. Before the clock runs, both compute loss and gradient norm of one and
+the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
+transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
+vLLM's `reload_weights`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from common import (
+    SMOLLM2,
+    TOOLRL_ROWS,
+    Result,
+    Side,
+    alternate,
+    console,
+    median_ratio,
+    medians,
+    need_smollm2,
+    need_toolrl_rows,
+    report,
+)
+
+from verl.data.chat import ChatCodec
+from verl.data.tasks import TaskSet, TaskStream
+from verl.types import Task
+
+TRL = "1.16.0"
+HERE = Path(__file__).parent
+MAX_PROMPT = 600  # tokens; such rows have 550 on average
+MICRO_BATCH = 4  # sequences in one forward of TRL's
+STEP_TARGETS = {"hf": 4.0, "vllm": 3.0}
+UPDATE_TARGETS = {4: 4.0, 8: 6.0}
+CHECKED_REPLIES = 2  # to each prompt, in the batch whose loss is compared
+TOLERANCE = 1e-3  # of float32 losses, where advantages are about 1, and of gradient norms relative to one another
+RELOADED = "TRL's weight sync fails on vLLM's CPU weights and is replaced by reload_weights"
+CheckRows = list[tuple[tuple[int, ...], tuple[int, ...], float]]  # prompt, reply, advantage
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What both sides are told."""
+
+    model: str
+    data: str
+    rollout: str
+    prompts: int
+    n: int
+    reply: int
+    rounds: int
+
+
+def stream(spec: Spec, codec: ChatCodec) -> TaskStream:
+    """The tasks in the order in which both sides train on them."""
+    tasks = TaskSet(spec.data, on_bad_row="skip")
+    return TaskStream([[task for task in tasks if len(codec.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
+
+
+def first_tasks(spec: Spec, codec: ChatCodec, count: int) -> list[Task]:
+    """The first `count` tasks of the stream."""
+    return list(islice(stream(spec, codec), count))
+
+
+def check_rows(spec: Spec, codec: ChatCodec) -> CheckRows:
+    """The batch that both sides compute a loss of: shifted gold answers."""
+    rows = []
+    for task in first_tasks(spec, codec, spec.prompts):
+        prompt, gold = codec.prompt_ids(task.prompt), codec.reply_ids(task.answer)[0]
+        long = gold * (spec.reply // len(gold) + 2)
+        rows += [(prompt, long[at : at + spec.reply], 1.0 - 1.5 * at) for at in range(CHECKED_REPLIES)]
+    return rows
+
+
+def trl_python(folder: Path) -> Path:
+    """The interpreter of an environment with TRL over this one's packages; made if it is not there."""
+    python = folder / "bin/python"
+    complete = folder / f"trl-{TRL}"
+    if not complete.exists():
+        console.print(f"installing TRL {TRL} into {folder}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        own = subprocess.run([python, "-c", purelib], check=True, capture_output=True, text=True).stdout.strip()
+        Path(own, "beneath.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        # Conflicts that pip reports are those of the packages beneath, which stay as they are.
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
+        done = subprocess.run(install, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"pip cannot install trl=={TRL}:\n{done.stderr}")
+        complete.touch()
+    return python
+
+
+def check(ours: Side, theirs: Side) -> dict[str, tuple[float, float]]:
+    """How far float32 loss and gradient norm of the same batch are apart; ends the benchmark if that is too far."""
+    of_ours = ours.ask({"do": "check"})
+    of_theirs = theirs.ask({"do": "check", "old_logprobs": of_ours["old_logprobs"]})
+    norm_gap = abs(of_ours["grad_norm"] / of_theirs["grad_norm"] - 1.0)
+    limits = {
+        "difference of the losses": (abs(of_ours["loss"] - of_theirs["loss"]), TOLERANCE),
+        "relative difference of the gradients' norms": (norm_gap, TOLERANCE),
+    }
+    for name, (measured, bound) in limits.items():
+        if not measured <= bound:
+            raise SystemExit(f"the sides do not train the same: {name} {measured:.3g}, at most {bound:g} expected")
+    return limits
+
+
+def results(
+    spec: Spec, figures: dict[str, list[dict[str, float]]], limits: dict[str, tuple[float, float]]
+) -> list[Result]:
+    """The step (where it has a target: n=4) and the update."""
+    size = f"{spec.prompts} prompts, n={spec.n}, {spec.reply} tokens"
+
+    def result(row: int, phase: str, target: float) -> Result:
+        values = {side: [each[phase] for each in rounds] for side, rounds in figures.items()}
+        return Result(
+            row=row,
+            name=f"GRPO {phase}, TRL / ours, rollout {spec.rollout}, {size}",
+            ratio=median_ratio(values["theirs"], values["ours"]),
+            target=target,
+            ours=medians(figures["ours"]),
+            theirs=medians(figures["theirs"]),
+            limits=limits,
+            note=RELOADED if spec.rollout == "vllm" else "",
+        )
+
+    step = [result(1, "step", STEP_TARGETS[spec.rollout])] if spec.n == 4 else []
+    return [*step, result(2, "update", UPDATE_TARGETS.get(spec.n, 1.0))]
+
+
+def main() -> None:
+    """Compare losses, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollout", choices=STEP_TARGETS, default="hf")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--n", type=int, default=4)
+    parser.add_argument("--reply", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--data", type=Path, default=TOOLRL_ROWS)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    parser.add_argument("--trl", type=Path, default=cache / f"verl-bench/trl-{TRL}", help="TRL's environment")
+    arguments = parser.parse_args()
+    need_smollm2(arguments.model)
+    need_toolrl_rows(arguments.data)
+    fields = {name: value for name, value in vars(arguments).items() if name != "trl"}
+    spec = Spec(**fields | {"model": str(arguments.model), "data": str(arguments.data)})
+    words = json.dumps(asdict(spec))
+    python = str(trl_python(arguments.trl))
+    with (
+        Side([sys.executable, str(HERE / "step_ours.py"), words]) as ours,
+        Side([python, str(HERE / "step_trl.py"), words]) as theirs,
+    ):
+        limits = check(ours, theirs)
+        sides: dict[str, Any] = {"ours": ours, "theirs": theirs}
+        figures = alternate(
+            {name: lambda side=side: side.ask({"do": "step"}) for name, side in sides.items()},
+            spec.rounds,
+            measure=lambda work: work(),
+        )
+    for result in results(spec, figures, limits):
+        report(result, trl=TRL)
+
+
+if __name__ == "__main__":
+    main()

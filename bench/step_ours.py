@@ -1,0 +1,102 @@
+"""Our side of bench/step.py: the library's training step, with policy and engine in this process or below it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import answer, cpu_seconds, requests
+from local import PLAIN_GRPO, join_alone, load_worker, policy_of
+from step import CHECKED_REPLIES, MAX_PROMPT, Spec, check_rows, first_tasks, stream
+from transformers import AutoTokenizer
+
+from verl.data.chat import ChatCodec
+from verl.data.samples import to_sample
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.hf_engine import load_hf_engine
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.tracking.timers import PhaseTimer
+from verl.trainer.experience import Experience
+from verl.trainer.policy import Policy
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.weights import Publisher
+from verl.types import Completion, FinishReason
+from verl.utils.reward_score.rlla import RllaOptions, RllaReward
+
+KV_CACHE_GIB = 2
+NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
+
+
+@asynccontextmanager
+async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
+    """The rollout engine, started."""
+    if spec.rollout == "hf":
+        yield load_hf_engine(spec.model, torch.bfloat16, "cpu", max_batch=spec.prompts * spec.n)
+        return
+    engine = await VLLMEngine.start(VLLMSettings(spec.model, MAX_PROMPT + spec.reply, kv_cache_gib=KV_CACHE_GIB))
+    yield engine
+    await engine.close()
+
+
+def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: ChatCodec) -> PPOTrainer:
+    """The training step, with the canary that a run has."""
+    sampling = Sampling(spec.reply)
+    probes = [codec.prompt_ids(task.prompt) for task in first_tasks(spec, codec, NUM_PROBES)]
+    probing = replace(sampling, max_tokens=PROBE_TOKENS)
+    return PPOTrainer(
+        StepSettings(spec.prompts, spec.n),
+        PLAIN_GRPO,
+        stream(spec, codec),
+        GroupRollout(engine, codec, DirectScorer(RllaReward(RllaOptions())), sampling),
+        policy,
+        Publisher(policy, engine, torch.bfloat16, probes, probing, TOLERANCE),
+        timer=PhaseTimer(cpu=cpu_seconds),
+    )
+
+
+async def step(trainer: PPOTrainer) -> dict[str, float]:
+    """CPU seconds of one training step and of its phases."""
+    started = cpu_seconds()
+    await trainer.train_step()
+    return {"step": cpu_seconds() - started, **trainer.timer.cpu_s}
+
+
+def check(spec: Spec, codec: ChatCodec) -> dict[str, Any]:
+    """Loss and gradient norm of the common batch, and the old log-probs that belong to it: our own with noise."""
+    policy = policy_of(load_worker(Path(spec.model), torch.float32))
+    samples, advantages = [], []
+    for row, (prompt, reply, advantage) in enumerate(check_rows(spec, codec)):
+        completion = Completion(reply, (0.0,) * len(reply), FinishReason.LENGTH, 0)
+        samples.append(to_sample(prompt, completion, row // CHECKED_REPLIES))
+        advantages.append(torch.full((len(samples[-1].token_ids),), advantage))
+    noise = torch.Generator().manual_seed(0)
+    old = [scored + 0.1 * torch.randn(scored.shape, generator=noise) for scored in policy.score(samples)]
+    columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
+    learned = policy.update(Experience(samples, columns), PLAIN_GRPO)
+    replies = [each[-spec.reply :].tolist() for each in old]
+    return {"loss": learned["loss"], "grad_norm": learned["grad_norm"], "old_logprobs": replies}
+
+
+async def serve(spec: Spec) -> None:
+    """Answer requests until they end."""
+    codec = ChatCodec(AutoTokenizer.from_pretrained(spec.model))
+    policy = policy_of(load_worker(Path(spec.model), torch.bfloat16))
+    async with engine_of(spec) as engine:
+        trainer = build_trainer(spec, policy, engine, codec)
+        for request in requests():
+            answer(check(spec, codec) if request["do"] == "check" else await step(trainer))
+
+
+if __name__ == "__main__":
+    join_alone()
+    torch.manual_seed(0)
+    asyncio.run(serve(Spec(**json.loads(sys.argv[1]))))

@@ -1,0 +1,169 @@
+"""TRL's side of bench/step.py: GRPOTrainer with its public options, its phases timed around its own methods."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from common import answer, cpu_seconds, requests
+from datasets import Dataset
+from local import LEARNING_RATE
+from step import MAX_PROMPT, MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from verl.data.chat import ChatCodec
+from verl.utils.reward_score.rlla import RllaOptions, compute_score
+
+VLLM_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Steps(TrainerCallback):
+    """Waits for a request before each step and answers it after."""
+
+    def __init__(self, asked: Iterator[Any]) -> None:
+        self._asked = asked
+        self.spent: Counter[str] = Counter()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        next(self._asked)
+        self.spent.clear()
+        self._started = cpu_seconds()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        step = cpu_seconds() - self._started
+        prepared, rollout = self.spent["prepared"], self.spent["rollout"]  # the second is a part of the first
+        answer({"step": step, "rollout": rollout, "score": prepared - rollout, "update": step - prepared})
+
+    def timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`work`, its CPU seconds counted under `name`."""
+
+        def counted(*args: Any, **options: Any) -> Any:
+            started = cpu_seconds()
+            result = work(*args, **options)
+            self.spent[name] += cpu_seconds() - started
+            return result
+
+        return counted
+
+
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """ToolRL's reward, by the code that our side uses."""
+    replies = [completion[0]["content"] for completion in completions]
+    return [compute_score(each, gold, 0, RllaOptions())[0] for each, gold in zip(replies, answer, strict=True)]
+
+
+def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GRPOTrainer:
+    """The trainer as a user would make it, its phases timed."""
+    tasks = first_tasks(spec, codec, spec.prompts * (spec.rounds + 1))
+    rows = [{"prompt": [{"role": m.role, "content": m.content} for m in t.prompt], "answer": t.answer} for t in tasks]
+    on_vllm = spec.rollout == "vllm"
+    config = GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        max_steps=spec.rounds + 1,
+        shuffle_dataset=False,
+        seed=0,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=spec.prompts * spec.n // MICRO_BATCH,
+        num_generations=spec.n,
+        max_completion_length=spec.reply,
+        generation_kwargs={"ignore_eos": True} if on_vllm else {"min_new_tokens": spec.reply},
+        temperature=1.0,
+        bf16=True,
+        gradient_checkpointing=False,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        model_init_kwargs={"dtype": "bfloat16"},
+        use_vllm=on_vllm,
+        vllm_mode="colocate",
+        vllm_max_model_length=MAX_PROMPT + spec.reply,
+    )
+    trainer = GRPOTrainer(
+        model=spec.model,
+        reward_funcs=reward,
+        args=config,
+        callbacks=[steps],
+        train_dataset=Dataset.from_list(rows),
+        processing_class=codec.tokenizer,
+    )
+    if on_vllm:
+        trainer.vllm_generation.sync_weights = lambda: reload_weights(trainer)
+    trainer._generate_single_turn = steps.timed(trainer._generate_single_turn, "rollout")
+    trainer._generate_and_score_completions = steps.timed(trainer._generate_and_score_completions, "prepared")
+    return trainer
+
+
+def reload_weights(trainer: GRPOTrainer) -> None:
+    """Weights into the colocated engine. On a CPU vLLM drops the originals after packing, and TRL's way needs them.
+
+    A tied head has a packed copy of its own, which stays as it was unless it is named.
+    """
+    model, llm = trainer.model, trainer.vllm_generation.llm
+    weights = ((name, each.detach()) for name, each in model.named_parameters(remove_duplicate=False))
+    llm.llm_engine.model_executor.driver_worker.model_runner.reload_weights(weights_iterator=weights)
+    llm.reset_prefix_cache()
+
+
+def check(spec: Spec, trainer: GRPOTrainer, codec: ChatCodec, old_logprobs: list[list[float]]) -> dict[str, float]:
+    """Loss and gradient norm of the common batch."""
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
+    trainer.model.eval()  # else the loss is divided by the number of micro-batches
+    loss = trainer.compute_loss(model, padded(check_rows(spec, codec), old_logprobs))
+    loss.backward()
+    return {"loss": loss.item(), "grad_norm": clip_grad_norm_(model.parameters(), float("inf")).item()}
+
+
+def padded(rows: CheckRows, old_logprobs: list[list[float]]) -> dict[str, torch.Tensor]:
+    """A batch as TRL lays it out: prompts padded on the left."""
+    prompts, replies, advantages = zip(*rows, strict=True)
+    pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    return {
+        "prompt_ids": torch.tensor([(0,) * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]),
+        "prompt_mask": torch.tensor([(0,) * pad + (1,) * len(each) for pad, each in zip(pads, prompts, strict=True)]),
+        "completion_ids": torch.tensor(replies),
+        "completion_mask": torch.ones(len(replies), len(replies[0]), dtype=torch.long),
+        "advantages": torch.tensor(advantages),
+        "old_per_token_logps": torch.tensor(old_logprobs),
+        "importance_sampling_ratio": torch.ones(len(replies), len(replies[0])),
+    }
+
+
+def main() -> None:
+    """Check, then train as many steps as were announced."""
+    os.environ.update(VLLM_VARIABLES)
+    torch.set_num_threads(1)
+    spec = Spec(**json.loads(sys.argv[1]))
+    codec = ChatCodec(AutoTokenizer.from_pretrained(spec.model))
+    asked = requests()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(spec, codec, Steps(asked), folder)
+        for request in islice(asked, 1):
+            answer(check(spec, trainer, codec, request["old_logprobs"]))
+            trainer.train()
+
+
+if __name__ == "__main__":
+    main()
