@@ -24,6 +24,7 @@ measure() {  # SCRIPT ARGUMENT...
 mkdir -p "$out"
 : >"$lines"
 measure step.py --rollout hf "${model[@]}" "${data[@]}"
+measure step.py --rollout hf --our-rollout vllm "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm --n 8 "${model[@]}" "${data[@]}"
 measure shared_prompt.py "${model[@]}"

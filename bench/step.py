@@ -1,12 +1,13 @@
-"""Rows 1 and 2: CPU seconds of a GRPO step and of the update in it, TRL / ours, with the same rollout engine.
+"""Rows 1 and 2: CPU seconds of a GRPO step and of the update in it, TRL / ours.
 
-    python bench/step.py [--rollout hf|vllm] [--prompts 2] [--n 4] [--reply 64] [--rounds 3] [--model DIR] [--data FILE]
+    python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--reply 64] [--rounds 3]
+                         [--model DIR] [--data FILE] [--trl DIR]
 
 Both sides train the same model on the same real prompts of ToolRL with its reward: bf16 weights, AdamW, replies of a
 fixed length, no KL, no checkpointing, one thread. Before the clock runs, both compute loss and gradient norm of one and
 the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
 transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
-vLLM's `reload_weights`.
+vLLM's `reload_weights`. Our side generates with the same engine as TRL's unless another is named.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Spec:
 
     model: str
     data: str
-    rollout: str
+    rollout: str  # TRL's
+    our_rollout: str
     prompts: int
     n: int
     reply: int
@@ -124,13 +126,14 @@ def results(
     spec: Spec, figures: dict[str, list[dict[str, float]]], limits: dict[str, tuple[float, float]]
 ) -> list[Result]:
     """The step (where it has a target: n=4) and the update."""
+    engines = f"TRL ({spec.rollout}) / ours ({spec.our_rollout})"
     size = f"{spec.prompts} prompts, n={spec.n}, {spec.reply} tokens"
 
     def result(row: int, phase: str, target: float) -> Result:
         values = {side: [each[phase] for each in rounds] for side, rounds in figures.items()}
         return Result(
             row=row,
-            name=f"GRPO {phase}, TRL / ours, rollout {spec.rollout}, {size}",
+            name=f"GRPO {phase}, {engines}, {size}",
             ratio=median_ratio(values["theirs"], values["ours"]),
             target=target,
             ours=medians(figures["ours"]),
@@ -147,6 +150,7 @@ def main() -> None:
     """Compare losses, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollout", choices=STEP_TARGETS, default="hf")
+    parser.add_argument("--our-rollout", choices=STEP_TARGETS, help="the same as TRL's if left out")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--reply", type=int, default=64)
@@ -159,7 +163,8 @@ def main() -> None:
     need_smollm2(arguments.model)
     need_toolrl_rows(arguments.data)
     fields = {name: value for name, value in vars(arguments).items() if name != "trl"}
-    spec = Spec(**fields | {"model": str(arguments.model), "data": str(arguments.data)})
+    places = {"model": str(arguments.model), "data": str(arguments.data)}
+    spec = Spec(**fields | places | {"our_rollout": arguments.our_rollout or arguments.rollout})
     words = json.dumps(asdict(spec))
     python = str(trl_python(arguments.trl))
     with (

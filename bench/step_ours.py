@@ -39,7 +39,7 @@ NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
 @asynccontextmanager
 async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
     """The rollout engine, started."""
-    if spec.rollout == "hf":
+    if spec.our_rollout == "hf":
         yield load_hf_engine(spec.model, torch.bfloat16, "cpu", max_batch=spec.prompts * spec.n)
         return
     engine = await VLLMEngine.start(VLLMSettings(spec.model, MAX_PROMPT + spec.reply, kv_cache_gib=KV_CACHE_GIB))

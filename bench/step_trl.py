@@ -17,7 +17,7 @@ from datasets import Dataset
 from local import LEARNING_RATE
 from step import MAX_PROMPT, MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from verl.data.chat import ChatCodec
@@ -128,12 +128,21 @@ def reload_weights(trainer: GRPOTrainer) -> None:
 
 
 def check(spec: Spec, trainer: GRPOTrainer, codec: ChatCodec, old_logprobs: list[list[float]]) -> dict[str, float]:
-    """Loss and gradient norm of the common batch."""
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
-    trainer.model.eval()  # else the loss is divided by the number of micro-batches
+    """Loss and gradient norm of the common batch, with the weights in float32 for that long."""
+    model = trainer.model.eval()  # in training the loss is divided by the number of micro-batches
+    cast(model, torch.float32)
     loss = trainer.compute_loss(model, padded(check_rows(spec, codec), old_logprobs))
     loss.backward()
-    return {"loss": loss.item(), "grad_norm": clip_grad_norm_(model.parameters(), float("inf")).item()}
+    norm = clip_grad_norm_(model.parameters(), float("inf"))
+    model.zero_grad()
+    cast(model, torch.bfloat16)
+    return {"loss": loss.item(), "grad_norm": norm.item()}
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """The parameters in another dtype; buffers keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def padded(rows: CheckRows, old_logprobs: list[list[float]]) -> dict[str, torch.Tensor]:
