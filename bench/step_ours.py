@@ -32,7 +32,7 @@ from verl.trainer.weights import Publisher
 from verl.types import Completion, FinishReason
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward
 
-KV_CACHE_GIB = 2
+KV_CACHE_GIB = 1  # room for 40,000 tokens of SmolLM2
 NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
 
 

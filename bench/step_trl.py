@@ -24,7 +24,7 @@ from verl.data.chat import ChatCodec
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
 
 VLLM_VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
