@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.grpo import GRPO
@@ -38,7 +39,12 @@ def join_alone() -> None:
 
 def load_worker(path: Path, dtype: torch.dtype) -> PolicyWorker:
     """A rank whose weights are held and computed in `dtype`, with AdamW."""
-    module = PackedPolicy(load_causal_lm(str(path), dtype))
+    return worker_of(load_causal_lm(str(path), dtype), dtype)
+
+
+def worker_of(model: PreTrainedModel, dtype: torch.dtype) -> PolicyWorker:
+    """A rank with this model, whose weights are in `dtype`, with AdamW."""
+    module = PackedPolicy(model)
     optimizer = OptimizerSettings(lr=LEARNING_RATE, weight_decay=0.0)
     layers = decoder_layers(module)
     return PolicyWorker(FSDPEngine(module, layers, init_device_mesh("cpu", (1,)), optimizer, dtype), 1.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import answer, cpu_seconds, requests
-from local import PLAIN_GRPO, join_alone, load_worker, policy_of
+from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
 from step import CHECKED_REPLIES, MAX_PROMPT, Spec, check_rows, first_tasks, stream
 from transformers import AutoTokenizer
 
@@ -31,6 +31,7 @@ from verl.trainer.ppo import PPOTrainer, StepSettings
 from verl.trainer.weights import Publisher
 from verl.types import Completion, FinishReason
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward
+from verl.workers.model import load_causal_lm
 
 KV_CACHE_GIB = 1  # room for 40,000 tokens of SmolLM2
 NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
@@ -72,7 +73,8 @@ async def step(trainer: PPOTrainer) -> dict[str, float]:
 
 def check(spec: Spec, codec: ChatCodec) -> dict[str, Any]:
     """Loss and gradient norm of the common batch, and the old log-probs that belong to it: our own with noise."""
-    policy = policy_of(load_worker(Path(spec.model), torch.float32))
+    rounded = load_causal_lm(spec.model, torch.bfloat16).float()  # the very weights that both sides train
+    policy = policy_of(worker_of(rounded, torch.float32))
     samples, advantages = [], []
     for row, (prompt, reply, advantage) in enumerate(check_rows(spec, codec)):
         completion = Completion(reply, (0.0,) * len(reply), FinishReason.LENGTH, 0)

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from common import answer, cpu_seconds, requests
 from datasets import Dataset
 from local import LEARNING_RATE
@@ -128,14 +129,16 @@ def reload_weights(trainer: GRPOTrainer) -> None:
 
 
 def check(spec: Spec, trainer: GRPOTrainer, codec: ChatCodec, old_logprobs: list[list[float]]) -> dict[str, float]:
-    """Loss and gradient norm of the common batch, with the weights in float32 for that long."""
+    """Loss and gradient norm of the common batch, in float32 for that long."""
     model = trainer.model.eval()  # in training the loss is divided by the number of micro-batches
+    mixed, trainer.accelerator.autocast_handler = trainer.accelerator.autocast_handler, AutocastKwargs(enabled=False)
     cast(model, torch.float32)
     loss = trainer.compute_loss(model, padded(check_rows(spec, codec), old_logprobs))
     loss.backward()
     norm = clip_grad_norm_(model.parameters(), float("inf"))
     model.zero_grad()
     cast(model, torch.bfloat16)
+    trainer.accelerator.autocast_handler = mixed
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
