@@ -51,9 +51,7 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        alone = (
-            mesh.size() == 1
-        )  # then a layer that is given back between forward and backward is only copied once more
+        alone = mesh.size() == 1  # then a layer given back between forward and backward would only be copied once more
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
         self.module = module
@@ -74,6 +72,7 @@ class FSDPEngine:
         self._params.bring()
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
+        self._reshard()
         self._put_away_if_idle()
         self._give_back_memory()
         return scores
@@ -92,9 +91,9 @@ class FSDPEngine:
         for packed in packs:
             value, facts = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
-            for name, fact in {"loss": value.detach(), **facts}.items():
+            for name, fact in ((name, each.detach().double()) for name, each in {"loss": value, **facts}.items()):
                 so_far = totals.get(name)
-                totals[name] = fact.double() if so_far is None else _together(name)(so_far, fact.double())
+                totals[name] = fact if so_far is None else _together(name)(so_far, fact)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
@@ -144,7 +143,6 @@ class FSDPEngine:
         A tensor that is whole already is no copy.
         """
         self._params.bring()
-        self._reshard()
         for name, tensor in named:
             weight = tensor.detach()
             if isinstance(weight, DTensor):
@@ -200,7 +198,6 @@ class FSDPEngine:
     def _sharded_state(self) -> dict[str, Any]:
         """Weights, tied ones once, and optimizer state by name; what is written into it in place, the engine has."""
         assert self._optimizer is not None
-        self._reshard()
         untouched = not self._optimizer.state
         module, optimizer = get_state_dict(self.module, self._optimizer, options=_FLAT)
         if untouched:  # to make the state torch takes a step without gradients, and counts it
@@ -215,9 +212,10 @@ class FSDPEngine:
         return {**state, **{name: state[first[parameter]] for name, parameter in every}}
 
     def _reshard(self) -> None:
-        """After a pass without gradients FSDP leaves the outermost unit gathered, in the compute dtype."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.reshard()
+        """Give back what a pass without gradients leaves gathered, in the compute dtype."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 @contextmanager
