@@ -89,7 +89,8 @@ def test_activations_are_what_autograd_saves(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = PackedPolicy(model.train())
     packed, pack = one_group(shared)
-    expected = activations(shape_of(policy, model.config), pack, dtype.itemsize, checkpointing)
+    settings = RankSettings(dtype.itemsize, shards=1, checkpointing=checkpointing, on_cpu=True)
+    expected = activations(shape_of(policy, model.config), pack, settings)
     assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.06)
 
 
@@ -98,7 +99,7 @@ def test_activations_are_what_autograd_saves(
 def test_planned_memory_is_what_two_updates_need(size: str, tokens: int) -> None:
     command = [sys.executable, "bench/plan_memory.py", "--sizes", size, "--tokens", str(tokens)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["ratios"][f"{size}/{tokens}"] == pytest.approx(1.0, abs=0.2)
+    assert json.loads(done.stdout)["ratio"] <= 0.2
 
 
 SEVEN = ModelShape(7_000_000_000, 230_000_000, 500_000_000, 28, 3584, 28, 3584, 512, 18944, 152064, 2, False)
@@ -124,12 +125,26 @@ def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:
 
 def test_a_reference_a_critic_and_longer_packs_cost_memory_checkpointing_saves_it() -> None:
     plain = sums(plan_of(["algorithm.kl_placement=none"]))
-    assert sums(plan_of([]))["rollout"] - plain["rollout"] == pytest.approx(2 * (7e9 + SEVEN.root_parameters) / GIB)
+    assert sums(plan_of([]))["rollout"] - plain["rollout"] == pytest.approx(2 * 7e9 / GIB)
     critic = sums(plan_of(["algorithm.name=ppo", "algorithm.kl_placement=none"]))
     assert critic["rollout"] - plain["rollout"] > 8 * 7e9 / GIB
     shorter = sums(plan_of(["algorithm.kl_placement=none", "actor.max_tokens_per_pack=4096"]))
     checkpointed = sums(plan_of(["algorithm.kl_placement=none", "model.enable_gradient_checkpointing=true"]))
     assert shorter["update"] < plain["update"] and checkpointed["update"] < shorter["update"]
+
+
+def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
+    offloaded = ("actor.offload_params=true", "actor.offload_optimizer=true", "ref.offload_params=true")
+    before, after = plan_of([]).memory(), plan_of(offloaded).memory()
+    gone = {phase: set(before[phase]) - set(after[phase]) for phase in before}
+    assert gone == {
+        "rollout": {"parameters", "optimizer", "reference"},
+        "score": {"optimizer"},
+        "update": {"reference"},
+        "step": {"reference"},
+        "publish": {"optimizer", "reference"},
+        "engine": set(),
+    }
 
 
 def test_mends_fit_and_nothing_smaller_was_passed_over() -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from verl.workers.logprobs import LOGITS_AT_ONCE
+
 Terms = dict[str, float]
 
 GIB = 2**30
 MASTER = 4  # float32, whatever is computed in
-_CHUNK = 1024  # trained tokens whose logits exist at once (verl/workers/logprobs.py)
-_CHUNK_FLOATS = 5  # [chunk, V] float32 at the peak: log-softmax, its exponential, three gradients
-_SCORE_FLOATS = 2.5  # the same without gradients and entropy: logits, log-softmax, bf16 logits
+_LOGIT_BYTES = 12  # of each logit that exists at once, float32: itself, its exponential, their product
 # What glibc holds of freed blocks below 32 MiB, in shares of the activations: measured with and without
 # MALLOC_MMAP_THRESHOLD_ (which gives them back, at 30 % more CPU time).
 _HEAP_SHARE = 0.65
@@ -75,33 +75,34 @@ class RankSettings:
     on_cpu: bool = False
 
 
-def _attention(shape: ModelShape, pack: PackShape, c: int) -> float:
+def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
     """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per reply a copy of the keys and
     values that it sees, and the mask that CPU kernels are given."""
     seen = pack.segments * (pack.prompt + pack.reply)
     copies = 2 * seen * shape.key * c
-    masks = seen * pack.reply * c
+    masks = seen * pack.reply * c * on_cpu
     return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
 
 
-def _layer(shape: ModelShape, pack: PackShape, c: int) -> float:
+def _layer(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
     """Saved by one layer: norms keep a float32 copy and the normalised input, linear layers their input, the gated
     MLP its gate, the gate's activation, the other factor and the product."""
     norms = shape.norms * (4 + c) * shape.hidden + shape.head_norms * (4 + c) * (shape.query + shape.key)
     linear = 2 * shape.hidden * c + shape.query * c
-    return pack.tokens * (norms + linear + 4 * shape.intermediate * c) + _attention(shape, pack, c)
+    return pack.tokens * (norms + linear + 4 * shape.intermediate * c) + _attention(shape, pack, c, on_cpu)
 
 
-def activations(shape: ModelShape, pack: PackShape, c: int, checkpointing: bool) -> float:
+def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
     """Saved for one backward: every layer's, or with checkpointing its input; the last norm, the loss's inputs."""
-    of_layer = pack.tokens * shape.hidden * c if checkpointing else _layer(shape, pack, c)
+    c = settings.compute
+    of_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, c, settings.on_cpu)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
     return shape.layers * of_layer + rotary + pack.tokens * (4 + c) * shape.hidden + pack.trained * shape.hidden * c
 
 
-def loss_chunk(shape: ModelShape, pack: PackShape, floats: float = _CHUNK_FLOATS) -> float:
-    """Logits of one chunk and what is derived from them, in float32."""
-    return floats * 4 * min(_CHUNK, pack.trained) * shape.vocabulary
+def loss_chunk(shape: ModelShape, pack: PackShape, on_cpu: bool) -> float:
+    """The logits that exist at once and what is derived from them."""
+    return _LOGIT_BYTES * min(LOGITS_AT_ONCE["cpu" if on_cpu else "cuda"], pack.trained * shape.vocabulary)
 
 
 def held(shape: ModelShape, settings: RankSettings) -> Terms:
@@ -113,36 +114,41 @@ def held(shape: ModelShape, settings: RankSettings) -> Terms:
 
 
 def frozen(shape: ModelShape, settings: RankSettings) -> float:
-    """A model that is only scored: its shard in the compute dtype, and the root unit, which scoring leaves gathered."""
-    return settings.compute * (shape.parameters / settings.shards + shape.root_parameters)
+    """A model that is only scored: its shard in the compute dtype."""
+    return settings.compute * shape.parameters / settings.shards
 
 
 def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
-    """A forward without gradients: the root and two layers gathered (one ahead), one layer's intermediates."""
+    """A forward without gradients: what is gathered, one layer's intermediates."""
     return {
-        "gathered": settings.compute * (shape.root_parameters + 2 * shape.layer_parameters),
-        "activations": _layer(shape, pack, settings.compute),
-        "loss chunk": loss_chunk(shape, pack, _SCORE_FLOATS),
+        "gathered": settings.compute * (shape.root_parameters + _layers_gathered(shape, settings)),
+        "activations": _layer(shape, pack, settings.compute, settings.on_cpu),
+        "loss chunk": loss_chunk(shape, pack, settings.on_cpu),
     }
 
 
 def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
     """The backward's peak, which is where the loss begins it: gradients of earlier packs, everything saved, the root
-    gathered with its gradient and one chunk's share of it, two layers gathered.
+    gathered with its gradient, and layers.
 
     Where there is little loss, the peak is a layer's backward: its recomputed activations and gradients of its MLP.
     """
     c = settings.compute
-    saved = activations(shape, pack, c, settings.checkpointing)
-    recomputed = _layer(shape, pack, c) if settings.checkpointing else 0.0
+    saved = activations(shape, pack, settings)
+    recomputed = _layer(shape, pack, c, settings.on_cpu) if settings.checkpointing else 0.0
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.parameters / settings.shards,
-        "gathered": c * (3 * shape.root_parameters + 2 * shape.layer_parameters),
+        "gathered": c * (2 * shape.root_parameters + _layers_gathered(shape, settings)),
         "activations": saved,
-        "loss chunk": max(loss_chunk(shape, pack), in_layer),
+        "loss chunk": max(loss_chunk(shape, pack, settings.on_cpu), in_layer),
     }
     return {**terms, "allocator": _HEAP_SHARE * (saved + recomputed)} if settings.on_cpu else terms
+
+
+def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
+    """Parameters: two layers, one of them ahead; all where no other rank has a share, for they are kept then."""
+    return (shape.layers if settings.shards == 1 else 2) * shape.layer_parameters
 
 
 def stepping(shape: ModelShape, settings: RankSettings) -> Terms:

@@ -101,26 +101,34 @@ class Plan:
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of one training rank, and under "engine" of one rollout engine's share of a device."""
-        kept = self._kept()
         models = [self.policy, self.critic] if self.critic else [self.policy]
-        phases: dict[str, Terms] = {
-            "rollout": kept,
-            "score": kept | scoring(self.policy, self.pack, self.rank),
-            "update": kept | _largest([updating(model, self.pack, self.rank) for model in models]),
-            "step": kept | _largest([stepping(model, self.rank) for model in models]),
-            "publish": kept | publishing(self.policy),
+        besides: dict[str, Terms] = {
+            "rollout": {},
+            "score": scoring(self.policy, self.pack, self.rank),
+            "update": _largest([updating(model, self.pack, self.rank) for model in models]),
+            "step": _largest([stepping(model, self.rank) for model in models]),
+            "publish": publishing(self.policy),
         }
-        return {**phases, "engine": self.engine()}
+        return {**{phase: self._kept(phase) | terms for phase, terms in besides.items()}, "engine": self.engine()}
 
-    def _kept(self) -> Terms:
+    def _kept(self, phase: str) -> Terms:
+        """What stays on the device between the phases, less what waits in host memory during this one."""
         terms = {"process": _PROCESS_GIB * GIB if self.place.on_cpu else _CONTEXT_GIB * GIB}
         terms |= held(self.policy, self.rank)
         if self.critic:
-            critic = sum(held(self.critic, self.rank).values())
-            terms["critic"] = critic + self.rank.compute * self.critic.root_parameters
+            terms["critic"] = sum(held(self.critic, self.rank).values())
         if pays_kl(self.algorithm):
             terms["reference"] = frozen(self.policy, self.rank)
-        return terms
+        return {name: size for name, size in terms.items() if not self._waits(name, phase)}
+
+    def _waits(self, term: str, phase: str) -> bool:
+        actor, ref = self.config.actor, self.config.ref
+        offloaded = {
+            "parameters": actor.offload_params and phase == "rollout",
+            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "publish"),
+            "reference": ref.offload_params and phase != "score",
+        }
+        return not self.place.on_cpu and offloaded.get(term, False)
 
     def engine(self) -> Terms:
         """Weights and KV cache of one engine on one device; vLLM takes its whole share of a GPU."""
@@ -202,6 +210,7 @@ class Plan:
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
             "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
             "rollout.gpu_memory_utilization": [] if self.place.on_cpu or config.rollout.name == "hf" else shares,
+            **{f"actor.{name}": [True] * self._may_offload(name) for name in ("offload_optimizer", "offload_params")},
             "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
             "trainer.n_gpus_per_node": [
                 number for number in (2, 4, 8) if number > config.trainer.n_gpus_per_node and not self.place.on_cpu
@@ -209,6 +218,10 @@ class Plan:
             "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.place.on_cpu else [2, 4, 8],
             "rollout.placement": ["separate"] * (config.rollout.placement == "colocated" and not self.place.on_cpu),
         }
+
+    def _may_offload(self, name: str) -> bool:
+        colocated = self.config.rollout.placement == "colocated"
+        return colocated and not self.place.on_cpu and not getattr(self.config.actor, name)
 
     def _fits_with(self, changes: dict[str, Any]) -> bool:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: a CPU wants them in its cache, a GPU few launches
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: a CPU wants them in its cache, a GPU few launches
 
 
 def token_logprobs(
@@ -78,5 +78,5 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _slices(length: int, width: int, device: torch.device) -> list[slice]:
     """Cuts of `length` so that a piece times `width` stays within what is computed at once."""
-    size = max(1, _LOGITS_AT_ONCE[device.type] // max(1, width))
+    size = max(1, LOGITS_AT_ONCE[device.type] // max(1, width))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
