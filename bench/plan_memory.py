@@ -1,28 +1,25 @@
-"""The plan's memory against the measured: python bench/plan_memory.py [--sizes small,medium,large] [--tokens 2048,6144]
+"""Row 11: the plan's memory against the measured, the farthest of six configurations, lower is better.
+
+    python bench/plan_memory.py [--sizes small,medium,large] [--tokens 2048,6144]
 
 For each of three model sizes with random weights and two pack lengths, one process trains a policy on one CPU rank:
 two optimizer steps of two packs each, float32 masters, bf16 computed. Its peak resident memory, less what it had after
-its imports and a step of a tiny model, is put beside the plan's sum for the update. Prints a table on the standard
-error and one JSON line: {"row": "plan", "ratios": {"small/2048": measured / planned, ...}}.
+its imports and a step of a tiny model, is put beside the plan's sum for the update. There is no other side.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import Result, Side, answer, report, requests
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
@@ -47,6 +44,7 @@ SIZES = {  # hidden, layers, vocabulary, heads, key heads, intermediate
 TOKENS = (2048, 6144)
 _PROMPT, _REPLY, _REPLIES = 1024, 256, 4  # one group has 2,048 tokens
 _MIB = 2**20
+MAX_SHARE = 0.2
 
 
 def policy(size: str) -> PackedPolicy:
@@ -111,29 +109,37 @@ def _peak() -> float:
 
 def measured(size: str, tokens: int) -> dict[str, float]:
     """The same of a process of its own."""
-    command = [sys.executable, __file__, "--measure", size, str(tokens)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    with Side([sys.executable, __file__, "--measure", size, str(tokens)]) as side:
+        found: dict[str, float] = side.ask()
     return found
 
 
 def main() -> None:
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="small,medium,large")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--rounds", type=int, help="ignored: a peak is a peak")
     parser.add_argument("--measure", nargs=2, metavar=("SIZE", "TOKENS"), help=argparse.SUPPRESS)  # in its own process
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(arguments.measure[0], int(arguments.measure[1]))))
+        next(requests())
+        answer(measure(arguments.measure[0], int(arguments.measure[1])))
         return
-    ratios = {}
-    for size in arguments.sizes.split(","):
-        for tokens in map(int, arguments.tokens.split(",")):
-            found = measured(size, tokens)
-            ratios[f"{size}/{tokens}"] = round(found["measured"] / found["planned"], 3)
-            told = ", ".join(f"{name} {value:,.0f} MiB" for name, value in found.items())
-            print(f"{size:12}{tokens:6} tokens: {told}", file=sys.stderr, flush=True)
-    print(json.dumps({"row": "plan", "ratios": ratios}))
+    pairs = [(size, int(tokens)) for size in arguments.sizes.split(",") for tokens in arguments.tokens.split(",")]
+    found = {f"{size}, {tokens} tokens": measured(size, tokens) for size, tokens in pairs}
+    report(
+        Result(
+            row=11,
+            name="memory of an update, |measured / planned - 1|, the farthest of all",
+            ratio=max(abs(each["measured"] / each["planned"] - 1.0) for each in found.values()),
+            target=MAX_SHARE,
+            ours={f"{name} MiB": each["measured"] for name, each in found.items()},
+            theirs={f"{name} MiB": each["planned"] for name, each in found.items()},
+            lower_is_better=True,
+            note="theirs: planned",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,43 +1,35 @@
-"""Publication of new weights against a plain copy of the same tensors, in the same run. CPU only.
+"""Row 7: bytes/s of publishing new weights / of a plain copy of the same tensors. CPU only.
 
-    python bench/publish.py [--model /path] [--dtype bfloat16] [--rounds 5] [--bucket-mib 64]
+    python bench/publish.py [--model DIR] [--dtype float32] [--rounds 5] [--bucket-mib 64]
 
-Three rows, one thread per process:
+Two rows, one thread per process:
 
 across processes   a real trainer rank and a receiver, two Ray actors: gathered, shared, checked; nothing is loaded
 in process         vLLM in the process that publishes: shared, checked, loaded and repacked by vLLM
-engine             a real trainer rank and a real engine: until the first token on new weights
 
-ratio is bytes/s of the publication over bytes/s of copying every tensor into memory that was touched before, the copy
-being taken right before: the median of the rounds. The trainer's tensors are float32, so only --dtype float32 compares
-like with like; bfloat16 adds a cast.
-Before each round all weights get a large random change; after the last one the engine's log-probs are compared with the
-trainer's. Without a model a random Qwen2 of the size of SmolLM2-135M is made.
+The copy of every tensor into memory that was touched before is taken right before each publication. The trainer's
+tensors are float32, so only --dtype float32 compares like with like; bfloat16 adds a cast. The second row also tells
+what a real trainer rank and a real engine take until the first token on new weights, and how far their log-probs are
+apart then. Before each round all weights get a large random change. Without a model a random Qwen2 of the size of
+SmolLM2-135M is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import pickle
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
-
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import Result, Side, answer, report, requests
 from torch import Tensor
 
 from verl.rollout.engine import Sampling
@@ -55,7 +47,8 @@ from verl.workers.rank import RankSpec, TrainingRank, build_rank
 MAX_MODEL_LEN = 512
 PROMPT = tuple(range(100, 132))
 TOKENS = 8  # whose log-probs are compared
-ANSWER = "bench: "  # marks our line among what vLLM prints
+ACROSS, IN_PROCESS = 0.5, 0.25  # targets
+MAX_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # nats
 
 
 def make_model(path: str) -> None:
@@ -125,7 +118,7 @@ def copy_of_rank_s(rank: TrainingRank, dtype: torch.dtype, rounds: int) -> float
     return copy_s([weight.to(dtype) for weight in weights], rounds)
 
 
-async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, Any]:
+async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, float]:
     """A publication between Ray actors."""
     dtype = getattr(torch, arguments.dtype)
     spec = RankSpec(arguments.model, torch.float32, 1.0, OptimizerSettings())
@@ -146,15 +139,15 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, An
             if with_vllm:
                 await engine.generate(PROMPT, Sampling(1))
                 answers.append(time.perf_counter() - started)
-        row = figures(layouts, seconds[1:], copies[1:])
+        found = figures(layouts, seconds[1:], copies[1:])
         if with_vllm:
-            row["first_token_s"] = statistics.median(answers[1:])
-            row["logprob_gap"] = await publisher.publish(arguments.rounds)
+            found["first_token_s"] = statistics.median(answers[1:])
+            found["logprob_gap"] = await publisher.publish(arguments.rounds)
             await engine.close()
-        return row
+        return found
 
 
-def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
+def in_process(arguments: argparse.Namespace) -> dict[str, float]:
     """A publication to vLLM in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -196,68 +189,69 @@ def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
     return figures(layouts, seconds[1:], copies[1:])
 
 
-def figures(layouts: Sequence[Layout], seconds: Sequence[float], copies: Sequence[float]) -> dict[str, Any]:
+def figures(layouts: Sequence[Layout], seconds: Sequence[float], copies: Sequence[float]) -> dict[str, float]:
+    """Medians over the rounds."""
     size = sum(layout.num_bytes for layout in layouts)
-    median, copied = statistics.median(seconds), statistics.median(copies)
-    pairs = [copy / publication for copy, publication in zip(copies, seconds, strict=True)]
     return {
-        "ratio": statistics.median(pairs),
-        "ratios": [round(each, 3) for each in pairs],
-        "gb_s": size / median / 1e9,
-        "copy_gb_s": size / copied / 1e9,
-        "seconds": median,
-        "rounds_s": [round(each, 3) for each in seconds],
-        "megabytes": size / 1e6,
-        "buckets": len(layouts),
+        "ratio": statistics.median(copy / publication for copy, publication in zip(copies, seconds, strict=True)),
+        "GB/s": size / statistics.median(seconds) / 1e9,
+        "copy GB/s": size / statistics.median(copies) / 1e9,
+        "s": statistics.median(seconds),
     }
 
 
-def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, Any]:
+def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, float]:
     """Likewise in a process of its own, because vLLM is set up for the whole of it."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(arguments).items() if name != "side"]
-    # what the engine sets for its processes
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    command = [sys.executable, __file__, "--side", *words]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-    row: dict[str, Any] = json.loads(said.split(ANSWER)[1].splitlines()[0])
+    words = [f"--{name}={getattr(arguments, name)}" for name in ("model", "dtype", "rounds")]
+    command = [sys.executable, __file__, "--side", f"--bucket-mib={arguments.bucket_mib}", *words]
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # what the engine sets for its processes
+    with Side(command) as side:
+        row: dict[str, float] = side.ask()
     return row
 
 
-def show(rows: dict[str, dict[str, Any]]) -> None:
-    """One JSON line for each row, then a table."""
-    table = Table("row", "ratio", "GB/s", "copy GB/s", "seconds", "first token s", "log-prob gap", title="publication")
-    for name, row in rows.items():
-        print(json.dumps({"row": "publish", "name": name, **row}))
-        gap = f"{row['logprob_gap']:.1e}" if "logprob_gap" in row else ""
-        first = f"{row['first_token_s']:.2f}" if "first_token_s" in row else ""
-        numbers = (f"{row[key]:.2f}" for key in ("ratio", "gb_s", "copy_gb_s", "seconds"))
-        table.add_row(name, *numbers, first, gap)
-    Console().print(table)
+def row(name: str, found: dict[str, float], target: float, **more: Any) -> Result:
+    """One row of the scoreboard."""
+    ours = {"GB/s": found["GB/s"], "s": found["s"], **more.pop("ours", {})}
+    return Result(7, f"publication / copy, {name}", found["ratio"], target, ours, {"GB/s": found["copy GB/s"]}, **more)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All rows."""
+    size = f"{arguments.dtype}, buckets of {arguments.bucket_mib} MiB"
+    report(row(f"across processes before repack, {size}", asyncio.run(across(arguments, with_vllm=False)), ACROSS))
+    loaded = in_process_elsewhere(arguments)
+    engine = asyncio.run(across(arguments, with_vllm=True))
+    gap = {"log-prob gap to the engine": (engine["logprob_gap"], MAX_GAP[arguments.dtype])}
+    report(
+        row(
+            f"in process with repack, {size}",
+            loaded,
+            IN_PROCESS,
+            ours={"to another engine s": engine["s"], "until its first token s": engine["first_token_s"]},
+            limits=gap,
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, SmolLM2-135M say; a random Qwen2 of its size is made otherwise")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the engine's")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="the engine's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        print(f"\n{ANSWER}{json.dumps(in_process(arguments))}")
+        next(requests())
+        answer(in_process(arguments))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         if arguments.model is None:
             arguments.model = folder
             make_model(folder)
-        show(
-            {
-                "across processes, before repack": asyncio.run(across(arguments, with_vllm=False)),
-                "in process, with repack": in_process_elsewhere(arguments),
-                "engine, with repack": asyncio.run(across(arguments, with_vllm=True)),
-            }
-        )
+        measure(arguments)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ measure rollout.py
 measure publish.py "${model[@]}"
 measure controller.py
 measure reward.py
+measure plan_memory.py
 "$python" bench/results.py "$lines"
 
 if ((${#failed[@]})); then

@@ -29,11 +29,13 @@ from verl.trainer.experience import Experience
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer, StepSettings
 from verl.trainer.weights import Publisher
+from verl.transfer.memory import SharedMemory
 from verl.types import Completion, FinishReason
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward
 from verl.workers.model import load_causal_lm
 
 KV_CACHE_GIB = 1  # room for 40,000 tokens of SmolLM2
+BUCKET_BYTES = 2**28  # as in a run
 NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
 
 
@@ -53,13 +55,14 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: Chat
     sampling = Sampling(spec.reply)
     probes = [codec.prompt_ids(task.prompt) for task in first_tasks(spec, codec, NUM_PROBES)]
     probing = replace(sampling, max_tokens=PROBE_TOKENS)
+    layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
     return PPOTrainer(
         StepSettings(spec.prompts, spec.n),
         PLAIN_GRPO,
         stream(spec, codec),
         GroupRollout(engine, codec, DirectScorer(RllaReward(RllaOptions())), sampling),
         policy,
-        Publisher(policy, engine, torch.bfloat16, probes, probing, TOLERANCE),
+        Publisher(policy, engine, layouts, probes, probing, TOLERANCE),
         timer=PhaseTimer(cpu=cpu_seconds),
     )
 
@@ -81,7 +84,9 @@ def check(spec: Spec, codec: ChatCodec) -> dict[str, Any]:
         samples.append(to_sample(prompt, completion, row // CHECKED_REPLIES))
         advantages.append(torch.full((len(samples[-1].token_ids),), advantage))
     noise = torch.Generator().manual_seed(0)
-    old = [scored + 0.1 * torch.randn(scored.shape, generator=noise) for scored in policy.score(samples)]
+    old = [
+        scored + 0.1 * torch.randn(scored.shape, generator=noise) for scored in policy.score(policy.laid_out(samples))
+    ]
     columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
     learned = policy.update(Experience(samples, columns), PLAIN_GRPO)
     replies = [each[-spec.reply :].tolist() for each in old]
