@@ -234,6 +234,7 @@ class VLLMEngine:
                 stop_token_ids=list(sampling.stop_token_ids),
                 stop=list(sampling.stop_strings),
                 detokenize=bool(sampling.stop_strings),
+                skip_special_tokens=False,  # a stop string may be one
                 ignore_eos=True,  # the caller says where to stop
                 seed=seed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -322,7 +323,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             tensor_parallel_size=settings.tensor_parallel_size,
-            distributed_executor_backend="mp" if on_cpu or settings.tensor_parallel_size > 1 else "uni",  # never Ray
+            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",  # never Ray
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
             max_num_seqs=settings.max_num_seqs,
@@ -381,6 +382,8 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool) -> dict[str, str]:
         variables["HF_HUB_OFFLINE"] = "1"
     if on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
+        # Lets a lone worker live in the engine core, which would else spin on a core of its own while it waits for it.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         variables["OMP_NUM_THREADS"] = str(settings.num_threads)
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a reload touches fresh memory
         variables["TORCHDYNAMO_DISABLE"] = "1"  # or the first request waits for a C++ compiler, eager or not

@@ -46,9 +46,10 @@ class WeightReceiver:
         """The worker's process, for the engine to watch and to end. From now on it ends if process `owner` does.
 
         vLLM's processes outlive an owner that is killed; so that they do not hold memory for ever, each worker looks
-        for the owner and takes vLLM's engine core, its parent, with it.
+        for the owner and takes vLLM's engine core with it: its parent, or itself where it is the only worker.
         """
-        threading.Thread(target=_end_with, args=(int(owner), os.getpid(), os.getppid()), daemon=True).start()
+        core = [] if os.getppid() == int(owner) else [os.getppid()]
+        threading.Thread(target=_end_with, args=(int(owner), os.getpid(), *core), daemon=True).start()
         return os.getpid()
 
     def weight_names(self) -> list[str]:
