@@ -3,8 +3,9 @@
     python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--reply 64] [--rounds 3]
                          [--model DIR] [--data FILE] [--trl DIR]
 
-Both sides train the same model on the same real prompts of ToolRL with its reward: bf16 weights, AdamW, replies of a
-fixed length, no KL, no checkpointing, one thread. Before the clock runs, both compute loss and gradient norm of one and
+Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, replies of a fixed length, no
+KL, no checkpointing, one thread. A hash of the reply is added to ToolRL's reward, so that no group is without a signal:
+our side would not compute it, TRL's does. Before the clock runs, both compute loss and gradient norm of one and
 the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
 transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
 vLLM's `reload_weights`. Our side generates with the same engine as TRL's unless another is named.
@@ -18,6 +19,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zlib
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,6 +42,7 @@ from common import (
 from verl.data.chat import ChatCodec
 from verl.data.tasks import TaskSet, TaskStream
 from verl.types import Task
+from verl.utils.reward_score.rlla import RllaOptions, compute_score
 
 TRL = "1.16.0"
 HERE = Path(__file__).parent
@@ -86,6 +89,11 @@ def check_rows(spec: Spec, codec: ChatCodec) -> CheckRows:
         long = gold * (spec.reply // len(gold) + 2)
         rows += [(prompt, long[at : at + spec.reply], 1.0 - 1.5 * at) for at in range(CHECKED_REPLIES)]
     return rows
+
+
+def reward(reply: str, answer: str) -> float:
+    """ToolRL's, no two replies alike."""
+    return compute_score(reply, answer, 0, RllaOptions())[0] + zlib.crc32(reply.encode()) / 2**32
 
 
 def trl_python(folder: Path) -> Path:

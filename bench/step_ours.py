@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from common import answer, cpu_seconds, requests
 from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
-from step import CHECKED_REPLIES, MAX_PROMPT, Spec, check_rows, first_tasks, stream
+from step import CHECKED_REPLIES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
 from verl.data.chat import ChatCodec
@@ -31,12 +31,12 @@ from verl.trainer.ppo import PPOTrainer, StepSettings
 from verl.trainer.weights import Publisher
 from verl.transfer.memory import SharedMemory
 from verl.types import Completion, FinishReason
-from verl.utils.reward_score.rlla import RllaOptions, RllaReward
+from verl.utils.reward_score.base import FunctionReward
 from verl.workers.model import load_causal_lm
 
 KV_CACHE_GIB = 1  # room for 40,000 tokens of SmolLM2
 BUCKET_BYTES = 2**28  # as in a run
-NUM_PROBES, PROBE_TOKENS, TOLERANCE = 2, 8, 0.25  # of the canary, as in a run
+NUM_PROBES, PROBE_PROMPT, PROBE_TOKENS, TOLERANCE = 2, 64, 8, 0.25  # of the canary, as in a run
 
 
 @asynccontextmanager
@@ -53,14 +53,14 @@ async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
 def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: ChatCodec) -> PPOTrainer:
     """The training step, with the canary that a run has."""
     sampling = Sampling(spec.reply)
-    probes = [codec.prompt_ids(task.prompt) for task in first_tasks(spec, codec, NUM_PROBES)]
+    probes = [codec.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, codec, NUM_PROBES)]
     probing = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
     return PPOTrainer(
         StepSettings(spec.prompts, spec.n),
         PLAIN_GRPO,
         stream(spec, codec),
-        GroupRollout(engine, codec, DirectScorer(RllaReward(RllaOptions())), sampling),
+        GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
         policy,
         Publisher(policy, engine, layouts, probes, probing, TOLERANCE),
         timer=PhaseTimer(cpu=cpu_seconds),

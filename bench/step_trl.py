@@ -16,13 +16,12 @@ from accelerate.utils import AutocastKwargs
 from common import answer, cpu_seconds, requests
 from datasets import Dataset
 from local import LEARNING_RATE
-from step import MAX_PROMPT, MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks
+from step import MAX_PROMPT, MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks, reward
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from verl.data.chat import ChatCodec
-from verl.utils.reward_score.rlla import RllaOptions, compute_score
 
 VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -62,10 +61,9 @@ class Steps(TrainerCallback):
         return counted
 
 
-def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """ToolRL's reward, by the code that our side uses."""
-    replies = [completion[0]["content"] for completion in completions]
-    return [compute_score(each, gold, 0, RllaOptions())[0] for each, gold in zip(replies, answer, strict=True)]
+def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """By the code that our side uses."""
+    return [reward(each[0]["content"], gold) for each, gold in zip(completions, answer, strict=True)]
 
 
 def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GRPOTrainer:
@@ -104,7 +102,7 @@ def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GR
     )
     trainer = GRPOTrainer(
         model=spec.model,
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=config,
         callbacks=[steps],
         train_dataset=Dataset.from_list(rows),

@@ -47,6 +47,7 @@ from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
 _NUM_PROBES = 2
+_PROBE_PROMPT_TOKENS = 64  # of a prompt: wrong weights show on any text
 _PROBE_TOKENS = 8
 # Mean gap in nats between engine and trainer on the canary. bf16 on either side gives 0.03 to 0.05, float32 1e-5.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -215,9 +216,10 @@ def build_publisher(
     tasks: Sequence[Task],
     sampling: Sampling,
 ) -> Publisher:
-    """The way of the weights, with a canary on the first training prompts."""
+    """The way of the weights, with a canary on the beginnings of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
     coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
-    probes = [codec.prompt_ids(tasks[number].prompt) for number in range(min(_NUM_PROBES, len(tasks)))]
+    prompts = (codec.prompt_ids(tasks[number].prompt) for number in range(min(_NUM_PROBES, len(tasks))))
+    probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     probing = replace(sampling, max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
     return Publisher(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])
