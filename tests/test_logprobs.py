@@ -27,7 +27,7 @@ def inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 def test_values_and_gradients_are_those_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, at_once: int, entropy_weight: float
 ) -> None:
-    monkeypatch.setitem(logprobs._LOGITS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", at_once)
     hidden, head, target = inputs(11)
     weight = torch.linspace(-1, 2, 11, dtype=torch.float64)
     found = []

@@ -258,12 +258,6 @@ class Plan:
     def _needs_old(self) -> bool:
         return self.config.minibatches_per_step > 1 or self.algorithm.kl.placement is KLPlacement.REWARD
 
-    @property
-    def _decoder(self) -> DecoderShape:
-        shape = self.policy
-        matrices = shape.layers * shape.layer_parameters
-        return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
-
     def _forward(self) -> float:
         """FLOPs of one pass over a step's samples, logits at replies alone."""
         prompts, n = self.config.data.train_batch_size, self.config.rollout.n
@@ -271,11 +265,11 @@ class Plan:
         group = [(prompt + reply, 0)] * n
         if self.config.actor.share_prefix:
             group = [(prompt, 0), *[(reply, prompt)] * n]
-        return prompts * forward_flops(self._decoder, group, n * reply)
+        return prompts * forward_flops(decoder_of(self.policy), group, n * reply)
 
     def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
         """Prompts once, then replies token by token: bound by FLOPs, or by reading weights and cache."""
-        config, shape = self.config, self._decoder
+        config, shape = self.config, decoder_of(self.policy)
         prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
         prompts, samples = config.data.train_batch_size, config.data.train_batch_size * config.rollout.n
         prefill = prompts * forward_flops(shape, [(prompt, 0)])
@@ -344,6 +338,12 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
         head_norms=any("q_norm" in name for name in named),
     )
+
+
+def decoder_of(shape: ModelShape) -> DecoderShape:
+    """What the FLOPs of a model depend on."""
+    matrices = shape.layers * shape.layer_parameters
+    return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
 def read_lengths(config: Config, codec: ChatCodec) -> Lengths:
