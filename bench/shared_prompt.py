@@ -18,9 +18,9 @@ from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, repor
 from local import PLAIN_GRPO, experience_of, join_alone, load_worker, made_up_groups, policy_of
 from torch import Tensor
 
-from verl.tracking.flops import DecoderShape, forward_flops
+from verl.tracking.flops import forward_flops
 from verl.trainer.experience import Experience, with_metric_weights, with_weights
-from verl.trainer.plan import shape_of
+from verl.trainer.plan import decoder_of, shape_of
 from verl.workers.model import PackedPolicy, load_causal_lm
 from verl.workers.policy_worker import PolicyWorker, policy_loss
 
@@ -31,9 +31,8 @@ TOLERANCE = 1e-5
 def gradients(policy: PackedPolicy, experience: Experience, share_prefix: bool) -> Tensor:
     """All gradients of one update's loss, as one vector."""
     policy.zero_grad()
-    (packs,) = policy_of(None, share_prefix).packs(
-        with_metric_weights(with_weights(experience, PLAIN_GRPO.aggregation))
-    )
+    weighted = with_metric_weights(with_weights(experience, PLAIN_GRPO.aggregation))
+    (packs,) = policy_of(None, share_prefix).packs(weighted)
     for packed in packs:
         policy_loss(policy, packed, PLAIN_GRPO, 1.0)[0].backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
@@ -48,10 +47,8 @@ def gradient_gap(path: Path, experience: Experience) -> float:
 
 def most(worker: PolicyWorker, prompt: int, reply: int, n: int) -> float:
     """The ratio of the FLOPs: no implementation can gain more."""
-    shape = shape_of(worker.engine.module, worker.engine.module.model.config)
-    decoder = DecoderShape(
-        shape.layers * shape.layer_parameters, shape.layers, shape.query, shape.hidden * shape.vocabulary
-    )
+    module = worker.engine.module
+    decoder = decoder_of(shape_of(module, module.model.config))
     plain, shared = [(prompt + reply, 0)] * n, [(prompt, 0), *[(reply, prompt)] * n]
     return forward_flops(decoder, plain, n * reply) / forward_flops(decoder, shared, n * reply)
 
