@@ -14,6 +14,7 @@ from tests.test_fsdp_engine import policy_loss
 from tests.test_packing import random_samples, tiny_model
 from verl.data.packing import make_units, pack
 from verl.transfer.memory import SharedMemory
+from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.offload import Movable, Offload
@@ -102,6 +103,19 @@ def test_a_reference_is_away_unless_it_scores(group: None) -> None:
     moves.clear()
     worker.score(PACKS)
     assert moves == ["params to cuda", "params to cpu"]
+
+
+def test_a_critic_rests_between_the_updates_of_two_steps(group: None) -> None:
+    moves: list[str] = []
+    critic = CriticWorker(watched(moves, trained=True).engine, clip=0.5)
+    for _ in range(2):
+        critic.engine.update(PACKS, policy_loss)
+    assert not moves
+    critic.rest()
+    assert moves == ["params to cpu", "states to cpu"]
+    moves.clear()
+    critic.engine.score(PACKS, lambda module, packed: module(packed, 1.0, False).logprobs)
+    assert moves == ["params to cuda"]
 
 
 def test_updates_go_on_after_a_move(group: None) -> None:

@@ -134,15 +134,17 @@ def test_a_reference_a_critic_and_longer_packs_cost_memory_checkpointing_saves_i
 
 
 def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
-    offloaded = ("actor.offload_params=true", "actor.offload_optimizer=true", "ref.offload_params=true")
-    before, after = plan_of([]).memory(), plan_of(offloaded).memory()
+    keys = ("actor.offload_params", "actor.offload_optimizer", "critic.offload_params", "critic.offload_optimizer")
+    words = ["algorithm.name=ppo", "algorithm.kl_placement=loss"]
+    offloaded = [f"{key}=true" for key in (*keys, "ref.offload_params")]
+    before, after = plan_of(words).memory(), plan_of([*words, *offloaded]).memory()
     gone = {phase: set(before[phase]) - set(after[phase]) for phase in before}
     assert gone == {
-        "rollout": {"parameters", "optimizer", "reference"},
-        "score": {"optimizer"},
+        "rollout": {"parameters", "optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "score": {"optimizer", "critic's optimizer"},
         "update": {"reference"},
         "step": {"reference"},
-        "publish": {"optimizer", "reference"},
+        "publish": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
         "engine": set(),
     }
 

@@ -83,9 +83,9 @@ def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys
 
 
 def check_shm(folder: Path = Path("/dev/shm")) -> Check:
-    """Shared memory, through which weights and Ray's objects travel."""
+    """Shared memory, through which Ray's objects and vLLM's messages travel."""
     if not folder.is_dir():
-        return Check("/dev/shm", "warn", "not there", "weights will travel through the disk, more slowly")
+        return Check("/dev/shm", "warn", "not there", "Ray's objects will travel through the disk, more slowly")
     free = shutil.disk_usage(folder).free / GIB
     if free >= SHM_WARN_GIB:
         return Check("/dev/shm", "ok", f"{free:.1f} GiB free")

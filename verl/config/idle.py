@@ -58,6 +58,8 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("rollout.gpu_memory_utilization", _on_cpu, _NO_GPU),
         Rule("actor.offload_params", _on_cpu, _NO_GPU),
         Rule("actor.offload_optimizer", _on_cpu, _NO_GPU),
+        Rule("critic.offload_params", _on_cpu, _NO_GPU),
+        Rule("critic.offload_optimizer", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _without_kl, _NO_KL),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),

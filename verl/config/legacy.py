@@ -27,6 +27,8 @@ _RENAMED = {
     "actor.fsdp_config.param_offload": "actor.offload_params",
     "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.offload_params",
+    "critic.model.fsdp_config.param_offload": "critic.offload_params",
+    "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
 }

@@ -104,6 +104,8 @@ class CriticConfig:
     cliprange_value: float = 0.5
     grad_clip: float = 1.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    offload_params: bool = False  # GPU: they wait in host memory from the last update of a step to the next scores
+    offload_optimizer: bool = False  # GPU: its state waits in host memory between the updates of two steps
 
     def __post_init__(self) -> None:
         _require(self.cliprange_value > 0, "critic.cliprange_value", "positive", self.cliprange_value)

@@ -116,16 +116,18 @@ class Plan:
         terms = {"process": _PROCESS_GIB * GIB if self.place.on_cpu else _CONTEXT_GIB * GIB}
         terms |= held(self.policy, self.rank)
         if self.critic:
-            terms["critic"] = sum(held(self.critic, self.rank).values())
+            terms |= {f"critic's {name}": size for name, size in held(self.critic, self.rank).items()}
         if pays_kl(self.algorithm):
             terms["reference"] = frozen(self.policy, self.rank)
         return {name: size for name, size in terms.items() if not self._waits(name, phase)}
 
     def _waits(self, term: str, phase: str) -> bool:
-        actor, ref = self.config.actor, self.config.ref
+        actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
         offloaded = {
             "parameters": actor.offload_params and phase == "rollout",
             "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "publish"),
+            "critic's parameters": critic.offload_params and phase in ("rollout", "publish"),
+            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "publish"),
             "reference": ref.offload_params and phase != "score",
         }
         return not self.place.on_cpu and offloaded.get(term, False)

@@ -128,3 +128,7 @@ class Critic(Learner):
         shards = self.packs(with_weights(minibatch, Aggregation.TOKEN_MEAN))
         metrics: dict[str, float] = self.workers.scatter(CriticWorker.update, shards)[0]
         return metrics
+
+    def rest(self) -> None:
+        """The step's updates are over."""
+        self.workers.call(CriticWorker.rest)

@@ -143,6 +143,7 @@ class PPOTrainer:
                 of_policy.append(self.policy.update(minibatch, self._algorithm_now()))
         metrics = {**tell.update_metrics("actor", of_policy), **tell.update_metrics("critic", of_critic)}
         if self.critic:
+            self.critic.rest()
             metrics["critic/explained_variance"] = tell.explained_variance(experience)
         return metrics
 

@@ -36,3 +36,7 @@ class CriticWorker:
             return (loss_A * weight_A).sum(), facts
 
         return self.engine.update(packs, loss)
+
+    def rest(self) -> None:
+        """The step's updates are over; the next that is asked is a score."""
+        self.engine.put_away_all()

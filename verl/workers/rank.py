@@ -45,6 +45,7 @@ class RankSpec:
     gradient_checkpointing: bool = False
     policy_offload: Offload = STAY
     reference_offload: Offload = STAY
+    critic_offload: Offload = STAY
     device: str = "cpu"
     ranks_per_node: int | None = None  # shard within nodes and copy across them (HSDP); over all ranks if left out
     num_threads: int = 1  # of a CPU rank
@@ -66,6 +67,7 @@ class TrainingRank:
         self.policy.engine.save(folder / "actor")
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
+            self.critic.rest()
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
         self.policy.engine.put_away_all()
 
@@ -104,7 +106,8 @@ def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
         engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, False, spec.reference_offload)
         reference = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
-        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, spec.critic_optimizer, checkpointing)
+        settings, offload = spec.critic_optimizer, spec.critic_offload
+        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, checkpointing, offload)
         critic = CriticWorker(engine, spec.cliprange_value)
     return TrainingRank(spec, policy, reference, critic)
 
