@@ -26,7 +26,7 @@ from rich.console import Console
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
-from verl.trainer.build import built
+from verl.trainer.build import built, load_inputs
 from verl.trainer.ppo import PPOTrainer
 
 MAX_SHARE, MAX_SECONDS = 0.03, 0.2
@@ -114,7 +114,7 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        built(config, Path(folder), Console(quiet=True)) as fit,
+        built(config, load_inputs(config), Path(folder), Console(quiet=True)) as fit,
     ):
         trainer = fit.trainer
         trainer.policy = replace(trainer.policy, workers=Watched(trainer.policy.workers, watch))

@@ -14,7 +14,7 @@ from tests.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.single_controller.group import Member
 from verl.single_controller.ray import RayGroup
-from verl.trainer.build import built
+from verl.trainer.build import built, load_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_two_steps_on_two_nodes(
     monkeypatch.setenv("WITHLENGTH", "1")
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=2)
     config = load_config([*words, "trainer.nnodes=2", f"rollout.placement={placement}", "rollout.num_engines=2"])
-    with built(config, tmp_path / "run", Console()) as fit:
+    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
         member = fit.trainer.policy.workers
         assert isinstance(member, Member) and isinstance(member.group, RayGroup)
         trainer, engines = member.group, fit.trainer.rollout.engine._workers  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def _switch(worker: object) -> str:
 def test_weights_reach_an_engine_on_a_node_without_a_rank(two_nodes: None, tmp_path: Path) -> None:
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=1)
     config = load_config([*words, "rollout.placement=separate", "rollout.num_engines=2"])
-    with built(config, tmp_path / "run", Console()) as fit:
+    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
         engines, trainer = fit.trainer.rollout.engine._workers, fit.trainer.policy.workers.group  # type: ignore[attr-defined]
         assert not set(engines.nodes) <= set(trainer.nodes)
         asyncio.run(fit.run())  # its canary probes both engines

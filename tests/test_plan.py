@@ -13,23 +13,26 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
 from verl.batch import PackedBatch, Segment
 from verl.config.load import load_config
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError, DataError
 from verl.plan import main, spelled_out
-from verl.tracking.flops import DEVICES
+from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.build import load_codec
 from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, held, updating
-from verl.trainer.plan import Lengths, Plan, build_plan, changed, find_place, read_lengths, shape_of
+from verl.trainer.plan import Lengths, Plan, build_plan, changed, find_place, read_lengths, read_shape, shape_of
 from verl.trainer.plan_show import compared
 from verl.workers import attention
 from verl.workers.model import PackedCritic, PackedPolicy
 
 PROMPT, REPLY = 64, 24
+REPLIES = "data.max_response_length=128"
 SHAPE = {
     "vocab_size": 1000,
     "hidden_size": 96,
@@ -113,6 +116,11 @@ def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) 
     return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_place(config, gpu))
 
 
+def needed_gib(plan: Plan) -> float:
+    """What ranks and engines need on a CPU that has too little."""
+    return float(plan.shortages()[0].split()[4])
+
+
 def sums(plan: Plan) -> dict[str, float]:
     return {phase: sum(terms.values()) / GIB for phase, terms in plan.memory().items()}
 
@@ -145,6 +153,7 @@ def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
         "update": {"reference"},
         "step": {"reference"},
         "publish": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "save": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
         "engine": set(),
     }
 
@@ -162,6 +171,19 @@ def test_mends_fit_and_nothing_smaller_was_passed_over() -> None:
         assert not replace(plan, config=config).shortages()
 
 
+def test_a_critic_can_make_room_and_so_can_a_smaller_cache_on_a_cpu() -> None:
+    words = ["algorithm.name=ppo", "rollout.n=1", "trainer.n_gpus_per_node=8"]
+    words.append("model.enable_gradient_checkpointing=true")
+    beside = plan_of([*words, "rollout.gpu_memory_utilization=0.75"], "h100")
+    assert beside.shortages() and {"critic.offload_optimizer": True} in beside.mends()
+    small = replace(SEVEN, parameters=1_000_000, layer_parameters=20_000, vocabulary=100, largest=1000)
+    words = ["rollout.kv_cache_gib=8", "data.max_response_length=64", "actor.max_tokens_per_pack=4096"]
+    plan = plan_of(words, "cpu", small)
+    needed = needed_gib(replace(plan, place=replace(plan.place, memory_gib=1.0)))
+    crowded = replace(plan, place=replace(plan.place, memory_gib=needed - 2.0))
+    assert crowded.shortages() and any(set(each) == {"rollout.kv_cache_gib"} for each in crowded.mends())
+
+
 def test_what_fits_needs_no_mend_and_what_never_fits_has_none() -> None:
     roomy = plan_of(["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"])
     assert roomy.shortages() == [] and roomy.mends() == []
@@ -171,7 +193,7 @@ def test_what_fits_needs_no_mend_and_what_never_fits_has_none() -> None:
 def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     words = ["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"]
     beside = plan_of([*words, "rollout.gpu_memory_utilization=0.95"])
-    assert [each.split()[0] for each in beside.shortages()] == ["rollout"]
+    assert [each.split()[0] for each in beside.shortages()] == ["rollout", "publish", "save"]  # where it is awake
     assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).shortages() == []
 
 
@@ -196,16 +218,51 @@ def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
 
 
 def test_separate_pools_are_split_by_their_times() -> None:
-    trainers, engines = plan_of(["rollout.placement=separate", "trainer.n_gpus_per_node=4"]).split(8)
-    assert trainers + engines == 8 and trainers > engines > 0  # training takes longer than rollout here
+    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4"]
+    way = plan_of(words).split(8)
+    assert way["train"] + way["generate"] == 8 and way["train"] > way["generate"] > 0  # training takes longer here
+    slower = max(way["train_s"], way["generate_s"])
+    seconds = {phase: value for phase, (value, _) in plan_of(words).seconds().items()}
+    for engines in range(1, 8):
+        train = 4 * (seconds["score"] + seconds["update"]) / (8 - engines)
+        assert slower <= max(train, 4 * seconds["rollout"] / engines) * (1 + 1e-9)
+    assert plan_of([*words, "rollout.tensor_model_parallel_size=4"]).split(8)["generate"] == 4
 
 
 def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
-    lengths = read_lengths(given, load_codec(given.model))
+    lengths = read_lengths(given, load_codec(given.model), [TaskSet(str(MINI / "train.parquet"))])
     assert 50 < lengths.prompt < 200 and 10 < lengths.reply < 100 and "train.parquet" in lengths.source
     without = load_config([f"model.path={model}"])
-    assert read_lengths(without, load_codec(without.model)).prompt == 2048
+    assert read_lengths(without, load_codec(without.model), []).prompt == 2048
+
+
+def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
+    words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
+    config, tasks = load_config(words), [TaskSet(str(MINI / "train.parquet"))]
+    with pytest.raises(DataError, match=r"more than data.max_prompt_length=100"):
+        read_lengths(config, load_codec(config.model), tasks)
+    skipping = load_config([*words, "data.on_bad_row=skip"])
+    assert read_lengths(skipping, load_codec(config.model), tasks).prompt <= 100
+
+
+def test_old_logprobs_of_the_engine_cost_no_pass_and_a_critic_has_no_head_to_pay_for() -> None:
+    words = ["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=128"]
+    trainer, rollout = (plan_of([*words, f"algorithm.old_logprobs={name}"]) for name in ("trainer", "rollout"))
+    assert trainer.seconds()["score"][0] > 0.0 and rollout.seconds()["score"][0] == 0.0
+    small = replace(SEVEN, vocabulary=1)
+    with_critic = replace(plan_of([*words, "algorithm.name=ppo", "rollout.n=1"]), critic=small)
+    alone = replace(with_critic, critic=None)
+    grown = with_critic.seconds()["update"][0] / alone.seconds()["update"][0]
+    assert 1.5 < grown < 2.0
+
+
+def test_nodes_of_cpus_share_the_need() -> None:
+    needs = []
+    for nodes in (1, 2):
+        plan = plan_of([f"trainer.nnodes={nodes}", "rollout.kv_cache_gib=4"], "cpu")
+        needs.append(needed_gib(replace(plan, place=replace(plan.place, memory_gib=1.0))))
+    assert needs[0] == pytest.approx(needs[1], rel=0.2)
 
 
 def test_the_critic_has_no_head(model: Path) -> None:
@@ -219,8 +276,8 @@ def test_the_critic_has_no_head(model: Path) -> None:
 
 
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
-    config = load_config([f"model.path={model}", "trainer.device=cpu"])
-    plan = build_plan(config, load_codec(config.model), find_place(config))
+    config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", REPLIES])
+    plan = build_plan(config, Lengths(200, 60, "given"), find_place(config))
     assert compared(plan, {"memory/trainer_gib": 1.5}).startswith("memory of a training rank: 1.50 GiB at most, ")
 
 
@@ -231,7 +288,7 @@ def test_every_device_is_found_by_its_own_name() -> None:
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.train_batch_size=128"]
+    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", REPLIES]
     assert spelled_out([*words, "gpu=h100"])[1] == "h100"
     assert main([*words, "gpu=h100"]) == 0
     said = capsys.readouterr().out
@@ -240,9 +297,21 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "to change: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA GH200 480GB", "RTX 6000"])
+def test_a_name_that_only_looks_like_another_is_not_taken_for_it(name: str) -> None:
+    assert find_device(name) is None
+
+
+def test_a_model_without_layers_of_its_own_is_told(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="GPT2Model is not supported"):
+        read_shape(str(tmp_path), PackedPolicy)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["data.max_response_length=9999"], "the model has room for"),
         (["gpu=l4"], "gpu='l4' is not known; known: H200"),
         (["gpus=1"], "unknown key 'gpus'"),
         (["files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),

@@ -20,8 +20,8 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.build import load_codec
-from verl.trainer.plan import build_plan, find_place
+from verl.trainer.build import load_codec, load_inputs
+from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight, tiny
 from verl.trainer.validate import Validator
 from verl.types import FinishReason, Score, Task, Trajectory
@@ -36,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "said").open("w"))
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
-    preflight(config, build_plan(config, load_codec(config.model), find_place(config, "cpu")), console)
+    inputs = load_inputs(config)
+    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train), find_place(config, "cpu"))
+    preflight(config, inputs, plan, console)
     said = console.export_text()
     assert "20 golden replies came back" in said and "0 offend" in said and "one update on a tiny qwen2" in said
     assert "4 prompts x 2 rollouts" in said and "0.1M parameters" in said and "GiB per trainer rank" in said
@@ -62,7 +64,7 @@ def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, mode
 def test_a_run_that_no_gpu_holds_is_found_before_it_starts(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "vllm", steps=1), "rollout.gpu_memory_utilization=1.0"]
     config = load_config([word for word in words if word != "trainer.device=cpu"])
-    plan = build_plan(config, load_codec(config.model), find_place(config, "a100"))
+    plan = build_plan(config, Lengths(200, 60, "given"), find_place(config, "a100"))
     with pytest.raises(ConfigError, match=r"rollout needs .* GiB of 79.2. Set rollout.gpu_memory_utilization=0.8"):
         check_memory(plan)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -35,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         config = load_config(settings)
         if words.only_show(config, console):
             return 0
-        check_model(config.model)
+        check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
         return plan(config, gpu, console)
 
@@ -56,12 +57,15 @@ def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 def plan(config: Config, gpu: str | None, console: Console) -> int:
     """Print the plan. Everything heavy is imported here."""
+    from verl.data.tasks import TaskSet
     from verl.trainer.build import load_codec
-    from verl.trainer.plan import build_plan, find_place
+    from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import show
 
     place = find_place(config, gpu)  # a wrong name is told before anything is read
-    made = build_plan(config, load_codec(config.model), place)
+    policy: Any = config.data.on_bad_row
+    tasks = [TaskSet(source, policy) for source in config.data.train_files]
+    made = build_plan(config, read_lengths(config, load_codec(config.model), tasks), place)
     show(made, console)
     return 1 if made.shortages() else 0
 

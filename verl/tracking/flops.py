@@ -14,6 +14,7 @@ embeddings and activations are left out: less than a percent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,8 +66,8 @@ def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_
 
 def find_device(name: str | None) -> Device | None:
     """The device by its name as torch tells it, or as people write it (h100-pcie); None where it is not known."""
-    words = (name or "").lower()
-    return next((device for known, device in DEVICES.items() if all(w in words for w in known.lower().split())), None)
+    words = set(re.split(r"[^a-z0-9]+", (name or "").lower()))
+    return next((device for known, device in DEVICES.items() if set(known.lower().split()) <= words), None)
 
 
 def peak_flops(device: str | None, given: float | None = None) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,17 +64,30 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads before it starts anything."""
+
+    codec: ChatCodec
+    train: list[Sequence[Task]]
+    val: dict[str, Sequence[Task]]
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Tokenizer and tasks. Raises ConfigError or DataError for what cannot be read."""
+    codec = load_codec(config.model)
+    return Inputs(codec, *load_tasks(config, codec))
+
+
 @contextmanager
-def built(config: Config, folder: Path, console: Console) -> Iterator[Fit]:
+def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[Fit]:
     """Everything that a run needs, started; ended with the block."""
     device = choose_device(config.trainer)
-    codec = load_codec(config.model)
-    train, val = load_tasks(config, codec)
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = made_with(asdict(config))
     saved = find_saved(store, COMMAND, settings)
     cursor = TaskCursor(**saved.state["trainer"]["data"]) if saved else None
-    stream = TaskStream(train, config.data.weights, config.data.seed, cursor)
+    stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
@@ -92,7 +105,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[Fit]:
     ):
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         try:
-            trainer = build_trainer(config, algorithm, stream, workers, codec, scorer, train[0])
+            trainer = build_trainer(config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0])
             trainer.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
             greedy = replace(trainer.rollout, sampling=replace(trainer.rollout.sampling, temperature=0.0))
@@ -102,7 +115,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[Fit]:
                     total_steps, config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train
                 ),
                 trainer,
-                Validator(val, greedy, build_reward(config.reward.name, config.reward.options)),
+                Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
                 workers.trainer,
                 store,
                 trackers,

@@ -116,10 +116,11 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
             raise ConfigError(f"{key}: there is no file {source!r}; dataset/README.md says where data comes from")
 
 
-def check_model(config: ModelConfig) -> None:
+def check_model(config: ModelConfig, critic_path: str | None = None) -> None:
     """Raises ConfigError for a model that is not named, or a folder that is not there."""
     if config.path is None:
         raise ConfigError("model.path is not set; give a folder or a hub name")
-    for key, path in (("path", config.path), ("tokenizer_path", config.tokenizer_path)):
+    paths = {"model.path": config.path, "model.tokenizer_path": config.tokenizer_path, "critic.path": critic_path}
+    for key, path in paths.items():
         if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
-            raise ConfigError(f"model.{key}: there is no folder {path!r}")
+            raise ConfigError(f"{key}: there is no folder {path!r}")

@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> int:
         config = load_config(words.settings)
         if words.only_show(config, console):
             return 0
-        check_model(config.model)
+        check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         return train(config, console, only_preflight="--preflight" in words.options)
@@ -42,21 +42,22 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.config.show import as_yaml
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.build import built, load_codec, run_folder
+    from verl.trainer.build import built, load_inputs, run_folder
     from verl.trainer.build_workers import choose_device
-    from verl.trainer.plan import build_plan, find_place
+    from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
     from verl.trainer.preflight import preflight
 
     folder = run_folder(config.trainer)
     wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
-    plan = build_plan(config, load_codec(config.model), find_place(config))
+    inputs = load_inputs(config)
+    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train), find_place(config))
     if wanted or only_preflight:
-        preflight(config, plan, console)
+        preflight(config, inputs, plan, console)
     if only_preflight:
         return 0
     console.print(config.batch_arithmetic(), markup=False)
-    with built(config, folder, console) as fit:
+    with built(config, inputs, folder, console) as fit:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
         last = asyncio.run(fit.run())

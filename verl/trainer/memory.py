@@ -160,9 +160,9 @@ def stepping(shape: ModelShape, settings: RankSettings) -> Terms:
     }
 
 
-def publishing(shape: ModelShape) -> Terms:
-    """The largest tensor, whole, in float32: weights leave the device one by one."""
-    return {"largest tensor": MASTER * shape.largest}
+def publishing(shape: ModelShape, bucket: float = 0.0) -> Terms:
+    """The largest tensor, whole, in float32, for weights leave one by one; two buckets, of `bucket` bytes each."""
+    return {"largest tensor": MASTER * shape.largest, "buckets": 2 * bucket}
 
 
 def cache_per_token(shape: ModelShape, dtype: int) -> int:

@@ -1,5 +1,6 @@
-"""The plan of a run before it starts: memory of every phase on one device, seconds that no run can undercut, and what
-to change where it does not fit. From the model's configuration and the data's lengths; no weights are loaded.
+"""The plan of a run before it starts: memory of every phase on one device, seconds that no run in which every group has
+a signal can undercut, and what to change where it does not fit. From the model's configuration and the data's lengths;
+no weights are loaded.
 
     Config + model config + lengths + device -> Plan -> memory(), seconds(), shortages(), mends()
 """
@@ -18,14 +19,14 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.data.tasks import TaskSet
+from verl.data.lengths import fitting
 from verl.errors import ConfigError
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
-from verl.trainer.build_algorithm import build_algorithm, pays_kl
-from verl.trainer.build_workers import choose_device, engine_dtype
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
+from verl.trainer.build_workers import choose_device, engine_dtype, sequence_length
 from verl.trainer.memory import (
     GIB,
     ModelShape,
@@ -41,8 +42,10 @@ from verl.trainer.memory import (
     stepping,
     updating,
 )
+from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
 
+_OFFLOADS = ("offload_optimizer", "offload_params")
 _BYTES = {"bfloat16": 2, "float32": 4}
 _NUM_ROWS = 256  # of each file, evenly spaced
 # Assumed, not measured: what a CUDA context, NCCL and an engine that sleeps keep of a GPU.
@@ -107,7 +110,8 @@ class Plan:
             "score": scoring(self.policy, self.pack, self.rank),
             "update": _largest([updating(model, self.pack, self.rank) for model in models]),
             "step": _largest([stepping(model, self.rank) for model in models]),
-            "publish": publishing(self.policy),
+            "publish": publishing(self.policy, self.config.rollout.bucket_mib * 2**20),
+            "save": publishing(self.policy),  # weights are exported whole, one by one
         }
         return {**{phase: self._kept(phase) | terms for phase, terms in besides.items()}, "engine": self.engine()}
 
@@ -125,9 +129,9 @@ class Plan:
         actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
         offloaded = {
             "parameters": actor.offload_params and phase == "rollout",
-            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "publish"),
-            "critic's parameters": critic.offload_params and phase in ("rollout", "publish"),
-            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "publish"),
+            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "publish", "save"),
+            "critic's parameters": critic.offload_params and phase in ("rollout", "publish", "save"),
+            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "publish", "save"),
             "reference": ref.offload_params and phase != "score",
         }
         return not self.place.on_cpu and offloaded.get(term, False)
@@ -173,17 +177,21 @@ class Plan:
         room, phases = self.place.memory_gib, {name: sum(each.values()) / GIB for name, each in self.memory().items()}
         engine = phases.pop("engine")
         if self.place.on_cpu:
-            needed = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
-            return [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
+            everywhere = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
+            needed = everywhere / self.config.trainer.nnodes
+            found = [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
+            return found + self._no_room_for_one()
         if self.config.rollout.placement == "colocated":
-            sleeps = self.config.rollout.name == "vllm"  # outside the rollout; the other engine never does
-            phases |= {name: gib + engine for name, gib in phases.items() if name == "rollout" or not sleeps}
+            sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
+            phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
         found = [f"{name} needs {gib:.1f} GiB of {room:.1f}" for name, gib in phases.items() if gib > room]
         if engine > room:
             found.append(f"the engine needs {engine:.1f} GiB of {room:.1f}")
-        if self.sequences < 1:
-            found.append(f"the engine's KV cache has no room for one sequence of {self.longest} tokens")
-        return found
+        return found + self._no_room_for_one()
+
+    def _no_room_for_one(self) -> list[str]:
+        enough = self.sequences >= 1
+        return [] if enough else [f"the engine's KV cache has no room for one sequence of {self.longest} tokens"]
 
     def mends(self) -> list[dict[str, Any]]:
         """The fewest changes of keys after which all fits: every single one, else the first pair, else the first
@@ -212,18 +220,38 @@ class Plan:
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
             "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
             "rollout.gpu_memory_utilization": [] if self.place.on_cpu or config.rollout.name == "hf" else shares,
-            **{f"actor.{name}": [True] * self._may_offload(name) for name in ("offload_optimizer", "offload_params")},
+            **self._offloads(),
             "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
-            "trainer.n_gpus_per_node": [
-                number for number in (2, 4, 8) if number > config.trainer.n_gpus_per_node and not self.place.on_cpu
-            ],
+            "rollout.kv_cache_gib": self._smaller_caches(),
+            "trainer.n_gpus_per_node": self._other_numbers(),
             "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.place.on_cpu else [2, 4, 8],
             "rollout.placement": ["separate"] * (config.rollout.placement == "colocated" and not self.place.on_cpu),
         }
 
-    def _may_offload(self, name: str) -> bool:
-        colocated = self.config.rollout.placement == "colocated"
-        return colocated and not self.place.on_cpu and not getattr(self.config.actor, name)
+    def _offloads(self) -> dict[str, list[bool]]:
+        """What is not yet offloaded and could be: it makes room for an engine on the same GPU."""
+        if self.place.on_cpu or self.config.rollout.placement != "colocated":
+            return {}
+        models: dict[str, Any] = {"actor": self.config.actor}
+        models |= {"critic": self.config.critic} if self.critic else {}
+        keys = {f"{name}.{key}": getattr(model, key) for name, model in models.items() for key in _OFFLOADS}
+        if pays_kl(self.algorithm):
+            keys["ref.offload_params"] = self.config.ref.offload_params
+        return {key: [True] for key, done in keys.items() if not done}
+
+    def _other_numbers(self) -> list[int]:
+        """Of ranks on a node: more GPUs hold more, more processes on a CPU need more."""
+        now = self.config.trainer.n_gpus_per_node
+        return (
+            [each for each in (4, 2, 1) if each < now]
+            if self.place.on_cpu
+            else [each for each in (2, 4, 8) if each > now]
+        )
+
+    def _smaller_caches(self) -> list[float]:
+        if not self.place.on_cpu or self.config.rollout.name == "hf":
+            return []
+        return [self.config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]
 
     def _fits_with(self, changes: dict[str, Any]) -> bool:
         try:
@@ -241,16 +269,21 @@ class Plan:
         config, speed = self.config, self.place.device
         ranks, checkpointed = config.num_ranks, config.model.enable_gradient_checkpointing
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
-        forward = self._forward()
-        passes = self._needs_old + pays_kl(self.algorithm) + bool(self.critic)
-        trained = 2 if self.critic else 1
-        moved = _OPTIMIZER_BYTES * self.policy.parameters * trained * config.minibatches_per_step
+        policy = self._forward(self.policy)
+        critic = self._forward(self.critic) if self.critic else 0.0
+        forward = policy + critic  # of what is trained
+        passes = self._needs_old + pays_kl(self.algorithm)
+        parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
+        moved = _OPTIMIZER_BYTES * parameters * config.minibatches_per_step
         return {
             "rollout": self._rollout(engines, speed),
-            "score": (passes * forward / ranks / speed.flops, f"{passes:d} forwards: FLOP / F"),
+            "score": (
+                (passes * policy + critic) / ranks / speed.flops,
+                f"{passes + bool(self.critic):d} forwards: FLOP / F",
+            ),
             "update": (
-                (TRAINING + checkpointed) * trained * forward / ranks / speed.flops,
-                f"{(TRAINING + checkpointed) * trained:d} forwards: FLOP / F",
+                (TRAINING + checkpointed) * forward / ranks / speed.flops,
+                f"{TRAINING + checkpointed:d} forwards of all that is trained: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
             "publish": (_PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_PUBLISH_BYTES} N bytes / W"),
@@ -258,16 +291,18 @@ class Plan:
 
     @property
     def _needs_old(self) -> bool:
+        if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
+            return False
         return self.config.minibatches_per_step > 1 or self.algorithm.kl.placement is KLPlacement.REWARD
 
-    def _forward(self) -> float:
+    def _forward(self, shape: ModelShape) -> float:
         """FLOPs of one pass over a step's samples, logits at replies alone."""
         prompts, n = self.config.data.train_batch_size, self.config.rollout.n
         prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
         group = [(prompt + reply, 0)] * n
         if self.config.actor.share_prefix:
             group = [(prompt, 0), *[(reply, prompt)] * n]
-        return prompts * forward_flops(decoder_of(self.policy), group, n * reply)
+        return prompts * forward_flops(decoder_of(shape), group, n * reply)
 
     def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
         """Prompts once, then replies token by token: bound by FLOPs, or by reading weights and cache."""
@@ -282,13 +317,18 @@ class Plan:
         decode = max(computed / speed.flops, reply * (waves * weights + cached) / speed.bytes_per_s)
         return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
 
-    def split(self, devices: int) -> tuple[int, int]:
-        """(trainer's, engines') of `devices` in separate pools, so that both take about as long."""
+    def split(self, devices: int) -> dict[str, float]:
+        """The best way to deal `devices` to separate pools: their sizes, and the seconds that each pool takes then."""
         times = {name: value for name, (value, _) in self.seconds().items()}
-        rollout = times["rollout"] * self.config.num_engines * self.config.rollout.tensor_model_parallel_size
+        parallel = self.config.rollout.tensor_model_parallel_size
+        rollout = times["rollout"] * self.config.num_engines * parallel
         train = (times["score"] + times["update"]) * self.config.num_ranks
-        trainers = min(devices - 1, max(1, round(devices * train / (train + rollout))))
-        return trainers, devices - trainers
+        ways = [
+            {"train": devices - engines, "generate": engines, "train_s": train / (devices - engines)}
+            | {"generate_s": rollout / engines}
+            for engines in range(parallel, devices, parallel)
+        ]
+        return min(ways, key=lambda way: max(way["train_s"], way["generate_s"]))
 
 
 def _largest(terms: Sequence[Terms]) -> Terms:
@@ -301,23 +341,27 @@ def changed(config: Any, key: str, value: Any) -> Any:
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
-def build_plan(config: Config, codec: ChatCodec, place: Place) -> Plan:
-    """Everything that a plan is made of. Raises ConfigError for a model that cannot be read."""
+def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
+    """Everything that a plan is made of. Raises ConfigError for a model that cannot be read or is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     assert config.model.path is not None
-    critic = read_shape(config.critic.path or config.model.path, PackedCritic) if algorithm.needs_critic else None
-    policy = read_shape(config.model.path, PackedPolicy)
-    return Plan(config, algorithm, policy, critic, read_lengths(config, codec), place)
+    sequence_length(config)
+    build_kl_control(config.algorithm, algorithm)
+    policy, critic = read_shape(config.model.path, PackedPolicy), None
+    if algorithm.needs_critic:
+        key = "model.path" if config.critic.path is None else "critic.path"
+        critic = read_shape(config.critic.path or config.model.path, PackedCritic, key)
+    return Plan(config, algorithm, policy, critic, lengths, place)
 
 
-def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic]) -> ModelShape:
-    """The shape of the model at `path`, by its configuration. Raises ConfigError if there is none."""
+def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path") -> ModelShape:
+    """The shape of the model at `path`, which `key` gives, by its configuration. ConfigError if there is none."""
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             module = wrapper(AutoModelForCausalLM.from_config(config))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
+        raise ConfigError(f"{key}: {path!r} holds no causal language model ({error})") from error
     return shape_of(module, config.get_text_config())
 
 
@@ -348,16 +392,19 @@ def decoder_of(shape: ModelShape) -> DecoderShape:
     return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
-def read_lengths(config: Config, codec: ChatCodec) -> Lengths:
-    """Mean tokens of prompts and golden replies in the training files; the greatest allowed where there is no file."""
+def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]]) -> Lengths:
+    """Mean tokens of prompts and golden replies of the training files; the greatest allowed where there is no file.
+
+    Raises DataError for a row that is looked at and does not fit, unless data.on_bad_row=skip.
+    """
     data = config.data
-    if not data.train_files:
+    if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
     prompts, replies = [], []
-    for source in data.train_files:
-        tasks = TaskSet(source, data.on_bad_row)  # type: ignore[arg-type]
-        for task in tasks[:: max(1, len(tasks) // _NUM_ROWS)]:
-            prompts.append(min(len(codec.prompt_ids(task.prompt)), data.max_prompt_length))
+    policy: Any = data.on_bad_row
+    for tasks in files:
+        for task in fitting(tasks[:: max(1, len(tasks) // _NUM_ROWS)], codec, data.max_prompt_length, policy):
+            prompts.append(len(codec.prompt_ids(task.prompt)))
             replies.append(min(len(codec.reply_ids(task.answer.strip())[0]) + 1, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
     return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; golden replies")

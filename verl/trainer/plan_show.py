@@ -34,8 +34,11 @@ def show(plan: Plan, console: Console) -> None:
         console.print(time_table(plan, times))
         total = config.num_ranks + devices
         if separate:
-            trainers, engines = plan.split(total)
-            console.print(f"Of {total} GPUs, {trainers} to train and {engines} to generate would take equally long.")
+            way = plan.split(total)
+            console.print(
+                f"Of {total} GPUs, best {way['train']} train ({way['train_s']:.3g} s) and {way['generate']} generate "
+                f"({way['generate_s']:.3g} s)."
+            )
     show_mends(plan, console)
 
 
@@ -80,7 +83,7 @@ def show_mends(plan: Plan, console: Console) -> None:
 def mends_told(plan: Plan) -> str:
     """The changes in a line."""
     told = [" ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.mends()]
-    return "; or ".join(told) or "no three keys are enough; take a smaller model or larger devices"
+    return "; or ".join(told) or "more than three keys, a smaller model or larger devices"
 
 
 def _value(value: object) -> str:

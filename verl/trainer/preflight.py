@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,14 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.data.lengths import fitting
 from verl.data.samples import to_samples
-from verl.data.tasks import TaskSet
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.single_controller.local import LocalGroup
-from verl.trainer.build import load_codec
+from verl.trainer.build import Inputs
 from verl.trainer.experience import build_experience
 from verl.trainer.memory import GIB
 from verl.trainer.plan import Plan
@@ -53,12 +50,9 @@ _NUM_ROWS = 20
 _LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
 
 
-def preflight(config: Config, plan: Plan, console: Console) -> None:
+def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
-    codec = load_codec(config.model)
-    policy: Any = config.data.on_bad_row
-    rows = TaskSet(config.data.train_files[0], policy)[:_NUM_ROWS]
-    tasks = fitting(rows, codec, config.data.max_prompt_length, policy)
+    codec, tasks = inputs.codec, inputs.train[0][:_NUM_ROWS]
     reward = build_reward(config.reward.name, config.reward.options)
     assert config.model.path is not None
     shape = AutoConfig.from_pretrained(config.model.path)

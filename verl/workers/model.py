@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,10 @@ class PackedCritic(nn.Module):
 
 
 def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
-    """The layers that are sharded one by one."""
-    decoder = module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
+    """The layers that are sharded one by one. Raises ConfigError for a model that is built another way."""
+    decoder: Any = module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
+    if not hasattr(decoder, "layers"):
+        raise ConfigError(f"{type(decoder).__name__} is not supported: a decoder needs its layers under `layers`")
     return list(decoder.layers)
 
 
