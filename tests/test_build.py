@@ -15,12 +15,13 @@ from transformers import ByT5Tokenizer
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import KLPlacement, KLTerm
+from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.grpo import GRPO
+from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss import clipped
 from verl.algorithms.ppo import PPO
 from verl.config.load import load_config
-from verl.config.schema import AlgorithmConfig, ModelConfig
+from verl.config.schema import _NAMES, AlgorithmConfig, ModelConfig
 from verl.data.samples import to_samples
 from verl.data.sft import read_demonstrations
 from verl.data.sft import to_samples as to_demonstration_samples
@@ -35,6 +36,11 @@ from verl.trainer.build_algorithm import build_algorithm, build_kl_control
 from verl.trainer.build_workers import choose_device, located, rank_spec
 from verl.types import Outcome
 from verl.utils.reward_score.base import build_reward
+
+
+def test_names_that_the_configuration_knows_are_those_of_the_algorithms() -> None:
+    assert set(_NAMES["aggregation"]) == set(Aggregation) and set(_NAMES["kl_placement"]) == set(KLPlacement)
+    assert set(_NAMES["old_logprobs"]) == set(OldLogprobs) and set(_NAMES["kl_estimator"]) == set(KL_ESTIMATORS)
 
 
 def test_a_preset_alone_is_itself() -> None:

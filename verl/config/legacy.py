@@ -62,7 +62,7 @@ _MOOT = {
     "critic.forward_max_token_len_per_gpu": _PACKS,
 }
 _ALGORITHMS = {"gae": "ppo"}
-_KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
@@ -78,7 +78,7 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
             settings[our_key(key)] = value
     if "algorithm.adv_estimator" in settings:
         estimator = settings.pop("algorithm.adv_estimator")
-        settings["algorithm.name"] = _ALGORITHMS.get(estimator, estimator)
+        settings["algorithm.name"] = _ALGORITHMS.get(str(estimator), estimator)
     if "actor.clip_ratio" in settings:
         settings["algorithm.clip_low"] = settings["algorithm.clip_high"] = settings.pop("actor.clip_ratio")
     for key in ("data.train_files", "data.val_files"):
@@ -108,7 +108,9 @@ def _our_prefix(key: str) -> str:
 def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
     """veRL pays for KL in the loss where use_kl_loss says so, else in the reward; the other side's keys are moot."""
     asked = settings.pop("actor.use_kl_loss", None)
-    in_loss = bool(asked)
+    if asked not in (None, True, False):
+        raise ConfigError(f"actor_rollout_ref.actor.use_kl_loss must be true or false, got {asked!r}")
+    in_loss = asked is True
     coefficients = {"loss": "actor.kl_loss_coef", "reward": "algorithm.kl_ctrl.kl_coef"}
     placement, other = ("loss", "reward") if in_loss else ("reward", "loss")
     kind = settings.pop("actor.kl_loss_type", None)
@@ -125,4 +127,10 @@ def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
     if coefficient is not None:
         settings["algorithm.kl_placement"] = placement if coefficient else "none"
         settings["algorithm.kl_coefficient"] = coefficient
-        settings["algorithm.kl_estimator"] = _KL_ESTIMATORS.get(kind, kind) if in_loss and kind else "k1"
+        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss and kind else "k1"
+
+
+def _known(names: Mapping[str, str], name: Any, key: str) -> str:
+    if not isinstance(name, str) or name not in names:
+        raise ConfigError(f"actor_rollout_ref.actor.{key} must be one of {', '.join(names)}, got {name!r}")
+    return names[name]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -127,6 +128,8 @@ def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
             names = [each.rstrip(".") for each in known]
             raise ConfigError(f"unknown key {key!r}; {_instead(key, names)}")
+        if isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"{key} must be a finite number, got {value}")
         try:
             OmegaConf.update(tree, key, value, force_add=key.startswith(open_keys))
         except OmegaConfBaseException as error:

@@ -32,6 +32,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.on_bad_row in ("error", "skip"), "data.on_bad_row", "error or skip", self.on_bad_row)
+        if self.weights is not None:
+            expected = f"one positive number for each of the {len(self.train_files)} data.train_files"
+            ok = len(self.weights) == len(self.train_files) and all(weight > 0 for weight in self.weights)
+            _require(ok, "data.weights", expected, self.weights)
         for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
             _require(getattr(self, name) >= 1, f"data.{name}", "at least 1", getattr(self, name))
 
@@ -141,6 +145,14 @@ class RolloutConfig:
             _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
 
 
+_NAMES = {  # spelled out here, because the algorithms' own enumerations need torch; a test compares them
+    "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "old_logprobs": ("trainer", "rollout"),
+    "kl_placement": ("none", "reward", "loss"),
+    "kl_estimator": ("k1", "k2", "k3"),
+}
+
+
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
@@ -162,6 +174,9 @@ class AlgorithmConfig:
     lam: float | None = None
 
     def __post_init__(self) -> None:
+        for name, known in _NAMES.items():
+            value = getattr(self, name)
+            _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
         for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
