@@ -74,7 +74,10 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         moves.clear()
         return seen
 
-    for _ in range(2):  # the second step finds what the first has put away
+    assert not moves
+    worker.engine.put_away_all()  # as an engine is left when it is made
+    assert moved() == ["params to cpu", "states to cpu"]
+    for _ in range(2):
         worker.score(PACKS)
         assert moved() in ([], ["params to cuda"])
         for _ in range(2):
@@ -89,9 +92,7 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         worker.end_publication()
         assert moved() == ["params to cpu"]
     worker.engine.save(tmp_path / "actor")
-    assert moved() == ["params to cuda", "states to cuda"]
-    worker.engine.put_away_all()
-    assert moved() == ["params to cpu", "states to cpu"]
+    assert moved() == []
     worker.engine.load(tmp_path / "actor")
     assert moved() == ["params to cuda", "states to cuda"]
 
@@ -118,8 +119,14 @@ def test_a_critic_rests_between_the_updates_of_two_steps(group: None) -> None:
     assert moves == ["params to cuda"]
 
 
-def test_updates_go_on_after_a_move(group: None) -> None:
-    """From the CPU to itself: the moves go through every tensor, and updates go on after them."""
+def test_updates_go_on_with_tensors_that_lie_elsewhere(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move to the CPU makes copies here, as a move between devices does."""
+
+    def tensors(engine: FSDPEngine) -> list[torch.Tensor]:
+        assert engine._optimizer is not None
+        states = [each for state in engine._optimizer.state.values() for each in state.values() if each.ndim > 0]
+        return [each.detach().to_local() for each in (*engine.module.parameters(), *states)]
+
     outcomes = []
     for moving in (False, True):
         torch.manual_seed(0)
@@ -127,8 +134,13 @@ def test_updates_go_on_after_a_move(group: None) -> None:
         for _ in range(2):
             outcomes.append(worker.engine.update(PACKS, policy_loss)["loss"])
             if moving:
-                worker.engine._move_params(HOST)
-                worker.engine._move_states(HOST)
+                before = tensors(worker.engine)  # held, so that no place is used again
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor.clone())
+                    worker.engine._move_params(HOST)
+                    worker.engine._move_states(HOST)
+                old, new = ({each.data_ptr() for each in which} for which in (before, tensors(worker.engine)))
+                assert len(old) > 10 and not old & new
     assert outcomes[:2] == outcomes[2:]
 
 

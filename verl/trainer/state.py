@@ -16,6 +16,13 @@ _FREE = (
     "trainer.",
     "data.val_files",
     "reward.num_workers",
+    "actor.max_tokens_per_pack",  # this and the next two change rounding alone
+    "actor.share_prefix",
+    "model.enable_gradient_checkpointing",
+    "actor.offload_",
+    "critic.offload_",
+    "ref.offload_",
+    "rollout.bucket_mib",
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",

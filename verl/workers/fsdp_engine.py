@@ -51,7 +51,9 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        alone = mesh.size() == 1  # then a layer given back between forward and backward would only be copied once more
+        alone = (
+            mesh.shape[-1] == 1
+        )  # then a layer given back between forward and backward would only be copied once more
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
         self.module = module
@@ -64,7 +66,7 @@ class FSDPEngine:
             self._optimizer, self._scheduler = build_optimizer(module.parameters(), optimizer)
         self._params = Movable(self._move_params, self._device, offload.params)
         self._states = Movable(self._move_states, self._device, offload.optimizer)
-        self._put_away_if_idle()
+        self.put_away_all()
 
     @torch.no_grad()
     def score(self, packs: Iterable[PackedBatch], forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
@@ -157,12 +159,12 @@ class FSDPEngine:
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks see.
 
-        Collective. An engine without optimizer writes nothing: its weights come from the model's own files.
+        Collective; what waits in host memory is written from there. An engine without optimizer writes nothing: its
+        weights come from the model's own files.
         Raises DataError, on all ranks, if any of them cannot write.
         """
         if self._optimizer is None or self._scheduler is None:
             return
-        self._bring_all()
         random_states: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(random_states, get_random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object

@@ -67,7 +67,6 @@ class TrainingRank:
         self.policy.engine.save(folder / "actor")
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
-            self.critic.rest()
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
         self.policy.engine.put_away_all()
 
@@ -76,6 +75,8 @@ class TrainingRank:
         self.policy.engine.load(folder / "actor")
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
+            self.critic.rest()
+        self.policy.engine.put_away_all()
 
     def facts(self) -> tuple[str, int, int, int, int]:
         """Name of the device, and of the policy: parameters without embeddings and head, layers, width, head's size."""
