@@ -33,6 +33,7 @@ class TokenLoss:
     metrics_T: Mapping[str, Tensor]
 
 
+# Must have no gradient where all advantages of a sample are zero: such samples may not be computed at all.
 PolicyLoss = Callable[[LossInputs], TokenLoss]
 
 

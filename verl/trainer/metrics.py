@@ -75,13 +75,13 @@ def explained_variance(experience: Experience) -> float:
     return float(1.0 - (returns - values).var() / spread) if spread > 0 else 0.0
 
 
-def throughput(samples: Sequence[Sample], timings: Mapping[str, float]) -> Metrics:
-    """Tokens per second of the rollout, the update and the whole step."""
+def throughput(samples: Sequence[Sample], computed: Sequence[Sample], timings: Mapping[str, float]) -> Metrics:
+    """Tokens per second of the rollout, the update (of what it computed) and the whole step."""
     written = sum(sum(sample.action_mask) for sample in samples)
-    total = sum(len(sample.token_ids) for sample in samples)
+    total, updated = (sum(len(sample.token_ids) for sample in each) for each in (samples, computed))
     return {
         "perf/rollout_tokens_per_s": written / timings["time/rollout_s"],
-        "perf/update_tokens_per_s": total / timings["time/update_s"],
+        "perf/update_tokens_per_s": updated / timings["time/update_s"],
         "perf/tokens_per_s": total / timings["time/step_s"],
     }
 

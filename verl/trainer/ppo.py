@@ -95,12 +95,13 @@ class PPOTrainer:
         with self.timer.phase("publish"):
             learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
         self.step += 1
+        computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
         return {
             **tell.rollout_metrics(self.groups),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
             **learned,
             **self._kl_metrics(samples, old, ref),
-            **self._timings(samples),
+            **self._timings(samples, computed),
         }
 
     def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
@@ -141,6 +142,8 @@ class PPOTrainer:
                 of_critic.append(self.critic.update(minibatch))
             if self.step >= self.settings.critic_warmup:
                 of_policy.append(self.policy.update(minibatch, self._algorithm_now()))
+                if len(of_policy) > 1 and not self._of_trainer:  # the policy is no longer the one that was sampled from
+                    of_policy[-1] = {name: value for name, value in of_policy[-1].items() if "engine_" not in name}
         metrics = {**tell.update_metrics("actor", of_policy), **tell.update_metrics("critic", of_critic)}
         if self.critic:
             self.critic.rest()
@@ -156,18 +159,20 @@ class PPOTrainer:
     def _kl_metrics(
         self, samples: Sequence[Sample], old: Sequence[Tensor] | None, ref: Sequence[Tensor] | None
     ) -> Metrics:
-        if ref is None or old is None:
+        if ref is None or self.algorithm.kl.placement is not KLPlacement.REWARD:
             return {}
-        divergence = tell.reference_kl(samples, old, ref)
+        sampled = [torch.tensor(sample.rollout_logprobs) for sample in samples] if old is None else old
+        divergence = tell.reference_kl(samples, sampled, ref)
         coefficient = self._algorithm_now().kl.coefficient
         if self.kl_control is not None:
             self.kl_control.observe(divergence, len(samples))
         return {"kl/reference": divergence, "kl/coefficient": coefficient}
 
-    def _timings(self, samples: Sequence[Sample]) -> Metrics:
+    def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
+        """computed: by the update"""
         timings = self.timer.metrics()
-        used = self.meter.mfu(samples, self.policy.packing, timings["time/update_s"]) if self.meter else {}
-        return {**timings, **tell.throughput(samples, timings), **used}
+        used = self.meter.mfu(computed, self.policy.packing, timings["time/update_s"]) if self.meter else {}
+        return {**timings, **tell.throughput(samples, computed, timings), **used}
 
     async def _generate(self) -> list[TrajectoryGroup]:
         """The step's groups; those with too few scored replies left are dropped, too many faults end the run."""
