@@ -210,14 +210,13 @@ class RayGroup:
         self._gather(made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        results: list[Any] = ray.get(self.refer(function, *args))
-        return results
+        return self._fetched(self.refer(function, *args), task_name(function, args))
 
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         pairs = zip(self._actors, shards, strict=True)
         started = [actor.run.remote(function, shard, *args) for actor, shard in pairs]
-        results: list[Any] = ray.get(self._ended(started, task_name(function, args)))
-        return results
+        task = task_name(function, args)
+        return self._fetched(self._ended(started, task), task)
 
     def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._ended([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
@@ -242,6 +241,16 @@ class RayGroup:
         """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
         self._wait([mark for mark, _ in started], task)
         return [result for _, result in started]
+
+    def _fetched(self, refs: Sequence[Any], task: str) -> list[Any]:
+        """Results of calls that have ended. Raises WorkerError if one was lost since, or is a large error from afar."""
+        results = []
+        for rank, ref in enumerate(refs):
+            try:
+                results.append(ray.get(ref, timeout=self._timeout_s))
+            except RayError as error:
+                raise self._failure(rank, task, error) from error
+        return results
 
     def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
         """What is small, and needs no mark."""
@@ -310,7 +319,7 @@ def _error_of(ref: Any) -> RayError | None:
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:
-        return None  # there, but on another node: no error is ever that large
+        return None  # there, but on another node; if it is an error, whoever fetches it is told
     except RayError as error:
         return error
     return None

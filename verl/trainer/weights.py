@@ -64,7 +64,11 @@ class Publisher:
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
             for layout in self.layouts:
-                offers = await asyncio.to_thread(self.policy.offers, layout.number)
+                gathering = asyncio.create_task(asyncio.to_thread(self.policy.offers, layout.number))
+                await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
+                if loading.done():
+                    loading.result()  # an engine that failed is told without waiting for the ranks
+                offers = await gathering
                 await loading
                 loading = asyncio.create_task(self.engine.load_bucket(layout, *offers))
             await loading

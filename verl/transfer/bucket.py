@@ -66,6 +66,7 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
 
     named: (name, tensor); the same tensor under several names is held once
     """
+    named = list(named)  # a tensor that nobody holds could leave its id to the next
     names: dict[int, list[str]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for name, tensor in named:
