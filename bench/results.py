@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,18 @@ HEAD = ("row", "what", "ratio", "asked for", "met", "ours", "theirs", "where")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The results in the order of their rows; lines that are none are left out."""
-    lines = (json.loads(line) for line in path.read_text().splitlines() if line.startswith("{"))
+    """The results in the order of their rows; lines that are none, or were cut off, are left out."""
+    lines = (parsed(line) for line in path.read_text().splitlines())
     found = {(each["row"], each["name"]): each for each in lines if {"row", "name", "ratio", "target"} <= each.keys()}
     return sorted(found.values(), key=lambda each: each["row"])
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """A line's JSON object, {} where there is none."""
+    with suppress(json.JSONDecodeError):
+        value = json.loads(line)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def scoreboard(results: Sequence[Mapping[str, Any]]) -> str:
@@ -37,7 +46,7 @@ def cells(result: Mapping[str, Any], number: int) -> tuple[str, ...]:
     """One row of the table."""
     lower = result.get("lower_is_better", False)
     reached = result["ratio"] <= result["target"] if lower else result["ratio"] >= result["target"]
-    name = result["name"] + (f" ({result['note']})" if result.get("note") else "")
+    name = result["name"].replace("|", "\\|") + (f" ({result['note']})" if result.get("note") else "")
     limits = [
         f"{what} {figure(value)}, <= {figure(bound)}" for what, (value, bound) in result.get("limits", {}).items()
     ]

@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 rounds="${1:-3}"
+[[ "$rounds" =~ ^[1-9][0-9]*$ ]] || { echo "ROUNDS must be a number from 1, got '$rounds'" >&2; exit 2; }
 python="${PYTHON:-python}"
 model=(--model "${MODEL:-models/smollm2}")
 data=(--data "${DATA:-dataset/rlla_4k/test.parquet}")
@@ -22,20 +23,18 @@ measure() {  # SCRIPT ARGUMENT...
 }
 
 mkdir -p "$out"
-: >"$lines"
 measure step.py --rollout hf "${model[@]}" "${data[@]}"
-measure step.py --rollout hf --our-rollout vllm "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm --n 8 "${model[@]}" "${data[@]}"
 measure shared_prompt.py "${model[@]}"
 measure padding.py "${model[@]}" "${data[@]}"
 measure loss_memory.py
 measure rollout.py
-measure publish.py "${model[@]}"
+measure publish.py
 measure controller.py
 measure reward.py
 measure plan_memory.py
-"$python" bench/results.py "$lines"
+"$python" bench/results.py "$lines" || failed+=("results.py $lines")
 
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[@]}" >&2

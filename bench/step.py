@@ -8,7 +8,7 @@ KL, no checkpointing, one thread. A hash of the reply is added to ToolRL's rewar
 our side would not compute it, TRL's does. Before the clock runs, both compute loss and gradient norm of one and
 the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
 transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
-vLLM's `reload_weights`. Our side generates with the same engine as TRL's unless another is named.
+vLLM's `reload_weights`, and its importance sampling correction, another pass, is off.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from verl.types import Task
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
 
 TRL = "1.16.0"
+ENGINES = ("hf", "vllm")  # transformers' generate, vLLM
 HERE = Path(__file__).parent
 MAX_PROMPT = 600  # tokens; such rows have 550 on average
 MICRO_BATCH = 4  # sequences in one forward of TRL's
-STEP_TARGETS = {"hf": 4.0, "vllm": 3.0}
+STEP_TARGETS = {("hf", "vllm"): 4.0, ("vllm", "vllm"): 3.0}  # TRL's engine and ours
 UPDATE_TARGETS = {4: 4.0, 8: 6.0}
 CHECKED_REPLIES = 2  # to each prompt, in the batch whose loss is compared
 TOLERANCE = 1e-4  # of float32 losses, where advantages are about 1, and of gradient norms relative to one another
@@ -150,15 +151,15 @@ def results(
             note=RELOADED if spec.rollout == "vllm" else "",
         )
 
-    step = [result(1, "step", STEP_TARGETS[spec.rollout])] if spec.n == 4 else []
+    step = [result(1, "step", STEP_TARGETS.get((spec.rollout, spec.our_rollout), 1.0))] if spec.n == 4 else []
     return [*step, result(2, "update", UPDATE_TARGETS.get(spec.n, 1.0))]
 
 
 def main() -> None:
     """Compare losses, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollout", choices=STEP_TARGETS, default="hf")
-    parser.add_argument("--our-rollout", choices=STEP_TARGETS, help="the same as TRL's if left out")
+    parser.add_argument("--rollout", choices=ENGINES, default="hf")
+    parser.add_argument("--our-rollout", choices=ENGINES, default="vllm")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--reply", type=int, default=64)
@@ -172,7 +173,7 @@ def main() -> None:
     need_toolrl_rows(arguments.data)
     fields = {name: value for name, value in vars(arguments).items() if name != "trl"}
     places = {"model": str(arguments.model), "data": str(arguments.data)}
-    spec = Spec(**fields | places | {"our_rollout": arguments.our_rollout or arguments.rollout})
+    spec = Spec(**fields | places)
     words = json.dumps(asdict(spec))
     python = str(trl_python(arguments.trl))
     with (

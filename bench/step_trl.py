@@ -98,6 +98,7 @@ def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GR
         model_init_kwargs={"dtype": "bfloat16"},
         use_vllm=on_vllm,
         vllm_mode="colocate",
+        vllm_importance_sampling_correction=False,  # would cost a pass that our side does not make either
         vllm_max_model_length=MAX_PROMPT + spec.reply,
     )
     trainer = GRPOTrainer(
