@@ -1,4 +1,4 @@
-"""Preflight: everything that a run will do, tried in under a minute on a tiny copy of the model, before the run.
+"""Preflight: what most often goes wrong, tried in under a minute on a tiny copy of the model, before the run.
 
 The tokenizer's round trip, the reward lab on a few rows, scripted rollouts through one optimizer step, the batch
 arithmetic and the memory to expect.
