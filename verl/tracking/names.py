@@ -14,8 +14,8 @@ from dataclasses import dataclass
 INTRODUCTION = """# Metrics
 
 Names and units are fixed. A word in `<angle brackets>` stands for a name of the run: a data source, a validation set, a
-part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and tool tokens never count. Those
-of `actor/` and `engine/` are over the samples that the update computed (`actor/computed_share`).
+part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and tool tokens never count.
+Those of `actor/` and `engine/` are over the samples that the update computed (`actor/computed_share`).
 A metric is missing from a step where it does not apply: no critic, no validation, no known peak of the device.
 Written to `metrics.jsonl` (one line a step) and TensorBoard. This page is made by `python -m verl.tracking.names`.
 """
