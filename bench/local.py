@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -17,13 +18,13 @@ from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.data.samples import to_sample
 from verl.single_controller.local import LocalGroup
-from verl.trainer.experience import Experience, build_experience
+from verl.trainer.experience import Experience, build_experience, with_metric_weights, with_weights
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Completion, FinishReason, Sample
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
-from verl.workers.policy_worker import PolicyWorker
+from verl.workers.policy_worker import PolicyWorker, policy_loss
 
 PLAIN_GRPO: Algorithm = replace(GRPO, kl=KLTerm())  # no KL, so no reference
 LEARNING_RATE = 1e-6
@@ -72,3 +73,23 @@ def made_up_groups(lengths: Sequence[tuple[int, int]], n: int, vocabulary: int, 
 def experience_of(samples: Sequence[Sample]) -> Experience:
     """The samples with their group advantages."""
     return build_experience(samples, None, PLAIN_GRPO)
+
+
+def gradient_gap(path: Path, ways: Sequence[tuple[Experience, bool]]) -> float:
+    """|difference| / |gradient| of one and the same update in two ways, in float32.
+
+    ways: (experience, whether prompts are shared)
+    """
+    policy = PackedPolicy(load_causal_lm(str(path), torch.float32))
+    one, two = (_gradients(policy, *way) for way in ways)
+    return float((one - two).norm() / one.norm())
+
+
+def _gradients(policy: PackedPolicy, experience: Experience, share_prefix: bool) -> Tensor:
+    """All gradients of the update's loss, as one vector."""
+    policy.zero_grad()
+    weighted = with_metric_weights(with_weights(experience, PLAIN_GRPO.aggregation))
+    (packs,) = policy_of(None, share_prefix).packs(weighted)
+    for packed in packs:
+        policy_loss(policy, packed, PLAIN_GRPO, 1.0)[0].backward()
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])

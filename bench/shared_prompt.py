@@ -15,34 +15,15 @@ from pathlib import Path
 
 import torch
 from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, report
-from local import PLAIN_GRPO, experience_of, join_alone, load_worker, made_up_groups, policy_of
-from torch import Tensor
+from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
 
 from verl.tracking.flops import forward_flops
-from verl.trainer.experience import Experience, with_metric_weights, with_weights
+from verl.trainer.experience import Experience
 from verl.trainer.plan import decoder_of, shape_of
-from verl.workers.model import PackedPolicy, load_causal_lm
-from verl.workers.policy_worker import PolicyWorker, policy_loss
+from verl.workers.policy_worker import PolicyWorker
 
 TARGETS = {4: 2.0, 8: 2.8}
 TOLERANCE = 1e-5
-
-
-def gradients(policy: PackedPolicy, experience: Experience, share_prefix: bool) -> Tensor:
-    """All gradients of one update's loss, as one vector."""
-    policy.zero_grad()
-    weighted = with_metric_weights(with_weights(experience, PLAIN_GRPO.aggregation))
-    (packs,) = policy_of(None, share_prefix).packs(weighted)
-    for packed in packs:
-        policy_loss(policy, packed, PLAIN_GRPO, 1.0)[0].backward()
-    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])
-
-
-def gradient_gap(path: Path, experience: Experience) -> float:
-    """|difference| / |gradient| between the two ways of packing, in float32."""
-    policy = PackedPolicy(load_causal_lm(str(path), torch.float32))
-    plain, shared = (gradients(policy, experience, share) for share in (False, True))
-    return float((plain - shared).norm() / plain.norm())
 
 
 def most(worker: PolicyWorker, prompt: int, reply: int, n: int) -> float:
@@ -85,7 +66,8 @@ def main() -> None:
     vocabulary = worker.engine.module.model.config.vocab_size
     for n in arguments.n:
         short = made_up_groups([(arguments.prompt // 4, arguments.reply // 4)], n, vocabulary)
-        gap = gradient_gap(arguments.model, experience_of(short))
+        ways = [(experience_of(short), share) for share in (False, True)]
+        gap = gradient_gap(arguments.model, ways)
         whole = made_up_groups([(arguments.prompt, arguments.reply)], n, vocabulary)
         limit = most(worker, arguments.prompt, arguments.reply, n)
         report(measure(worker, experience_of(whole), n, arguments.rounds, gap, limit))
