@@ -26,7 +26,19 @@ from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, Tracker, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.types import Completion, FinishReason, Message, Outcome, Score, Task, Trajectory, TrajectoryGroup, Turn
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    Task,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 METRICS = {"reward/total": 1.25, "reward/format": 0.75, "reward/zero_variance_groups": 0.5}
 METRICS |= {"val/mini test/total": 2.0, "perf/tokens_per_s": 512.4, "time/step_s": 8.13}
@@ -175,9 +187,10 @@ def group(reply: str) -> TrajectoryGroup:
     answers = (Message("tool", "2"),)
     turns = (
         Turn((1, 2), Completion((3, 4), (-0.1, -0.2), FinishReason.STOP, 5), Message("assistant", reply), answers),
-        Turn((1, 2, 3, 4, 5), Completion((6,), (-0.3,), FinishReason.STOP, 5), Message("assistant", "two")),
+        Turn((5,), Completion((6,), (-0.3,), FinishReason.STOP, 5), Message("assistant", "two")),
     )
-    both = tuple(Trajectory(task, index, turns, "stop", 1, Outcome.SCORED) for index in range(2))
+    uses = (ToolUse("calculator", ToolStatus.SUCCESS, 0.25),)
+    both = tuple(Trajectory(task, index, turns, "stop", Outcome.SCORED, uses) for index in range(2))
     scores = (Score(1.5, {"format": 1.0, "correctness": 0.5}), Score(-3.0, {"format": 0.0, "correctness": -3.0}))
     return TrajectoryGroup(task, both, scores, (1.0, -1.0))
 
@@ -206,6 +219,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "stop_reason": "stop",
         "outcome": "scored",
         "num_tokens": 3,
+        "tool_uses": [{"name": "calculator", "status": "success", "seconds": 0.25}],
     }
 
 

@@ -57,3 +57,15 @@ class DataError(VerlError, ValueError):
 
 class EngineError(VerlError):
     """A rollout engine that did not start, has died or cannot be trusted any more."""
+
+
+class ServiceDownError(VerlError):
+    """Something that tools and environments need does not work or does not answer. It is never the policy's fault."""
+
+    def __init__(self, service: str, problem: str) -> None:
+        super().__init__(service, problem)
+        self.service = service
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.service}: {self.problem}"

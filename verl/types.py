@@ -2,7 +2,7 @@
 
     Task -> Trajectory -> TrajectoryGroup (with Scores) -> Sample
 
-Shape legend: P prompts, G rollouts per prompt, L tokens of one completion.
+Shape legend: P prompts, G rollouts per prompt, L tokens of one completion or sample.
 """
 
 from __future__ import annotations
@@ -14,11 +14,34 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What a policy is told of a tool."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  # JSON schema of an object
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that the policy asks for; `arguments` is what JSON gave, not checked against any schema."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message, before any template has turned it into tokens."""
+    """One chat message, before any template has turned it into tokens.
+
+    tool_calls: of the assistant, as its codec read them from `content`, which stays as it was written
+    tool: in a message of the role "tool", the tool that says it
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +80,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: what the policy saw, what it wrote, and what the environment answered."""
+    """One entry of an episode's ledger: the tokens that were put before the policy, and those that it wrote after them.
 
-    prompt_ids: tuple[int, ...]
+    The ledger only grows: the tokens of an episode are those of its turns in order, and no text is tokenised twice.
+    """
+
+    context_ids: tuple[int, ...]  # new ones: the prompt in the first turn, what was observed in the others
     completion: Completion
     message: Message
-    replies: tuple[Message, ...] = ()
+    replies: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
 
 
 class Outcome(StrEnum):
@@ -74,6 +100,32 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and its named parts; the parts are logged, the total is trained on."""
+
+    total: float
+    parts: Mapping[str, float]
+
+
+class ToolStatus(StrEnum):
+    """How a tool call ended, and whose fault it was if badly."""
+
+    SUCCESS = "success"
+    USER_ERROR = "user_error"  # the policy's: wrong arguments, code that raises
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"  # the service's: never the policy's fault
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """One tool call that was made."""
+
+    name: str
+    status: ToolStatus
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode of one task; `index` tells the G rollouts of a prompt apart."""
 
@@ -81,21 +133,19 @@ class Trajectory:
     index: int
     turns: tuple[Turn, ...]
     stop_reason: str
-    num_tool_calls: int
     outcome: Outcome
+    tool_uses: tuple[ToolUse, ...] = ()
+    score: Score | None = None  # the environment's own, where it has one
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls that were made, whatever came of them."""
+        return len(self.tool_uses)
 
     @property
     def reply(self) -> str:
         """The text of the policy's last turn; empty when it wrote nothing."""
         return self.turns[-1].message.content if self.turns else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A reward and its named parts; the parts are logged, the total is trained on."""
-
-    total: float
-    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

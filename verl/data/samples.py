@@ -17,7 +17,7 @@ def to_samples(group: TrajectoryGroup, group_id: int) -> list[Sample]:
 
 def _of_trajectory(trajectory: Trajectory, reward: float, group_id: int) -> Sample:
     (turn,) = trajectory.turns  # dialogues with several turns come with the episode driver
-    return to_sample(turn.prompt_ids, turn.completion, group_id, reward)
+    return to_sample(turn.context_ids, turn.completion, group_id, reward)
 
 
 def to_sample(prompt_ids: tuple[int, ...], completion: Completion, group_id: int = 0, reward: float = 0.0) -> Sample:

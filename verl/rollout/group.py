@@ -54,6 +54,5 @@ class GroupRollout:
             index=index,
             turns=(Turn(prompt_ids, completion, message),),
             stop_reason=completion.finish_reason,
-            num_tool_calls=0,
             outcome=_OUTCOMES[completion.finish_reason],
         )

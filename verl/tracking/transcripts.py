@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "stop_reason": trajectory.stop_reason,
             "outcome": trajectory.outcome,
             "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),
+            "tool_uses": [asdict(use) for use in trajectory.tool_uses],
         }
 
 

@@ -76,8 +76,8 @@ class LabReport:
 def as_trajectory(task: Task, reply: str) -> Trajectory:
     """A finished single-turn episode in which the policy wrote `reply`."""
     completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
-    turn = Turn(prompt_ids=(), completion=completion, message=Message("assistant", reply))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason="stop", num_tool_calls=0, outcome=Outcome.SCORED)
+    turn = Turn(context_ids=(), completion=completion, message=Message("assistant", reply))
+    return Trajectory(task, index=0, turns=(turn,), stop_reason="stop", outcome=Outcome.SCORED)
 
 
 def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:

@@ -1,0 +1,1 @@
+"""Environments: they speak messages, and know of no tokens, masks, templates or time limits."""

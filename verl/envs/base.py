@@ -1,0 +1,55 @@
+"""What an environment is: messages in, messages out. Tokens, masks, templates, time limits and budgets are not its own.
+
+A new environment is one file with one class: made for a task, `reset` says how the episode opens, `step` answers what
+the policy said. An environment never raises for what a policy does; verl.errors.ServiceDownError tells that something
+it needs is broken, and ends the episode as an infrastructure fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl.types import Message, Score, Task, ToolSpec, ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """How an episode opens."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the environment answers; nothing is put before the policy once it is done."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    tool_uses: tuple[ToolUse, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()  # that are there from now on, in addition
+    score: Score | None = None  # at the end, where the environment itself judges
+
+
+class Env(Protocol):
+    """One episode of one task."""
+
+    async def reset(self) -> Observation:
+        """The opening; the same for every episode of a task."""
+
+    async def step(self, message: Message) -> StepResult:
+        """What comes of the policy's message. Its tool calls are in `message.tool_calls`."""
+
+    async def close(self) -> None:
+        """Give back what the episode holds. Called once, however it ended."""
+
+
+class EnvFactory(Protocol):
+    """Makes the environments of a run and owns what they share (a sandbox, an index, a connection)."""
+
+    def __call__(self, task: Task) -> Env:
+        """A fresh environment for one episode of the task."""
+
+    async def close(self) -> None:
+        """End what is shared."""

@@ -1,0 +1,1 @@
+"""Tools: a specification with a JSON schema, and an async `call`."""
