@@ -175,7 +175,10 @@ def test_reward_options_are_open() -> None:
             "critic.optim has lr, betas, weight_decay, warmup_steps, schedule, min_lr_ratio",
         ),
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
-        (["zzz.yyy=3"], "there are data, model, actor, ref, critic, rollout, algorithm, reward, trainer; --help"),
+        (
+            ["zzz.yyy=3"],
+            "there are data, model, actor, ref, critic, rollout, env, sandbox, algorithm, reward, trainer; --help",
+        ),
         (["rollout.n=four"], "rollout.n='four'"),
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
         (["data.on_bad_row=ignore"], "data.on_bad_row must be error or skip"),

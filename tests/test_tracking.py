@@ -32,6 +32,7 @@ from verl.types import (
     Message,
     Outcome,
     Score,
+    StopReason,
     Task,
     ToolStatus,
     ToolUse,
@@ -190,7 +191,7 @@ def group(reply: str) -> TrajectoryGroup:
         Turn((5,), Completion((6,), (-0.3,), FinishReason.STOP, 5), Message("assistant", "two")),
     )
     uses = (ToolUse("calculator", ToolStatus.SUCCESS, 0.25),)
-    both = tuple(Trajectory(task, index, turns, "stop", Outcome.SCORED, uses) for index in range(2))
+    both = tuple(Trajectory(task, index, turns, StopReason.STOP, Outcome.SCORED, uses) for index in range(2))
     scores = (Score(1.5, {"format": 1.0, "correctness": 0.5}), Score(-3.0, {"format": 0.0, "correctness": -3.0}))
     return TrajectoryGroup(task, both, scores, (1.0, -1.0))
 

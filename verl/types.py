@@ -91,6 +91,19 @@ class Turn:
     replies: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
 
 
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    STOP = "stop"  # the policy answered, or the environment was done
+    LENGTH = "length"  # no tokens left
+    MAX_TURNS = "max_turns"  # it wanted to call tools in its last turn
+    MAX_TOOL_CALLS = "max_tool_calls"  # ... and had made all calls that it may
+    MALFORMED = "malformed"  # a call that cannot be read, where that ends the episode
+    TURN_TIMEOUT = "turn_timeout"
+    EPISODE_TIMEOUT = "episode_timeout"
+    ABORT = "abort"  # the engine broke off
+
+
 class Outcome(StrEnum):
     """How an episode ended, as far as scoring is concerned. Infrastructure faults are never trained as a zero."""
 
@@ -132,9 +145,10 @@ class Trajectory:
     task: Task
     index: int
     turns: tuple[Turn, ...]
-    stop_reason: str
+    stop_reason: StopReason
     outcome: Outcome
     tool_uses: tuple[ToolUse, ...] = ()
+    num_malformed_calls: int = 0  # texts that meant to be calls, but could not be read
     score: Score | None = None  # the environment's own, where it has one
 
     @property

@@ -33,6 +33,21 @@ def _without_kl(config: Config) -> bool:
 
 _NO_KL = "algorithm.kl_placement is none"
 _NO_GPU = "there is no GPU with device=cpu"
+_OF_SEVERAL_TURNS = (
+    "codec_options",
+    "tools",
+    "max_turns",
+    "max_tool_calls",
+    "max_turn_tokens",
+    "max_observation_tokens",
+    "observation_cut",
+    "on_malformed",
+    "tool_timeout_s",
+    "turn_timeout_s",
+    "episode_timeout_s",
+    "max_concurrent_calls",
+    "retries",
+)
 _NO_VALIDATION = "there are no data.val_files to validate on"
 _OF_TRAINING = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.data.val_files, _NO_VALIDATION),
@@ -64,6 +79,10 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("ref.offload_params", _without_kl, _NO_KL),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
         Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
+        *(
+            Rule(f"env.{name}", lambda c: not c.env.several_turns, "env.codec is not set, so an episode is one reply")
+            for name in _OF_SEVERAL_TURNS
+        ),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
         Rule(
             "actor.optim.min_lr_ratio",

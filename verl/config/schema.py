@@ -145,6 +145,66 @@ class RolloutConfig:
             _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
 
 
+@dataclass(frozen=True)
+class EnvConfig:
+    """What the policy acts in. With name=single_turn and no codec an episode is a prompt and one reply."""
+
+    name: str = "single_turn"  # a known one (docs/environments.md), module:Class or file.py:Class
+    options: dict[str, Any] = field(default_factory=dict)  # of the environment
+    codec: str | None = None  # how calls and answers look as text (docs/codecs.md)
+    codec_options: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] = field(default_factory=list)  # names, module:attribute, file.py:attribute, or {name: options}
+    max_turns: int = 8  # times that the policy writes; in the last one nothing more is done for it
+    max_tool_calls: int = 8
+    max_turn_tokens: int | None = None  # of one turn; what is left of data.max_response_length if left out
+    max_observation_tokens: int = 512  # of one answer
+    observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one
+    on_malformed: str = "tell"  # tell | end: what a call does that cannot be read
+    tool_timeout_s: float = 30.0
+    turn_timeout_s: float = 300.0  # writing and being answered
+    episode_timeout_s: float = 1200.0
+    max_concurrent_calls: int = 64  # of one tool
+    retries: int = 2  # of an episode that a broken service ended, and of a call
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"env.{name}", "at least 1", value)
+        for name in ("max_tool_calls", "retries"):
+            _require(getattr(self, name) >= 0, f"env.{name}", "0 or more", getattr(self, name))
+        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s"):
+            _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
+        cuts = ("head", "tail", "middle", "refuse")
+        _require(self.observation_cut in cuts, "env.observation_cut", " or ".join(cuts), self.observation_cut)
+        _require(self.on_malformed in ("tell", "end"), "env.on_malformed", "tell or end", self.on_malformed)
+        if self.name != "single_turn" and self.codec is None:
+            raise ConfigError(f"env.codec must say how env.name={self.name} is talked with (docs/codecs.md)")
+
+    @property
+    def several_turns(self) -> bool:
+        """Whether there is more to an episode than a prompt and one reply."""
+        return self.codec is not None
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Where code of the policy runs, if a tool runs any."""
+
+    isolation: str = "bubblewrap"  # bubblewrap | none, which only limits what code may use
+    urls: list[str] = field(default_factory=list)  # SandboxFusion servers, which are used instead
+    num_workers: int | None = None  # of the local pool; one per processor core if left out
+    timeout_s: float = 10.0  # of one execution
+    memory_mib: int = 1024
+
+    def __post_init__(self) -> None:
+        known = ("bubblewrap", "none")
+        _require(self.isolation in known, "sandbox.isolation", " or ".join(known), self.isolation)
+        _require(self.timeout_s > 0, "sandbox.timeout_s", "positive", self.timeout_s)
+        _require(self.memory_mib >= 64, "sandbox.memory_mib", "at least 64", self.memory_mib)
+        workers = self.num_workers
+        _require(workers is None or workers >= 1, "sandbox.num_workers", "at least 1", workers)
+
+
 _NAMES = {  # spelled out here, because the algorithms' own enumerations need torch; a test compares them
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     "old_logprobs": ("trainer", "rollout"),
@@ -267,6 +327,8 @@ class Config:
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

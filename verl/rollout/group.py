@@ -3,56 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 
 from verl.data.chat import ChatCodec
 from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.episode import Interaction
 from verl.rollout.scoring import Fault, Scorer
-from verl.types import Completion, FinishReason, Message, Outcome, Score, Task, Trajectory, TrajectoryGroup, Turn
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 _OUTCOMES = {
     FinishReason.STOP: Outcome.SCORED,
     FinishReason.LENGTH: Outcome.MODEL_FAULT,
     FinishReason.ABORT: Outcome.INFRASTRUCTURE_FAULT,
 }
+_Judged = tuple[Trajectory, Score] | Fault
 
 
 @dataclass(frozen=True)
 class GroupRollout:
-    """Everything that a group of rollouts needs but the task."""
+    """Everything that a group of rollouts needs but the task.
+
+    interaction: with an environment, over several turns; without one an episode is the task's prompt and one reply
+    """
 
     engine: RolloutEngine
     codec: ChatCodec
     scorer: Scorer
     sampling: Sampling
+    interaction: Interaction | None = None
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
-        """`num_rollouts` single-turn episodes of the task, scored. Seeds count up from `first_seed`."""
-        prompt_ids = self.codec.task_prompt_ids(task)
-        sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
-        completions = await self.engine.generate(prompt_ids, sampling)
-        episodes = [self._episode(task, index, prompt_ids, each) for index, each in enumerate(completions)]
-        judged = await asyncio.gather(*(self._score(episode, step) for episode in episodes))
-        scored = [(episode, each) for episode, each in zip(episodes, judged, strict=True) if isinstance(each, Score)]
+        """`num_rollouts` episodes of the task, scored. Seeds count up from `first_seed`."""
+        started = self._start(task, num_rollouts, first_seed)
+        judged = await asyncio.gather(*(self._judge(episode, step) for episode in started))
+        scored = [each for each in judged if not isinstance(each, Fault)]
         return TrajectoryGroup(
             task,
             trajectories=tuple(episode for episode, _ in scored),
             scores=tuple(score for _, score in scored),
             rewards=tuple(score.total for _, score in scored),
-            faults=tuple(str(each) for each in judged if not isinstance(each, Score)),
+            faults=tuple(str(each) for each in judged if isinstance(each, Fault)),
         )
 
-    async def _score(self, episode: Trajectory, step: int) -> Score | Fault:
-        if episode.outcome is Outcome.INFRASTRUCTURE_FAULT:
-            return Fault(episode.task.id, episode.index, "the engine broke the reply off")
-        return await self.scorer.score(episode, episode.task, step)
+    def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
+        """Episodes that do not wait for one another; replies to one prompt are one request."""
+        if self.interaction is None:
+            prompt_ids = self.codec.task_prompt_ids(task)
+            sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
+            replies = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
+            return [self._reply(task, index, prompt_ids, replies) for index in range(num_rollouts)]
+        seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
+        return [self.interaction.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
 
-    def _episode(self, task: Task, index: int, prompt_ids: tuple[int, ...], completion: Completion) -> Trajectory:
+    async def _judge(self, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
+        episode = await started
+        if isinstance(episode, Fault):
+            return episode
+        score = await self.scorer.score(episode, episode.task, step)
+        return score if isinstance(score, Fault) else (episode, score)
+
+    async def _reply(
+        self, task: Task, index: int, prompt_ids: tuple[int, ...], replies: Awaitable[tuple[Completion, ...]]
+    ) -> Trajectory | Fault:
+        completion = (await replies)[index]
+        outcome = _OUTCOMES[completion.finish_reason]
+        if outcome is Outcome.INFRASTRUCTURE_FAULT:
+            return Fault(task.id, index, "the engine broke the reply off")
         message = Message("assistant", self.codec.reply_text(completion.token_ids))
-        return Trajectory(
-            task=task,
-            index=index,
-            turns=(Turn(prompt_ids, completion, message),),
-            stop_reason=completion.finish_reason,
-            outcome=_OUTCOMES[completion.finish_reason],
-        )
+        turns = (Turn(prompt_ids, completion, message),)
+        return Trajectory(task, index, turns, StopReason(completion.finish_reason), outcome)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling
 from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
+
+_TOKENS_OF_A_CHARACTER = 4  # at most, where tokens are bytes; a cut one decodes to something else
 
 
 class _Request(NamedTuple):
@@ -32,10 +34,14 @@ class _Request(NamedTuple):
 
 
 class HFEngine:
-    """Generates with a transformers model that it owns."""
+    """Generates with a transformers model that it owns.
 
-    def __init__(self, model: PreTrainedModel, max_batch: int = 64) -> None:
+    tokenizer: needed for stop strings alone
+    """
+
+    def __init__(self, model: PreTrainedModel, max_batch: int = 64, tokenizer: Any = None) -> None:
         self._model = model.eval()
+        self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._version: int | None = 0  # None: new weights are there in part
         self._waiting: list[_Request] = []
@@ -46,8 +52,8 @@ class HFEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions; what else waits at this moment is decoded with them."""
-        if sampling.stop_strings:
-            raise ConfigError("the transformers engine stops at tokens only, not at strings; use rollout.name=vllm")
+        if sampling.stop_strings and self._tokenizer is None:
+            raise ConfigError("stop strings need the engine's tokenizer; give it one")
         request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._flush is None or self._flush.done():
@@ -147,7 +153,7 @@ class HFEngine:
                     next_B[row] = token
                     tokens[row].append(token)
                     logprobs[row].append(logprob)
-                    reasons[row] = _finished(tokens[row], sampling)
+                    reasons[row] = self._finished(tokens[row], sampling)
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
         return [
@@ -155,14 +161,24 @@ class HFEngine:
             for ids, said, reason in zip(tokens, logprobs, reasons, strict=True)
         ]
 
+    def _finished(self, tokens: list[int], sampling: Sampling) -> FinishReason | None:
+        """A stop string's tokens are kept, and what its last token holds behind it."""
+        if tokens[-1] in sampling.stop_token_ids or any(self._ends(tokens, stop) for stop in sampling.stop_strings):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
 
-def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int) -> HFEngine:
+    def _ends(self, tokens: list[int], stop: str) -> bool:
+        """Whether the text of the last tokens holds `stop`; a token has a byte at least."""
+        return stop in self._tokenizer.decode(tokens[-len(stop.encode()) - _TOKENS_OF_A_CHARACTER :])
+
+
+def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:
     """An engine with a model of its own. Raises ConfigError if there is no model at `path`."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
-    return HFEngine(model.to(torch.device(device)), max_batch)  # type: ignore[arg-type]
+    return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
 
 
 def _each(sampling: Sampling) -> list[Sampling]:
@@ -185,9 +201,3 @@ def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> t
     else:
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
     return token, float(logprobs_V[token])
-
-
-def _finished(tokens: list[int], sampling: Sampling) -> FinishReason | None:
-    if tokens[-1] in sampling.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None

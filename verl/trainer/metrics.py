@@ -13,7 +13,7 @@ from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
 from verl.trainer.policy import PackSettings
-from verl.types import Sample, TrajectoryGroup
+from verl.types import Sample, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 
 Metrics = dict[str, float]
 
@@ -28,14 +28,42 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         for source, members in by_source.items():
             metrics |= _reward_means(f"reward/{source}", members)
     replies = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [len(turn.completion.token_ids) for trajectory in replies for turn in trajectory.turns]
+    lengths = [sum(len(turn.completion.token_ids) for turn in trajectory.turns) for trajectory in replies]
     return {
         **metrics,
+        **tool_metrics(groups),
         "reward/zero_variance_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "reply/tokens_mean": sum(lengths) / len(lengths),
         "reply/tokens_max": max(lengths),
-        "reply/truncated": sum(trajectory.stop_reason == "length" for trajectory in replies) / len(replies),
+        "reply/truncated": sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in replies) / len(replies),
     }
+
+
+def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """What the policy did with its tools, where it had any: how often, with what success, in what time."""
+    judged = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+    replies = [trajectory for trajectory, _ in judged]
+    uses = [use for trajectory in replies for use in trajectory.tool_uses]
+    num_malformed = sum(trajectory.num_malformed_calls for trajectory in replies)
+    if not uses and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in replies):
+        return {}
+    correct = [trajectory for trajectory, score in judged if score.parts.get("correct", 0.0) > 0]
+    return {
+        "tools/turns_mean": sum(len(trajectory.turns) for trajectory in replies) / len(replies),
+        "tools/calls_mean": len(uses) / len(replies),
+        "tools/used_share": sum(bool(trajectory.tool_uses) for trajectory in replies) / len(replies),
+        "tools/malformed_mean": num_malformed / len(replies),
+        **({"tools/used_in_correct": sum(bool(each.tool_uses) for each in correct) / len(correct)} if correct else {}),
+        **{f"tools/{status}": sum(use.status is status for use in uses) / len(uses) for status in ToolStatus if uses},
+        **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(uses).items()},
+    }
+
+
+def _mean_seconds(uses: Iterable[ToolUse]) -> dict[str, float]:
+    by_tool: dict[str, list[float]] = defaultdict(list)
+    for use in uses:
+        by_tool[use.name].append(use.seconds)
+    return {name: sum(seconds) / len(seconds) for name, seconds in by_tool.items()}
 
 
 def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:

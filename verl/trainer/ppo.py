@@ -206,7 +206,7 @@ class PPOTrainer:
         said = f"step {self.step + 1}: {len(faults)} of {replies} replies could not be scored:\n{shown}"
         if len(faults) > self.settings.max_fault_share * replies:
             limit = self.settings.max_fault_share
-            raise RewardFaultError(f"{said}\nMore than reward.max_fault_share={limit:g}: mend the reward, then resume")
+            raise RewardFaultError(f"{said}\nMore than reward.max_fault_share={limit:g}: mend what failed, then resume")
         if faults:
             _log.warning("%s", said)
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, VerlError
-from verl.types import Completion, FinishReason, Message, Outcome, Task, Trajectory, Turn
+from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import LabReward, build_reward
 
 GOLD = "gold"
@@ -77,7 +77,7 @@ def as_trajectory(task: Task, reply: str) -> Trajectory:
     """A finished single-turn episode in which the policy wrote `reply`."""
     completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
     turn = Turn(context_ids=(), completion=completion, message=Message("assistant", reply))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason="stop", outcome=Outcome.SCORED)
+    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
 
 
 def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:

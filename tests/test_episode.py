@@ -1,0 +1,368 @@
+"""Episodes of several turns: which tokens are trained, what ends an episode, and what one failure does to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny import MINI
+from verl.data.chat import ChatCodec
+from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
+from verl.data.dialogue import Cut, Dialogue
+from verl.data.samples import to_samples
+from verl.envs.base import Observation, StepResult
+from verl.errors import DataError, EngineError, ServiceDownError
+from verl.rollout.engine import Sampling
+from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer, Fault
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolSpec,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+TASK = Task("t#0", (Message("user", "What is 1+1?"),), "2", "sums")
+CALL = re.compile(r"<ask>(.*?)</ask>", re.DOTALL)
+
+
+class AskCodec:
+    """<ask>..</ask> is a call (several may follow one another), <pause> a pause, <ask> alone is malformed."""
+
+    template_tools = False
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        return messages[-1].content + "\n"
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        return ("</ask>\n", "<pause>")
+
+    def parse(self, written: str) -> Parsed:
+        calls = tuple(ToolCall("echo", {"text": text}) for text in CALL.findall(written))
+        if calls:
+            return Calls(calls)
+        if "<ask>" in written:
+            return Malformed("close what you open")
+        return GoOn() if written.endswith("<pause>") else Final()
+
+    def observation(self, results: Sequence[Message], written: str) -> str:
+        return "".join(f"<got>{result.content}</got>\n" for result in results)
+
+
+@dataclass
+class Echo:
+    """Answers a call with its text; done when there is none."""
+
+    task: Task
+    on_step: Callable[[int], Any] | None = None  # awaited with the number of the step
+    closed: list[Task] = field(default_factory=list)
+    steps: int = 0
+
+    async def reset(self) -> Observation:
+        return Observation(self.task.prompt)
+
+    async def step(self, message: Message) -> StepResult:
+        self.steps += 1
+        if self.on_step is not None:
+            await self.on_step(self.steps)
+        if not message.tool_calls:
+            return StepResult(done=True, score=Score(1.0, {}))
+        uses = tuple(ToolUse("echo", ToolStatus.SUCCESS, 0.0) for _ in message.tool_calls)
+        answers = tuple(Message("tool", call.arguments["text"], tool="echo") for call in message.tool_calls)
+        return StepResult(answers, tool_uses=uses)
+
+    async def close(self) -> None:
+        self.closed.append(self.task)
+
+
+@dataclass
+class Echoes:
+    """A factory that remembers which environments were closed."""
+
+    on_step: Callable[[int], Any] | None = None
+    closed: list[Task] = field(default_factory=list)
+
+    def __call__(self, task: Task) -> Echo:
+        return Echo(task, self.on_step, self.closed)
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+class Speaker:
+    """An engine that says one text after the other, stops where it is told to, and remembers what it was asked."""
+
+    def __init__(self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None) -> None:
+        self.chat, self.texts, self.wait = chat, texts, wait
+        self.asked: list[tuple[tuple[int, ...], Sampling]] = []
+        self.said: list[Completion] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        if self.wait is not None:
+            await self.wait()
+        turn = len(self.asked)
+        self.asked.append((tuple(prompt_ids), sampling))
+        text = self.texts[turn]
+        ends = any(stop in text for stop in sampling.stop_strings)
+        ids = (*self.chat.reply_ids(text)[0], *(() if ends else (self.chat.end_token_id,)))
+        cut = ids[: sampling.max_tokens]
+        reason = FinishReason.LENGTH if len(cut) < len(ids) else FinishReason.STOP
+        done = Completion(cut, tuple(-0.1 * (turn + 1) for _ in cut), reason, weight_version=turn)
+        self.said.append(done)
+        return (done,)
+
+
+def interaction(chat: ChatCodec, envs: Any, **budgets: Any) -> Interaction:
+    return Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets(**budgets))
+
+
+def play(engine: Any, setting: Interaction, seed: int | None = None) -> Trajectory | Fault:
+    return asyncio.run(setting.run(engine, Sampling(1), TASK, 0, seed))
+
+
+def finished(engine: Any, setting: Interaction, seed: int | None = None) -> Trajectory:
+    trajectory = play(engine, setting, seed)
+    assert isinstance(trajectory, Trajectory), trajectory
+    return trajectory
+
+
+THREE = ("think <ask>one</ask>\n", "more <ask>two</ask><ask>2b</ask>\n", "again <ask>three</ask>\n", "It is 2.")
+
+
+def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatCodec) -> None:
+    engine, envs = Speaker(chat, *THREE), Echoes()
+    trajectory = finished(engine, interaction(chat, envs))
+    assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.STOP, Outcome.SCORED)
+    assert trajectory.num_tool_calls == 4 and trajectory.score == Score(1.0, {}) and envs.closed == [TASK]
+    (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
+    text = chat.tokenizer.decode(sample.token_ids)
+    assert text == (
+        "What is 1+1?\nthink <ask>one</ask>\n<got>one</got>\nmore <ask>two</ask><ask>2b</ask>\n<got>two</got>\n"
+        "<got>2b</got>\nagain <ask>three</ask>\n<got>three</got>\nIt is 2." + chat.tokenizer.eos_token
+    )
+    trained = [token for token, mine in zip(sample.token_ids, sample.action_mask, strict=True) if mine]
+    assert tuple(trained) == sum((each.token_ids for each in engine.said), ())  # what the engine wrote, and only that
+    assert chat.tokenizer.decode(trained) == "".join(THREE) + chat.tokenizer.eos_token
+    kept = [value for value, mine in zip(sample.rollout_logprobs, sample.action_mask, strict=True) if mine]
+    assert kept == [value for each in engine.said for value in each.logprobs]
+    assert all(value == 0 for value, mine in zip(sample.rollout_logprobs, sample.action_mask, strict=True) if not mine)
+    for turn, (asked, _) in enumerate(engine.asked):  # every request goes on from all tokens before it, unchanged
+        before = sum((each.context_ids + each.completion.token_ids for each in trajectory.turns[:turn]), ())
+        assert asked == before + trajectory.turns[turn].context_ids
+    assert [turn.completion.weight_version for turn in trajectory.turns] == [0, 1, 2, 3]
+
+
+def test_a_pause_without_a_call_goes_on_from_where_it_is(chat: ChatCodec) -> None:
+    setting = interaction(chat, Echoes())
+    trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "done"), setting)
+    assert [turn.replies for turn in trajectory.turns] == [(), (Message("tool", "a", tool="echo"),), ()]
+    assert trajectory.turns[1].context_ids == ()
+
+
+def test_a_malformed_call_is_told_to_the_policy(chat: ChatCodec) -> None:
+    trajectory = finished(Speaker(chat, "I <ask>never", "x</ask>\n"), interaction(chat, Echoes()))
+    assert trajectory.turns[0].replies == (Message("tool", "close what you open"),)
+    assert (trajectory.num_malformed_calls, trajectory.num_tool_calls) == (1, 0)
+    assert trajectory.stop_reason is StopReason.STOP  # what stands before an answer is not read again
+
+
+def test_a_malformed_call_may_end_the_episode(chat: ChatCodec) -> None:
+    trajectory = finished(Speaker(chat, "<ask>oh"), interaction(chat, Echoes(), tell_malformed=False))
+    assert (trajectory.stop_reason, trajectory.num_malformed_calls) == (StopReason.MALFORMED, 1)
+
+
+def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatCodec) -> None:
+    engine, envs = Speaker(chat, *THREE), Echoes()
+    trajectory = finished(engine, interaction(chat, envs, max_turns=3))
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TURNS, 3)
+    assert [sampling.stop_strings != () for _, sampling in engine.asked] == [True, True, False]
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tool_calls=2))
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 2)
+    answers = [message.content for message in trajectory.turns[1].replies]
+    assert answers == ["two", "This call was not made: no more tool calls are allowed."]
+    never = finished(Speaker(chat, "<ask>a</ask>\n"), interaction(chat, Echoes(), max_tool_calls=0))
+    assert (never.stop_reason, never.tool_uses) == (StopReason.MAX_TOOL_CALLS, ())
+
+
+@pytest.mark.parametrize("max_tokens", [3, 12, 20, 30, 45])
+def test_tokens_are_never_more_than_allowed(chat: ChatCodec, max_tokens: int) -> None:
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tokens=max_tokens))
+    used = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+    used += sum(len(turn.context_ids) for turn in trajectory.turns[1:])
+    assert used <= max_tokens
+    assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.LENGTH, Outcome.MODEL_FAULT)
+
+
+def test_one_turn_can_have_a_limit_of_its_own(chat: ChatCodec) -> None:
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_turn_tokens=2))
+    assert [len(turn.completion.token_ids) for turn in trajectory.turns] == [2]
+    assert trajectory.stop_reason is StopReason.LENGTH
+
+
+def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: ChatCodec) -> None:
+    def sample(answer: str) -> tuple[list[int], int]:
+        texts = (f"<ask>{answer}</ask>\n", "ok")
+        trajectory = finished(Speaker(chat, *texts), interaction(chat, Echoes()))
+        return [len(turn.completion.token_ids) for turn in trajectory.turns][1:], len(trajectory.turns[1].context_ids)
+
+    (short, few), (long, many) = sample("a b"), sample("a b c d e f g h i j k l m n o p q r s t u v w x y z" * 3)
+    assert short == long and few < many <= 16 + len(chat.reply_ids("<got>\n[...]\n</got>\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("cut", "shown"),
+    [
+        (Cut.HEAD, "zero one two three\n[...]\n"),
+        (Cut.TAIL, "\n[...]\n six seven eight nine"),
+        (Cut.MIDDLE, "zero one\n[...]\n eight nine"),
+        (Cut.REFUSE, "The result is too long to be shown; ask for less of it."),
+    ],
+)
+def test_what_is_cut_is_cut_at_whole_tokens(chat: ChatCodec, cut: Cut, shown: str) -> None:
+    text = "zero one two three four five six seven eight nine"
+    spans = [match.span() for match in re.finditer(r" ?\w+", text)]
+    words = replace(Dialogue(chat, AskCodec(), 4), cut=cut)
+    assert words._shortened(text, spans) == shown
+
+
+def test_seeds_differ_between_turns_and_repeat(chat: ChatCodec) -> None:
+    first, again = Speaker(chat, *THREE), Speaker(chat, *THREE)
+    for engine in (first, again):
+        finished(engine, interaction(chat, Echoes()), seed=7)
+    seeds = [sampling.seed for _, sampling in first.asked]
+    assert seeds[0] == 7 and len(set(seeds)) == 4 and seeds == [sampling.seed for _, sampling in again.asked]
+
+
+def failing(times: int, error: BaseException) -> Callable[[int], Any]:
+    left = [times]
+
+    async def on_step(number: int) -> None:
+        if number == 2 and left[0] > 0:
+            left[0] -= 1
+            raise error
+
+    return on_step
+
+
+def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatCodec) -> None:
+    lost = ServiceDownError("search", "does not answer")
+    envs = Echoes(failing(1, lost))
+    engine = Speaker(chat, *THREE[:2], *THREE)
+    trajectory = finished(engine, interaction(chat, envs))
+    assert trajectory.num_tool_calls == 4 and len(envs.closed) == 2
+    assert [turn.completion for turn in trajectory.turns] == engine.said[2:]  # nothing of the first attempt is left
+    fault = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, lost))))
+    assert fault == Fault("t#0", 0, "search: does not answer")
+    broken = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, KeyError("x")))))
+    assert broken == Fault("t#0", 0, "the environment: step raised KeyError: 'x'")
+    own = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, TimeoutError("late")))))
+    assert own == Fault("t#0", 0, "the environment: step raised TimeoutError: late")
+
+
+def test_a_dead_engine_ends_everything(chat: ChatCodec) -> None:
+    async def dead() -> None:
+        raise EngineError("dead")
+
+    with pytest.raises(EngineError, match="dead"):
+        play(Speaker(chat, wait=dead), interaction(chat, Echoes()))
+
+
+def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatCodec) -> None:
+    fault = play(Speaker(chat), interaction(chat, Echoes(), max_prompt_tokens=3))
+    assert isinstance(fault, Fault) and "data.max_prompt_length=3" in fault.problem
+
+
+async def _forever(_: int = 0) -> None:
+    await asyncio.sleep(3600)
+
+
+def test_hung_environments_and_engines_run_into_their_limits(chat: ChatCodec) -> None:
+    async def second(number: int) -> None:
+        if number == 2:
+            await _forever()
+
+    for name, reason in (("turn_s", StopReason.TURN_TIMEOUT), ("episode_s", StopReason.EPISODE_TIMEOUT)):
+        envs = Echoes(second)
+        trajectory = finished(Speaker(chat, *THREE), interaction(chat, envs, **{name: 0.2}))
+        assert (trajectory.stop_reason, trajectory.outcome) == (reason, Outcome.MODEL_FAULT)
+        assert len(trajectory.turns) == 1 and envs.closed == [TASK]  # the turn that was not answered is not trained
+    fault = play(Speaker(chat, wait=_forever), interaction(chat, Echoes(), turn_s=0.05, retries=0))
+    assert isinstance(fault, Fault) and "no turn was done in time" in fault.problem
+
+
+class Length:
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(trajectory.num_tool_calls), {})
+
+
+def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: ChatCodec) -> None:
+    """The first episode may only end after all others have: a barrier between turns would wait for ever."""
+    others = asyncio.Event()
+    done: list[int] = []
+    count = 6
+
+    @dataclass
+    class Waiting(Echo):
+        number: int = 0
+
+        async def step(self, message: Message) -> StepResult:
+            if self.number == 0 and self.steps == 0:
+                await others.wait()
+            if self.number == 1:
+                raise RuntimeError("only me")
+            result = await super().step(message)
+            if result.done:
+                done.append(self.number)
+                if len(done) == count - 2:
+                    others.set()
+            return result
+
+    class Factory(Echoes):
+        made = 0
+
+        def __call__(self, task: Task) -> Echo:
+            self.made += 1
+            return Waiting(task, number=min(self.made - 1, count))
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        text = chat.tokenizer.decode(prompt_ids)
+        asked = text.count("<got>")
+        said = f"<ask>{asked}</ask>\n" if asked < 2 else "done"
+        return [*chat.reply_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
+
+    setting = interaction(chat, Factory(), retries=0, turn_s=20.0)
+    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(Length()), Sampling(1), setting)
+    group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
+    assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
+    assert [score.total for score in group.scores] == [2.0] * 5 and done[-1] == 0
+    assert group.faults == ("t#0, reply 1: the environment: step raised RuntimeError: only me",)
+
+
+def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatCodec) -> None:
+    class Refusing(AskCodec):
+        def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+            raise DataError("no such role")
+
+    setting = Interaction(Echoes(), Dialogue(chat, Refusing(), 16), Budgets())
+    assert play(Speaker(chat), setting) == Fault("t#0", 0, "no such role")

@@ -1,0 +1,78 @@
+"""A conversation with an environment as tokens: the codec says what is put before the policy, the tokenizer how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from verl.data.chat import ChatCodec
+from verl.data.codecs.base import Codec
+from verl.envs.base import Observation
+from verl.types import Message
+
+_GAP = "\n[...]\n"
+_TOO_LONG = "The result is too long to be shown; ask for less of it."
+
+
+class Cut(StrEnum):
+    """What becomes of an answer that is too long."""
+
+    HEAD = "head"  # its beginning is kept
+    TAIL = "tail"  # its end
+    MIDDLE = "middle"  # both, without the middle
+    REFUSE = "refuse"  # a sentence that says so takes its place
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Every text that an environment puts before the policy is cut, formatted and tokenised here, once.
+
+    max_observation_tokens: of one message of the environment
+    """
+
+    chat: ChatCodec
+    codec: Codec
+    max_observation_tokens: int
+    cut: Cut = Cut.MIDDLE
+
+    def opening_ids(self, opening: Observation) -> tuple[int, ...]:
+        """The prompt. Raises DataError if the chat template refuses the messages."""
+        shown = self.codec.opening(opening.messages, opening.tools)
+        if isinstance(shown, str):
+            return tuple(self.chat.tokenizer(shown)["input_ids"])
+        return self.chat.opening_ids(shown, opening.tools if self.codec.template_tools else ())
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, with special tokens, which some formats are made of, but without its end token."""
+        text: str = self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids)
+        return text
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether the policy ended its turn, rather than paused at a stop string."""
+        return len(token_ids) > 0 and token_ids[-1] in self.chat.stop_token_ids
+
+    def answer_ids(self, answers: Sequence[Message], written: str, ended: bool) -> tuple[int, ...]:
+        """What goes on after `written`: the answers, and the head of the policy's next turn where it has one."""
+        shown = self.codec.observation([self._short(answer) for answer in answers], written)
+        if isinstance(shown, str):
+            return self.chat.continuation_ids(shown)
+        return self.chat.answer_ids(shown, ended)
+
+    def _short(self, answer: Message) -> Message:
+        _, spans = self.chat.reply_ids(answer.content)
+        if len(spans) <= self.max_observation_tokens:
+            return answer
+        return replace(answer, content=self._shortened(answer.content, spans))
+
+    def _shortened(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
+        """At whole tokens, so that what is shown has at most as many as are allowed, but for the sign of the gap."""
+        room = self.max_observation_tokens
+        tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}
+        match self.cut:
+            case Cut.REFUSE:
+                return _TOO_LONG
+            case kind:
+                head_end = spans[room - tail[kind]][0]
+                tail_start = spans[len(spans) - tail[kind]][0] if tail[kind] else len(text)
+                return text[:head_end] + _GAP + text[tail_start:]

@@ -1,0 +1,243 @@
+"""One episode: the policy and an environment take turns, in tokens on this side and in messages on that.
+
+What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
+again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from verl.data.codecs.base import Calls, Final, GoOn, Malformed
+from verl.data.dialogue import Dialogue
+from verl.envs.base import Env, EnvFactory, StepResult
+from verl.errors import DataError, ServiceDownError, VerlError
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.scoring import Fault
+from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolUse, Trajectory, Turn
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_SEEDS_BETWEEN_TURNS = 1_000_003_007  # so that no turn draws what another one drew
+_CLOSE_S = 30.0
+_NOT_RUN = "This call was not made: no more tool calls are allowed."
+_SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, StopReason.MALFORMED)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What an episode may use. In the last turn that is left, nothing more is done for the policy: it has to answer."""
+
+    max_turns: int = 8  # times that the policy writes
+    max_tool_calls: int = 8
+    max_tokens: int = 1024  # of all turns together, observations included, the prompt not
+    max_prompt_tokens: int = 2048
+    max_turn_tokens: int | None = None  # that the policy writes in one turn
+    turn_s: float = 300.0  # writing and being answered
+    episode_s: float = 1200.0
+    retries: int = 1  # of a whole episode that a broken service ended
+    tell_malformed: bool = True  # whether the policy hears that a call cannot be read, or the episode ends there
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """Everything that episodes of several turns need but the task and the engine."""
+
+    envs: EnvFactory
+    dialogue: Dialogue
+    budgets: Budgets
+
+    async def run(
+        self, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
+    ) -> Trajectory | Fault:
+        """One episode; begun anew when a service fails, and a fault when it keeps failing."""
+        problem = ""
+        for _ in range(1 + self.budgets.retries):
+            try:
+                return await _Episode(self, engine, sampling, task, index, seed).run()
+            except ServiceDownError as error:
+                problem = str(error)
+            except DataError as error:
+                return Fault(task.id, index, str(error))
+        return Fault(task.id, index, problem)
+
+
+class _Episode:
+    """An attempt. Raises ServiceDownError for what is nobody's fault but a service's."""
+
+    def __init__(
+        self, setting: Interaction, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
+    ) -> None:
+        self._envs, self._dialogue, self._budgets = setting.envs, setting.dialogue, setting.budgets
+        self._engine, self._sampling = engine, sampling
+        self._task, self._index, self._seed = task, index, seed
+        self._turns: list[Turn] = []
+        self._ledger: list[int] = []  # all tokens of the turns
+        self._context: tuple[int, ...] = ()  # what the next turn begins with
+        self._prompt_length = 0
+        self._since_observation: list[int] = []  # what the policy wrote since it was last answered
+        self._uses: list[ToolUse] = []
+        self._num_malformed = 0
+        self._score: Score | None = None
+
+    async def run(self) -> Trajectory:
+        env = self._guarded_make()
+        try:
+            async with asyncio.timeout(self._budgets.episode_s) as limit:
+                stop_reason = await self._play(env)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            stop_reason = StopReason.EPISODE_TIMEOUT
+        finally:
+            await _close(env)
+        if not self._turns:
+            raise ServiceDownError("the environment or the engine", f"no turn was done in time ({stop_reason})")
+        return Trajectory(
+            self._task,
+            self._index,
+            tuple(self._turns),
+            stop_reason,
+            Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
+            tuple(self._uses),
+            self._num_malformed,
+            self._score,
+        )
+
+    async def _play(self, env: Env) -> StopReason:
+        opening = await _guarded(env.reset(), "reset")
+        self._context = self._dialogue.opening_ids(opening)
+        self._prompt_length = len(self._context)
+        if self._prompt_length > self._budgets.max_prompt_tokens:
+            raise DataError(
+                f"the episode opens with {self._prompt_length} tokens, more than data.max_prompt_length="
+                f"{self._budgets.max_prompt_tokens}"
+            )
+        while True:
+            try:
+                async with asyncio.timeout(self._budgets.turn_s) as limit:
+                    stop_reason = await self._turn(env)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return StopReason.TURN_TIMEOUT
+            if stop_reason is not None:
+                return stop_reason
+
+    async def _turn(self, env: Env) -> StopReason | None:
+        """The policy writes and is answered. Returns why the episode is over, or None."""
+        budgets = self._budgets
+        calls_left = budgets.max_tool_calls - len(self._uses)
+        last = self._last_reason(calls_left)
+        wrote, finish = await self._write(last is not None)
+        text = self._dialogue.written(self._since_observation)
+        if finish is FinishReason.LENGTH:
+            self._append(wrote)
+            return StopReason.LENGTH
+        parsed = self._dialogue.codec.parse(text)
+        if last is not None:
+            self._append(wrote)
+            self._take(await _guarded(env.step(wrote.message), "step"))
+            return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
+        ended = self._dialogue.ended(self._since_observation)
+        match parsed:
+            case GoOn() if not ended:
+                self._append(wrote)
+                return None
+            case Malformed(problem):
+                self._num_malformed += 1
+                if budgets.tell_malformed:
+                    return self._observe(wrote, (Message("tool", problem),), text, ended)
+                self._append(wrote)
+                self._take(await _guarded(env.step(wrote.message), "step"))
+                return StopReason.MALFORMED
+            case Calls(calls):
+                made, refused = calls[:calls_left], calls[calls_left:]
+                message = replace(wrote.message, tool_calls=made)
+                unanswered = tuple(Message("tool", _NOT_RUN, tool=call.name) for call in refused)
+            case _:
+                message, unanswered = wrote.message, ()
+        wrote = replace(wrote, message=message)
+        result = self._take(await _guarded(env.step(message), "step"))
+        if result.done:
+            self._append(wrote)
+            return StopReason.STOP
+        return self._observe(wrote, result.messages + unanswered, text, ended)
+
+    def _last_reason(self, calls_left: int) -> StopReason | None:
+        """Why this turn is the last one, if it is."""
+        if calls_left <= 0:
+            return StopReason.MAX_TOOL_CALLS
+        return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
+
+    async def _write(self, last: bool) -> tuple[Turn, FinishReason]:
+        """The policy's next words. In the last turn nothing makes it pause."""
+        room = self._room
+        longest = min(room, self._budgets.max_turn_tokens or room)
+        pauses = () if last else self._dialogue.codec.stop_strings(self._dialogue.written(self._since_observation))
+        seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
+        sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=pauses, seed=seed)
+        (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise ServiceDownError("the rollout engine", "broke a reply off")
+        self._since_observation += completion.token_ids
+        message = Message("assistant", self._dialogue.chat.reply_text(completion.token_ids))
+        return Turn(self._context, completion, message), completion.finish_reason
+
+    def _append(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        self._ledger += [*turn.context_ids, *turn.completion.token_ids]
+        self._context = ()
+
+    def _observe(self, turn: Turn, answers: Sequence[Message], written: str, ended: bool) -> StopReason | None:
+        """Put the answers before the policy, if there is room for them and for a word after them."""
+        self._append(replace(turn, replies=tuple(answers)))
+        self._context = self._dialogue.answer_ids(answers, written, ended)
+        self._since_observation = []
+        return StopReason.LENGTH if self._room < 1 else None
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the policy may still write."""
+        observed = len(self._context) if self._turns else 0
+        return self._budgets.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
+
+    def _take(self, result: StepResult) -> StepResult:
+        self._uses += result.tool_uses
+        self._score = result.score or self._score
+        return result
+
+    def _guarded_make(self) -> Env:
+        try:
+            return self._envs(self._task)
+        except VerlError:
+            raise
+        except Exception as error:
+            raise _broken("making it", error) from error
+
+
+async def _guarded(step: Awaitable[_T], doing: str) -> _T:
+    """What an environment raises is a fault of its own, and ends one episode, not the step."""
+    try:
+        return await step
+    except VerlError:
+        raise
+    except Exception as error:
+        raise _broken(doing, error) from error
+
+
+def _broken(doing: str, error: Exception) -> ServiceDownError:
+    return ServiceDownError("the environment", f"{doing} raised {type(error).__name__}: {error}")
+
+
+async def _close(env: Env) -> None:
+    """An environment that cannot be closed must not take the episode with it."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await env.close()
+    except Exception as error:  # noqa: BLE001  whatever it is, the episode is over
+        _log.warning("an environment could not be closed: %s: %s", type(error).__name__, error)
