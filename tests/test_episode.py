@@ -1,4 +1,4 @@
-"""Episodes of several turns: which tokens are trained, what ends an episode, and what one failure does to the others."""
+"""Episodes of several turns: which tokens are trained, what ends an episode, and what a failure does to others."""
 
 from __future__ import annotations
 
