@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,6 +172,17 @@ def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatCodec)
         before = sum((each.context_ids + each.completion.token_ids for each in trajectory.turns[:turn]), ())
         assert asked == before + trajectory.turns[turn].context_ids
     assert [turn.completion.weight_version for turn in trajectory.turns] == [0, 1, 2, 3]
+
+
+def test_observations_are_trained_only_on_request(chat: ChatCodec) -> None:
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes()))
+    group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
+    (plain,), (world,) = to_samples(group, 0), to_samples(group, 0, train_on_observations=True)
+    prompt = len(trajectory.turns[0].context_ids)
+    assert world.token_ids == plain.token_ids
+    assert world.action_mask == (False,) * prompt + (True,) * (len(plain.token_ids) - prompt)
+    unknown = [math.isnan(value) for value in world.rollout_logprobs]  # no one sampled them
+    assert unknown == [now and not before for now, before in zip(world.action_mask, plain.action_mask, strict=True)]
 
 
 def test_a_pause_without_a_call_goes_on_from_where_it_is(chat: ChatCodec) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.rollout.scoring import Fault, ScoringPool
-from verl.types import Message, Score, Task
+from verl.types import Message, Outcome, Score, StopReason, Task, Trajectory
+from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.lab import as_trajectory
 
 REWARD = """
@@ -83,3 +84,12 @@ def test_verls_signature_is_understood(file: Path) -> None:
 def test_a_reward_that_cannot_be_made_is_heard_at_once(file: Path) -> None:
     with pytest.raises(ConfigError, match="has no 'judges'"):
         ScoringPool(f"{file}:judges", {}, num_workers=1, timeout_s=1.0)
+
+
+def test_an_environments_own_verdict_is_a_reward() -> None:
+    task = Task("t#0", (Message("user", "go"),), "", "shop")
+    judged = Trajectory(task, 0, (), StopReason.STOP, Outcome.SCORED, score=Score(0.5, {"state": 0.5}))
+    unfinished = Trajectory(task, 0, (), StopReason.LENGTH, Outcome.MODEL_FAULT)
+    reward = build_reward("env")
+    assert reward.score(judged, task, 0) == Score(0.5, {"state": 0.5})
+    assert reward.score(unfinished, task, 0) == Score(0.0, {"unfinished": 1.0})

@@ -182,6 +182,6 @@ class Sample:
 
     token_ids: tuple[int, ...]  # [L]
     action_mask: tuple[bool, ...]  # [L] True where the policy sampled the token
-    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where the mask is False
+    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where the mask is False, NaN where another wrote
     group: int  # samples of one prompt share it
     reward: float

@@ -46,6 +46,7 @@ _OF_SEVERAL_TURNS = (
     "turn_timeout_s",
     "episode_timeout_s",
     "max_concurrent_calls",
+    "train_on_observations",
     "retries",
 )
 _NO_VALIDATION = "there are no data.val_files to validate on"

@@ -164,6 +164,7 @@ class EnvConfig:
     turn_timeout_s: float = 300.0  # writing and being answered
     episode_timeout_s: float = 1200.0
     max_concurrent_calls: int = 64  # of one tool
+    train_on_observations: bool = False  # on what the environment says, too, as a model of it
     retries: int = 2  # of an episode that a broken service ended, and of a call
 
     def __post_init__(self) -> None:
@@ -350,6 +351,11 @@ class Config:
             raise ConfigError(
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"
+            )
+        if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
+            raise ConfigError(
+                "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of what it "
+                "did not sample"
             )
         ranks, parallel = self.num_ranks, self.rollout.tensor_model_parallel_size
         if self.rollout.placement == "colocated" and self.trainer.n_gpus_per_node % parallel:

@@ -7,26 +7,35 @@ from collections.abc import Sequence
 from verl.types import Completion, Message, Outcome, Sample, TrajectoryGroup, Turn
 
 
-def to_samples(group: TrajectoryGroup, group_id: int) -> list[Sample]:
+_UNKNOWN = float("nan")  # the engine's log-prob of a token that it did not sample
+
+
+def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: bool = False) -> list[Sample]:
     """One sample per trajectory; those that an infrastructure fault ended are left out, never trained as a zero."""
     scored = zip(group.trajectories, group.rewards, strict=True)
     return [
-        of_turns(trajectory.turns, group_id, reward)
+        of_turns(trajectory.turns, group_id, reward, train_on_observations)
         for trajectory, reward in scored
         if trajectory.outcome is not Outcome.INFRASTRUCTURE_FAULT and trajectory.turns
     ]
 
 
-def of_turns(turns: Sequence[Turn], group_id: int = 0, reward: float = 0.0) -> Sample:
-    """The tokens of all turns in order; those of the completions are the trained ones."""
+def of_turns(
+    turns: Sequence[Turn], group_id: int = 0, reward: float = 0.0, train_on_observations: bool = False
+) -> Sample:
+    """The tokens of all turns in order; those of the completions are the trained ones.
+
+    With `train_on_observations` those that the environment put in between are, too; the prompt never is.
+    """
     token_ids: list[int] = []
     action_mask: list[bool] = []
     logprobs: list[float] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         context, written = turn.context_ids, turn.completion.token_ids
+        observed = train_on_observations and number > 0
         token_ids += [*context, *written]
-        action_mask += [False] * len(context) + [True] * len(written)
-        logprobs += [*[0.0] * len(context), *turn.completion.logprobs]
+        action_mask += [observed] * len(context) + [True] * len(written)
+        logprobs += [*[_UNKNOWN if observed else 0.0] * len(context), *turn.completion.logprobs]
     return Sample(tuple(token_ids), tuple(action_mask), tuple(logprobs), group_id, reward)
 
 

@@ -208,6 +208,7 @@ def step_settings(config: Config) -> StepSettings:
         minibatches_per_step=config.minibatches_per_step,
         critic_warmup=config.trainer.critic_warmup,
         max_fault_share=config.reward.max_fault_share,
+        train_on_observations=config.env.train_on_observations,
         seed=config.trainer.seed,
     )
 

@@ -51,6 +51,7 @@ class StepSettings:
     minibatches_per_step: int = 1
     critic_warmup: int = 0  # first steps, in which the critic alone learns
     max_fault_share: float = 0.1  # of a step's replies that may go unscored
+    train_on_observations: bool = False  # on what the environment said, too
     seed: int = 0
 
 
@@ -83,7 +84,11 @@ class PPOTrainer:
         with self.timer.phase("rollout"):
             self.groups = await self._generate()
             await self.rollout.engine.sleep()
-        samples = [sample for number, group in enumerate(self.groups) for sample in to_samples(group, number)]
+        samples = [
+            sample
+            for number, group in enumerate(self.groups)
+            for sample in to_samples(group, number, self.settings.train_on_observations)
+        ]
         with self.timer.phase("score"):
             old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):

@@ -129,8 +129,11 @@ def policy_loss(
 
 
 def _engine_gap(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
-    """How far the engine's log-probs are from the trainer's, on the very tokens that the engine sampled."""
-    gap_A = column["rollout_logprobs"] - trainer_A
+    """How far the engine's log-probs are from the trainer's, on the very tokens that the engine sampled.
+
+    Trained tokens that it did not sample (observations) count as no difference.
+    """
+    gap_A = (column["rollout_logprobs"] - trainer_A).nan_to_num(0.0)
     largest = gap_A.abs().max() if len(gap_A) else gap_A.new_zeros(())
     weight_A = column["metric_weight"]
     return {

@@ -13,6 +13,7 @@ from verl.types import Score, Task, Trajectory
 
 REWARDS: Mapping[str, str] = {
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
+    "env": "verl.utils.reward_score.env:EnvReward",
 }
 
 
