@@ -354,8 +354,8 @@ class Config:
             )
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
             raise ConfigError(
-                "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of what it "
-                "did not sample"
+                "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has none of what it did "
+                "not sample"
             )
         ranks, parallel = self.num_ranks, self.rollout.tensor_model_parallel_size
         if self.rollout.placement == "colocated" and self.trainer.n_gpus_per_node % parallel:

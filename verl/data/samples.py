@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from verl.types import Completion, Message, Outcome, Sample, TrajectoryGroup, Turn
 
-
 _UNKNOWN = float("nan")  # the engine's log-prob of a token that it did not sample
 
 
