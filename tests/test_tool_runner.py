@@ -104,6 +104,10 @@ def test_arguments_that_do_not_fit_are_told_in_words(arguments: dict[str, Any], 
     assert one(never, arguments) == (f"Wrong arguments of 'does': {told}.", ToolStatus.USER_ERROR)
 
 
+def test_a_text_that_cannot_be_encoded_reaches_no_tool() -> None:
+    assert one(raising(AssertionError()), {"a": ["x", "\ud800"]})[0].endswith("a text that is not valid Unicode.")
+
+
 def test_a_schema_that_is_none_or_refers_elsewhere_is_the_runs_fault() -> None:
     with pytest.raises(ConfigError, match="'does': its parameters are not a JSON schema"):
         ToolEnvFactory([Does(hang, ToolSpec("does", "", {"type": "thing"}))], ToolRunner(QUICK))

@@ -13,6 +13,9 @@ from verl.sandbox.base import Sandbox
 
 TOOLS: Mapping[str, str] = {
     "calculator": "verl.envs.tools.calculator:calculator",
+    "python": "verl.envs.tools.python:PythonTool",
+    "python_session": "verl.envs.tools.python:PythonSessions",
+    "shell": "verl.envs.tools.shell:ShellTool",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import defaultdict
@@ -122,6 +123,10 @@ class ToolRunner:
 
     def _misfit(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
         """What is wrong with the arguments, in words; empty if nothing is."""
+        try:
+            json.dumps(dict(arguments), ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no service would take
+            return f"Wrong arguments of {spec.name!r}: a text that is not valid Unicode."
         errors = sorted(self._validator(spec).iter_errors(dict(arguments)), key=relevance, reverse=True)
         problems = [
             f"{shortened(error.message, MAX_PROBLEM_CHARS)}{f' (at {error.json_path})' if error.path else ''}"
