@@ -15,6 +15,7 @@ TOOLS: Mapping[str, str] = {
     "calculator": "verl.envs.tools.calculator:calculator",
     "python": "verl.envs.tools.python:PythonTool",
     "python_session": "verl.envs.tools.python:PythonSessions",
+    "search": "verl.envs.tools.search:SearchTool",
     "shell": "verl.envs.tools.shell:ShellTool",
 }
 
