@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import pickle
@@ -191,8 +192,10 @@ def test_the_same_rows_in_parquet_jsonl_and_json(tmp_path: Path) -> None:
     rows = [to_row(example(city), "train", index) for index, city in enumerate(("Rome", "Oslo"))]
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), tmp_path / "t.parquet")
     write_jsonl(tmp_path / "t.jsonl", rows)
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress((tmp_path / "t.jsonl").read_bytes()))
     (tmp_path / "t.json").write_text(json.dumps(rows))
-    assert all(list(read_rows(str(tmp_path / f"t.{kind}"))) == rows for kind in ("parquet", "jsonl", "json"))
+    for kind in ("parquet", "jsonl", "jsonl.gz", "json"):
+        assert list(read_rows(str(tmp_path / f"t.{kind}"))) == rows
 
 
 def test_other_data_sources_are_not_held_to_toolrls_grammar() -> None:

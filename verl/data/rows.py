@@ -5,10 +5,12 @@ Nothing here holds a file in memory: 1,000,000 rows cost 8 MB plus one batch.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,27 +22,28 @@ from verl.errors import DataError
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
-_FORMATS = ".parquet, .jsonl or .json (a list of objects)"
+_FORMATS = ".parquet, .jsonl, .jsonl.gz or .json (a list of objects)"
 
 
 def read_rows(source: str) -> Iterator[Any]:
-    """The rows of a parquet, jsonl or json file, or of a data set named as `owner/name[:split]`, one after the other.
+    """The rows of a parquet, jsonl(.gz) or json file, or of a data set named as `owner/name[:split]`, one by one.
 
     A line of a jsonl file that is not JSON comes as its DataError, for the reader of rows to raise or to count. Raises
     DataError for a file that is missing or is not what its name says.
     """
     path = Path(source)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
-    if path.suffix not in readers:
+    suffix = ".jsonl" if path.name.endswith(".jsonl.gz") else path.suffix
+    if suffix not in readers:
         yield from _read_hub(source)
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises for a name that is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
     try:
-        yield from readers[path.suffix](path)
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and pyarrow's are ValueErrors
+        yield from readers[suffix](path)
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow's are ValueErrors
         raise DataError(
-            f"cannot be read as {path.suffix[1:]} ({_one_line(error)})", mend="Write or copy it anew", file=source
+            f"cannot be read as {suffix[1:]} ({_one_line(error)})", mend="Write or copy it anew", file=source
         ) from error
 
 
@@ -58,7 +61,8 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8-sig") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:

@@ -42,6 +42,14 @@ TESTED: dict[str, tuple[str | None, str | None]] = {
     "gguf": (">=0.19", ">=0.19"),
     "psutil": (">=6.0", ">=6.0"),
     "packaging": (">=24.2", ">=24.2"),
+    "jsonschema": (">=4.26", ">=4.26"),
+    "pydantic": (">=2.12", ">=2.12"),
+    "docstring-parser": (">=0.16", ">=0.16"),
+    "bm25s": (">=0.3", ">=0.3"),
+    "httpx": (">=0.28", ">=0.28"),
+    "fastapi": (">=0.120", ">=0.120"),
+    "uvicorn": (">=0.40", ">=0.40"),
+    "mcp": (">=2.3,<3", ">=2.3,<3"),
 }
 # what the tests and linters need on top
 TESTED_DEV: dict[str, str] = {

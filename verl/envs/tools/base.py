@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from verl.types import ToolSpec
+from verl.types import Task, ToolSpec
 
 
 class ToolError(Exception):
@@ -32,3 +32,31 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """End what it holds."""
+
+
+@runtime_checkable
+class EpisodeTool(Protocol):
+    """A tool whose state belongs to one episode: an interpreter, a folder, a shopping cart.
+
+    It is opened for every episode, and what `open` gives is closed at the episode's end. The calls of one message to an
+    ordinary tool are made side by side; those to an opened one are made one after the other, as the policy wrote them.
+    """
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Name, description and parameters; the same for every episode."""
+
+    async def open(self, task: Task) -> Tool:
+        """The tool of one episode. What is dear is better made at the first call: many episodes make none."""
+
+    async def close(self) -> None:
+        """End what the episodes share."""
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """Several tools from one source, such as a server."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Those that are there."""

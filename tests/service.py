@@ -1,0 +1,45 @@
+"""Our own servers as processes, for tests: started, waited for, ended."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def service(*command: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`python command...`, from when `url` answers until it is killed."""
+    process = subprocess.Popen([sys.executable, *command])
+    try:
+        wait_for(url, process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until anything answers there, be it an error."""
+    for _ in range(int(START_S / 0.05)):
+        assert process.poll() is None, "the server ended before it answered"
+        try:
+            httpx.get(url, timeout=5)
+        except httpx.TransportError:
+            time.sleep(0.05)
+        else:
+            return
+    raise AssertionError(f"{url} does not answer")

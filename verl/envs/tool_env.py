@@ -1,0 +1,108 @@
+"""Episodes with tools: the policy calls, the tools answer, until it says something without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.tools.base import EpisodeTool, Tool
+from verl.envs.tools.build import build_tools
+from verl.envs.tools.runner import ToolLimits, ToolRunner, check_schema
+from verl.errors import ConfigError
+from verl.sandbox.base import Sandbox
+from verl.types import Message, Task
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # for an episode's tool to put away what it holds
+
+
+class ToolEnv:
+    """One episode: opens with the task's prompt, answers calls, is done with the first message that makes none."""
+
+    def __init__(self, task: Task, tools: Sequence[Tool | EpisodeTool], runner: ToolRunner) -> None:
+        self._task = task
+        self._offered = tools
+        self._runner = runner
+        self._shared = {tool.spec.name: tool for tool in tools if not isinstance(tool, EpisodeTool)}
+        self._opened: dict[str, Tool] = {}
+
+    async def reset(self) -> Observation:
+        for tool in self._offered:
+            if isinstance(tool, EpisodeTool):
+                self._opened[tool.spec.name] = await self._runner.open(tool, self._task)
+        return Observation(self._task.prompt, tuple(tool.spec for tool in self._offered))
+
+    async def step(self, message: Message) -> StepResult:
+        if not message.tool_calls:
+            return StepResult(done=True)
+        tools = {**self._shared, **self._opened}
+        answers = await self._runner.run(message.tool_calls, tools, in_order=self._opened)
+        return StepResult(tuple(said for said, _ in answers), tool_uses=tuple(use for _, use in answers))
+
+    async def close(self) -> None:
+        await _close(self._opened)
+
+
+class ToolEnvFactory:
+    """Makes the episodes of a run and owns its tools. Raises ConfigError for two tools of one name."""
+
+    def __init__(self, tools: Sequence[Tool | EpisodeTool], runner: ToolRunner) -> None:
+        self._tools = {tool.spec.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            names = [tool.spec.name for tool in tools]
+            raise ConfigError(f"two tools have the same name; the tools are {', '.join(sorted(names))}")
+        for tool in tools:
+            check_schema(tool.spec)
+        self._runner = runner
+
+    @classmethod
+    def from_options(
+        cls,
+        tools: Sequence[str | Mapping[str, Any]],
+        limits: Mapping[str, Any] | None = None,
+        per_tool: Mapping[str, Mapping[str, Any]] | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> Self:
+        """From a configuration.
+
+        tools:    see build_tools
+        limits:   fields of ToolLimits, for every tool
+        per_tool: by a tool's name, fields that differ for it
+        sandbox:  for tools that run code; it stays the caller's
+
+        Raises ConfigError for names, options and values that cannot be.
+        """
+        common = dict(limits or {})
+        try:
+            runner = ToolRunner(
+                ToolLimits(**common),
+                {name: ToolLimits(**{**common, **own}) for name, own in (per_tool or {}).items()},
+            )
+        except TypeError as error:
+            raise ConfigError(f"limits of tools: {error}; there are {', '.join(ToolLimits.__slots__)}") from error
+        return cls(build_tools(tools, sandbox), runner)
+
+    def __call__(self, task: Task) -> ToolEnv:
+        return ToolEnv(task, tuple(self._tools.values()), self._runner)
+
+    async def close(self) -> None:
+        await _close(self._tools)
+
+
+async def _close(tools: Mapping[str, Tool | EpisodeTool]) -> None:
+    """Closes all of them; one that fails or takes too long is told in the log and keeps none of the others open."""
+
+    async def one(name: str, tool: Tool | EpisodeTool) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await tool.close()
+        except TimeoutError:
+            log.warning("tool %r did not close within %g s", name, CLOSE_S)
+        except Exception as error:  # noqa: BLE001  users' code may raise anything
+            log.warning("tool %r did not close: %s: %s", name, type(error).__name__, error)
+
+    await asyncio.gather(*(one(name, tool) for name, tool in tools.items()))

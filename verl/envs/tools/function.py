@@ -1,0 +1,158 @@
+"""Typed Python functions as tools: the schema comes from the type hints, the words from the docstring."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from inspect import getdoc, iscoroutinefunction, signature
+from typing import Any, get_type_hints, overload
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+from verl.envs.tools.base import ToolError
+from verl.errors import ConfigError, ServiceDownError
+from verl.types import ToolSpec
+
+log = logging.getLogger(__name__)
+
+Ended = tuple[Any, BaseException | None]  # what a function gave, or raised
+
+MAX_ABANDONED = 32  # threads of one tool that hang, before it is taken out of service
+
+
+class FunctionTool:
+    """A function that a policy can call. Sync ones run in a thread of their own, for every call.
+
+    Raises ConfigError for a function without docstring, with parameters that are not annotated or cannot be named, or
+    with types that JSON cannot tell.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self.function = function
+        name = name or function.__name__
+        told = docstring_parser.parse(getdoc(function) or "")
+        if not told.description:
+            raise ConfigError(f"tool {name!r}: its function needs a docstring, which tells the policy what it does")
+        words = {parameter.arg_name: parameter.description or "" for parameter in told.params}
+        try:
+            self._arguments = _arguments_model(name, function, words)
+            schema = self._arguments.model_json_schema(schema_generator=_Untitled)
+        except (PydanticUserError, NameError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"tool {name!r}: its type hints have no form in JSON ({reason})") from error
+        schema.pop("title")
+        self._spec = ToolSpec(name, told.description.strip(), schema)
+        self._abandoned: set[threading.Thread] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, as if it had not been made a tool."""
+        return self.function(*args, **kwargs)
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    @property
+    def num_abandoned(self) -> int:
+        """Threads that still run after their call was stopped: Python cannot end a thread."""
+        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        return len(self._abandoned)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """The function's answer, as it is if it is a text, else as JSON."""
+        try:
+            checked = self._arguments.model_validate(dict(arguments))  # 2.0 becomes the 2 that was declared, and so on
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ToolError(f"Wrong arguments: {'; '.join(problems)}") from error
+        given = {str(field.alias): getattr(checked, key) for key, field in self._arguments.model_fields.items()}
+        if iscoroutinefunction(self.function):
+            answer = await self.function(**given)
+        else:
+            answer = await self._in_thread(given)
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def _in_thread(self, given: Mapping[str, Any]) -> Any:
+        """Runs the function in a daemon thread: one that hangs keeps neither a pool's place nor the process's end."""
+        if self.num_abandoned >= MAX_ABANDONED:
+            raise ServiceDownError(f"tool {self.spec.name!r}", f"{MAX_ABANDONED} of its calls hang")
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Ended] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                end: Ended = context.run(self.function, **given), None
+            except BaseException as raised:  # noqa: BLE001  it is raised where the call is awaited
+                end = None, raised
+            with suppress(RuntimeError):  # the loop may have ended meanwhile
+                loop.call_soon_threadsafe(_settle, ended, end)
+
+        thread = threading.Thread(target=work, name=f"tool {self.spec.name}", daemon=True)
+        thread.start()
+        try:
+            answer, error = await ended
+        except asyncio.CancelledError:
+            self._abandon(thread)
+            raise
+        if error is not None:
+            raise error
+        return answer
+
+    def _abandon(self, thread: threading.Thread) -> None:
+        if not self._abandoned:
+            log.warning("tool %r: a call was stopped, but its thread goes on until it ends by itself", self.spec.name)
+        self._abandoned.add(thread)
+
+
+@overload
+def tool(function: Callable[..., Any]) -> FunctionTool: ...
+@overload
+def tool(*, name: str) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None, *, name: str | None = None
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Decorator that makes a typed function a tool: `@tool`, or `@tool(name="search")`.
+
+    Raises ConfigError if the function cannot be one.
+    """
+    if function is not None:
+        return FunctionTool(function)
+    return lambda decorated: FunctionTool(decorated, name)
+
+
+class _Untitled(GenerateJsonSchema):
+    """Schemas without a title for every field, which would only repeat its name."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _arguments_model(name: str, function: Callable[..., Any], words: Mapping[str, str]) -> type[BaseModel]:
+    """A model with the function's parameters. Fields are numbered, because models keep some names for themselves."""
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"tool {name!r}: parameter {parameter} has no name by which a policy could give it")
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} needs a type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        told = Field(default, alias=parameter.name, description=words.get(parameter.name))
+        fields[f"parameter_{len(fields)}"] = (hints[parameter.name], told)
+    return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _settle(ended: asyncio.Future[Ended], end: Ended) -> None:
+    if not ended.done():
+        ended.set_result(end)

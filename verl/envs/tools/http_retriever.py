@@ -1,0 +1,65 @@
+"""A client of Search-R1's retrieval service.
+
+It posts `{queries, topk, return_scores}` and gets `{result: [[{document: {id, contents}, score}]]}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from verl.envs.tools.search import Passage
+from verl.errors import ConfigError, ServiceDownError
+
+log = logging.getLogger(__name__)
+
+
+class HttpRetriever:
+    """Asks servers in turns; one that fails is passed over. Whoever calls it decides whether to try again later.
+
+    urls:      of the whole route, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
+    timeout_s: for one request to one server
+
+    Raises ConfigError for no URL.
+    """
+
+    def __init__(self, urls: str | Sequence[str], timeout_s: float = 10.0) -> None:
+        self._urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self._urls or not all(url.startswith(("http://", "https://")) for url in self._urls):
+            raise ConfigError(f"urls of a retriever: {self._urls}; expected such as http://127.0.0.1:8000/retrieve")
+        self._turns = itertools.count()
+        self._client = httpx.AsyncClient(timeout=timeout_s)
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        first = next(self._turns) % len(self._urls)
+        problems = []
+        for url in self._urls[first:] + self._urls[:first]:
+            try:
+                return await self._ask(url, queries, k)
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                problems.append(f"{url}: {type(error).__name__}: {error}")
+                log.debug("retriever passed over: %s", problems[-1])
+        raise ServiceDownError("retriever", "; ".join(problems))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, url: str, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Raises httpx.HTTPError, or ValueError, KeyError or TypeError for an answer of another form."""
+        asked = {"queries": list(queries), "topk": k, "return_scores": True}
+        answer = (await self._client.post(url, json=asked)).raise_for_status().json()
+        found = [[_passage(one) for one in passages] for passages in answer["result"]]
+        if len(found) != len(queries):
+            raise ValueError(f"{len(found)} results for {len(queries)} queries")
+        return found
+
+
+def _passage(found: dict[str, Any]) -> Passage:
+    """With its score or, from servers that do not tell it, without."""
+    document = found.get("document", found)
+    score = found.get("score")
+    return Passage(str(document["id"]), str(document["contents"]), None if score is None else float(score))

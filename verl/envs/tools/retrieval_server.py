@@ -1,0 +1,69 @@
+"""Serves a corpus with Search-R1's protocol: `python -m verl.envs.tools.retrieval_server --corpus FILE [--port 8000]`.
+
+POST /retrieve takes `{"queries": [..]}` or `{"query": ".."}`, and `topk` and `return_scores` with either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, Field
+
+from verl.envs.tools.bm25 import Bm25Retriever
+from verl.envs.tools.search import Retriever
+from verl.errors import VerlError
+
+
+class Question(BaseModel):
+    """What a client may send; SkyRL-gym's sends a single `query`."""
+
+    queries: list[str] = []
+    query: str | None = None
+    topk: int | None = Field(None, ge=1, le=1000)
+    return_scores: bool = False
+
+
+def application(retriever: Retriever, topk: int) -> FastAPI:
+    """The service; `topk` holds for requests that do not say theirs."""
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    async def retrieve(question: Question) -> dict[str, Any]:
+        queries = question.queries if question.query is None else [question.query]
+        if not queries:
+            raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
+        result: list[list[dict[str, Any]]] = []
+        for passages in await retriever.search(queries, question.topk or topk):
+            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
+            scored = zip(documents, passages, strict=True)
+            with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
+            result.append(with_scores if question.return_scores else documents)
+        return {"result": result}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
+    parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--topk", type=int, default=3, help="for requests that do not say theirs")
+    words = parser.parse_args()
+    try:
+        retriever = Bm25Retriever(words.corpus)
+    except VerlError as error:
+        sys.exit(f"error: {error}")
+    uvicorn.run(application(retriever, words.topk), host=words.host, port=words.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Runs the calls of a message: schemas, deadlines, retries, and the length of answers. Tools know nothing of these."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, relevance
+from referencing import Registry
+
+from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
+from verl.errors import ConfigError, ServiceDownError, VerlError
+from verl.registry import nearest
+from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
+
+log = logging.getLogger(__name__)
+
+Answer = tuple[ToolStatus, str, float]  # what came of a call, its text, the seconds it took
+
+GRACE_S = 1.0  # for a call that was stopped to put away what it holds
+MAX_PROBLEMS = 3  # of one call's arguments that are told
+MAX_PROBLEM_CHARS = 300
+NOTE_CHARS = 60  # more than the note in a shortened answer ever has
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """What one tool may use. Raises ConfigError for values that cannot work."""
+
+    deadline_s: float = 30.0  # of one attempt at a call; waiting for a free place is not counted
+    max_chars: int = 8192  # of an answer; the middle of a longer one is left out
+    max_concurrent: int = 64  # calls at a time, of all episodes together
+    retries: int = 2  # where the service is down
+    backoff_s: float = 0.5  # before the first retry; doubles with each
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("deadline_s", self.deadline_s, 0.001),
+            ("max_chars", self.max_chars, 2 * NOTE_CHARS),
+            ("max_concurrent", self.max_concurrent, 1),
+            ("retries", self.retries, 0),
+            ("backoff_s", self.backoff_s, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"limits of a tool: {name}={value} must be at least {least}")
+
+
+class ToolRunner:
+    """Runs calls, of any number of episodes at a time, and says for each what came of it and whose fault it was."""
+
+    def __init__(self, limits: ToolLimits, per_tool: Mapping[str, ToolLimits] | None = None) -> None:
+        """`per_tool`: limits of single tools in place of `limits`."""
+        self._limits = limits
+        self._per_tool = dict(per_tool or {})
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._validators: dict[str, Draft202012Validator] = {}
+        self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._abandoned: defaultdict[str, set[asyncio.Task[str]]] = defaultdict(set)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Calls that would not end when they were stopped and still run."""
+        return sum(map(len, self._abandoned.values()))
+
+    async def open(self, tool: EpisodeTool, task: Task) -> Tool:
+        """The episode's own instance. Raises ServiceDownError if it is not there in time."""
+        deadline_s = self._limits_of(tool.spec.name).deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await tool.open(task)
+        except TimeoutError as error:
+            raise ServiceDownError(f"tool {tool.spec.name!r}", f"did not open within {deadline_s:g} s") from error
+
+    async def run(
+        self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], in_order: Collection[str] = ()
+    ) -> list[tuple[Message, ToolUse]]:
+        """Makes the calls side by side and gives an answer for each, in their order.
+
+        in_order: names of tools whose calls are made one after the other
+
+        Raises ServiceDownError when a tool's service stays down or the tool itself is broken; calls that still run are
+        then stopped.
+        """
+        turns: dict[str, AbstractAsyncContextManager[None]] = {name: asyncio.Lock() for name in in_order}
+        running = [asyncio.create_task(self._answer(call, tools, turns)) for call in calls]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _answer(
+        self, call: ToolCall, tools: Mapping[str, Tool], turns: Mapping[str, AbstractAsyncContextManager[None]]
+    ) -> tuple[Message, ToolUse]:
+        try:
+            async with turns.get(call.name) or nullcontext():
+                status, text, seconds = await self._checked(call, tools)
+        except VerlError:
+            raise
+        except Exception as error:  # a tool may raise anything; a bug of its own is not the policy's fault
+            raise ServiceDownError(f"tool {call.name!r}", f"raised {type(error).__name__}: {error}") from error
+        text = shortened(text, self._limits_of(call.name).max_chars)
+        return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
+
+    async def _checked(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
+        """What comes of a call that may be one of nonsense."""
+        tool = tools.get(call.name)
+        if tool is None:
+            known = nearest(call.name, list(tools)) if tools else "there are no tools"
+            return ToolStatus.USER_ERROR, f"There is no tool {call.name!r}; {known}", 0.0
+        if problem := self._misfit(tool.spec, call.arguments):
+            return ToolStatus.USER_ERROR, problem, 0.0
+        return await self._attempts(tool, call)
+
+    def _misfit(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments, in words; empty if nothing is."""
+        try:
+            json.dumps(dict(arguments), ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no service would take
+            return f"Wrong arguments of {spec.name!r}: a text that is not valid Unicode."
+        errors = sorted(self._validator(spec).iter_errors(dict(arguments)), key=relevance, reverse=True)
+        problems = [
+            f"{shortened(error.message, MAX_PROBLEM_CHARS)}{f' (at {error.json_path})' if error.path else ''}"
+            for error in errors[:MAX_PROBLEMS]
+        ]
+        return f"Wrong arguments of {spec.name!r}: {'; '.join(problems)}." if problems else ""
+
+    def _validator(self, spec: ToolSpec) -> Draft202012Validator:
+        if self._schemas.get(spec.name) is not spec.parameters:
+            check_schema(spec)
+            # an empty registry: a schema must not make us fetch what it refers to
+            self._validators[spec.name] = Draft202012Validator(spec.parameters, registry=Registry())
+            self._schemas[spec.name] = spec.parameters
+        return self._validators[spec.name]
+
+    async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
+        """One attempt, and more as long as the service is down."""
+        limits, service = self._limits_of(call.name), f"tool {call.name!r}"
+        place = self._places.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
+        for retries_left in reversed(range(limits.retries + 1)):
+            try:
+                async with place:
+                    return await self._attempt(tool, call, limits.deadline_s)
+            except ServiceDownError as error:
+                if not retries_left:
+                    raise ServiceDownError(service, str(error)) from error
+                log.warning("%s: %s; %d retries left", service, error, retries_left)
+            await asyncio.sleep(limits.backoff_s * 2 ** (limits.retries - retries_left))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, tool: Tool, call: ToolCall, deadline_s: float) -> Answer:
+        begun = time.monotonic()
+        try:
+            status, text = ToolStatus.SUCCESS, await self._within(deadline_s, tool, call)
+        except ToolTimeoutError as error:
+            status, text = ToolStatus.TIMEOUT, str(error)
+        except ToolError as error:
+            status, text = ToolStatus.USER_ERROR, str(error)
+        return status, text, time.monotonic() - begun
+
+    async def _within(self, deadline_s: float, tool: Tool, call: ToolCall) -> str:
+        """The tool's answer. Not asyncio.timeout, which waits for a call that does not end when it is cancelled."""
+        task = asyncio.create_task(_call(tool, call))
+        try:
+            await asyncio.wait({task}, timeout=deadline_s)
+            if task.cancelled():
+                raise RuntimeError("it cancelled itself")
+            if task.done():
+                return task.result()
+        finally:
+            await self._stop(task, call.name)
+        raise ToolTimeoutError(f"The call of {call.name!r} was stopped after {deadline_s:g} s.")
+
+    async def _stop(self, task: asyncio.Task[str], name: str) -> None:
+        """Cancels what still runs; what does not heed that is let go, and counted as long as it goes on."""
+        if task.done():
+            return
+        task.cancel()
+        task.add_done_callback(_heard)
+        await asyncio.wait({task}, timeout=GRACE_S)
+        if not task.done():
+            if name not in self._abandoned:
+                log.warning("tool %r goes on running after its calls are cancelled; it is left alone", name)
+            self._abandoned[name].add(task)
+            task.add_done_callback(self._abandoned[name].discard)
+
+    def _limits_of(self, name: str) -> ToolLimits:
+        return self._per_tool.get(name, self._limits)
+
+
+def check_schema(spec: ToolSpec) -> None:
+    """Raises ConfigError if the parameters of a tool are not told by a JSON schema of an object."""
+    try:
+        Draft202012Validator.check_schema(spec.parameters)
+    except SchemaError as error:
+        raise ConfigError(f"tool {spec.name!r}: its parameters are not a JSON schema ({error.message})") from error
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """At most so many characters of a text, taken from its start and its end, in a form that can be encoded."""
+    if len(text) > max_chars:
+        half = (max_chars - NOTE_CHARS) // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return text.encode(errors="replace").decode()  # half a surrogate pair would break tokenizers
+
+
+async def _call(tool: Tool, call: ToolCall) -> str:
+    try:
+        text = await tool.call(call.arguments)
+    except SystemExit as error:  # would end the whole process
+        raise RuntimeError(f"SystemExit({error.code})") from error
+    if not isinstance(text, str):
+        raise TypeError(f"it answered an object of {type(text).__name__} instead of a str")
+    return text
+
+
+def _heard(task: asyncio.Task[str]) -> None:
+    """Takes note of a stopped call's error, or asyncio would complain that nobody did."""
+    if not task.cancelled():
+        task.exception()

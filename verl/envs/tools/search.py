@@ -1,0 +1,73 @@
+"""Search as a tool: passages that a retriever finds, told as Search-R1 tells them (arXiv 2503.09516)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.errors import ConfigError
+from verl.registry import resolve
+from verl.types import ToolSpec
+
+RETRIEVERS: Mapping[str, str] = {
+    "bm25": "verl.envs.tools.bm25:Bm25Retriever",
+    "http": "verl.envs.tools.http_retriever:HttpRetriever",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of a corpus; the first line of `contents` is its title. The higher the score, the better it fits."""
+
+    id: str
+    contents: str
+    score: float | None = None  # where it was asked for
+
+
+class Retriever(Protocol):
+    """Finds passages."""
+
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """For each query at most `k` passages, the best first. Raises ServiceDownError where that cannot be done."""
+
+    async def close(self) -> None:
+        """End what it holds."""
+
+
+class SearchTool:
+    """Answers a query with the best `topk` passages.
+
+    retriever: a name of RETRIEVERS, or a user's own class, built with the other options (`corpus` or `urls`, ...)
+
+    Raises ConfigError for a name or options that cannot be, DataError for a corpus that cannot be read.
+    """
+
+    def __init__(self, retriever: str = "bm25", topk: int = 3, **options: Any) -> None:
+        if topk < 1:
+            raise ConfigError(f"tool 'search': topk={topk} must be at least 1")
+        query = {"type": "string", "description": "What to look for."}
+        schema = {"type": "object", "properties": {"query": query}, "required": ["query"]}
+        self.spec = ToolSpec("search", "Searches a collection of texts.", {**schema, "additionalProperties": False})
+        self._topk = topk
+        made_by = resolve("retriever", retriever, RETRIEVERS)
+        try:
+            self._retriever: Retriever = made_by(**options)
+        except TypeError as error:
+            raise ConfigError(f"retriever {retriever!r} cannot be made with options {options} ({error})") from error
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        (found,) = await self._retriever.search([arguments["query"]], self._topk)
+        return told(found) or "Nothing was found."
+
+    async def close(self) -> None:
+        await self._retriever.close()
+
+
+def told(passages: Sequence[Passage]) -> str:
+    """Search-R1's form, a line for each: `Doc 1(Title: "Rome") Rome is ...`."""
+    lines = []
+    for number, passage in enumerate(passages, start=1):
+        title, _, text = passage.contents.partition("\n")
+        lines.append(f"Doc {number}(Title: {title}) {text}\n")
+    return "".join(lines)
