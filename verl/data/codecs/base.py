@@ -5,11 +5,30 @@ Codecs handle text alone; tokens are the framework's business. What a codec retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from inspect import signature
+from typing import Any, Protocol
 
+from verl.errors import ConfigError
+from verl.registry import nearest, resolve
 from verl.types import Message, ToolCall, ToolSpec
+
+CODECS: Mapping[str, str] = {
+    "artist": "verl.data.codecs.tags:ARTIST",
+    "artist_tools": "verl.data.codecs.hermes:ARTIST_TOOLS",
+    "fence": "verl.data.codecs.fence:FenceCodec",
+    "hermes": "verl.data.codecs.hermes:HermesCodec",
+    "llama3_json": "verl.data.codecs.llama3_json:Llama3JsonCodec",
+    "otc_search": "verl.data.codecs.tags:OTC_SEARCH",
+    "retool": "verl.data.codecs.tags:RETOOL",
+    "search_r1": "verl.data.codecs.tags:SEARCH_R1",
+    "tags": "verl.data.codecs.tags:TagsCodec",
+    "tool_n1": "verl.data.codecs.tool_n1:ToolN1Codec",
+    "toolrl": "verl.data.codecs.toolrl:ToolRlCodec",
+    "xml": "verl.data.codecs.xml:XmlCodec",
+    "zerotir": "verl.data.codecs.fence:ZeroTirCodec",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +80,28 @@ class Codec(Protocol):
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """The answers as they are put before the policy: a text that continues its own turn, or messages that the
         chat template puts into turns of their own, with the head of the policy's next turn."""
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """How a policy writes these calls; `parse` reads them back, unless a value holds what ends a call."""
+
+
+def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
+    """The codec called `name`: a known one, or a class or function `module:attribute`, made with `options`.
+
+    Raises ConfigError for an unknown name, an unknown or missing option, or a value of another type than the default.
+    """
+    make: Callable[..., Codec] = resolve("codec", name, CODECS)
+    given = dict(options or {})
+    if not callable(make):
+        raise ConfigError(f"codec {name!r} must be a class or a function, not an object of {type(make).__name__}")
+    known = signature(make).parameters
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"codec {name!r} has no option {key!r}; {nearest(key, list(known), 'it takes none')}")
+        kind, optional = type(known[key].default), "None" in str(known[key].annotation)
+        if kind in (bool, int, str) and type(value) is not kind and not (optional and value is None):
+            raise ConfigError(f"option {key!r} of codec {name!r} must be of type {kind.__name__}, not {value!r}")
+    try:
+        return make(**given)
+    except TypeError as error:
+        raise ConfigError(f"codec {name!r} cannot be made with options {given} ({error})") from error

@@ -1,0 +1,346 @@
+"""Codecs: every format against its corpus, what any text may not do to them, and how answers come back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import ROOT, real_data
+from verl.data.codecs.base import CODECS, Calls, Codec, Final, GoOn, Malformed, Parsed, build_codec
+from verl.data.codecs.prompt import load_template
+from verl.data.codecs.text import shorten
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError
+from verl.types import Message, ToolCall, ToolSpec
+from verl.utils.reward_score.parsing import call_text, parse_calls
+from verl.utils.reward_score.prompt import listed_tools
+
+CORPORA = sorted((ROOT / "tests" / "codecs").glob("*.jsonl"))
+CASES = [
+    pytest.param(path.stem, json.loads(line), id=f"{path.stem}: {json.loads(line)['case']}")
+    for path in CORPORA
+    for line in path.read_text(encoding="utf-8").splitlines()
+]
+NAMES = sorted(CODECS)
+STRUCTURED = ("hermes", "toolrl", "llama3_json", "xml", "tool_n1")
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<search>", "</search>", "<answer>", "</answer>", "<code>",
+    "</code>", "<python>", "</python>", "<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>",
+    "<|python_tag|>", "```python", "```python\n", "```", "\n```\n", "```output", "<obs>",
+)  # fmt: skip
+SCRAPS = (
+    *TAGS, '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": 1}}', "{", "}", "[", '"', "\\", ";",
+    "\n", " ", "1", "-", "NaN", "x",
+)  # fmt: skip
+QUESTION = (Message("system", "Be brief."), Message("user", "2+2? {tools}"))
+TOOL = ToolSpec("add", "Adds {question}", {"type": "object", "properties": {"a": {"type": "integer"}}})
+
+
+@cache
+def codec_of(name: str) -> Codec:
+    return build_codec(name)
+
+
+def as_told(parsed: Parsed) -> dict[str, Any]:
+    match parsed:
+        case Calls(calls):
+            return {"calls": [[call.name, dict(call.arguments)] for call in calls]}
+        case Malformed(problem):
+            return {"malformed": problem}
+        case GoOn():
+            return {"go_on": True}
+        case Final():
+            return {"final": True}
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_corpus(name: str, case: dict[str, Any]) -> None:
+    told = as_told(codec_of(name).parse(case["text"]))
+    if "malformed" in case:
+        assert case["malformed"] in told["malformed"]
+    else:  # compared as JSON, where 1, 1.0 and true are not the same
+        expected = {key: case[key] for key in case if key not in ("case", "text")}
+        assert json.dumps(told) == json.dumps(expected)
+
+
+def test_every_format_has_a_corpus() -> None:
+    assert {path.stem for path in CORPORA} >= {*STRUCTURED, "fence", "zerotir", "search_r1", "retool"}
+    for path in CORPORA:
+        assert len(path.read_text(encoding="utf-8").splitlines()) >= 25, path.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=60)
+@given(text=st.one_of(st.text(), st.lists(st.sampled_from(SCRAPS), max_size=30).map("".join)))
+def test_nothing_raises_and_problems_are_short(name: str, text: str) -> None:
+    codec = codec_of(name)
+    parsed = codec.parse(text)
+    assert isinstance(parsed, Calls | Malformed | GoOn | Final) and parsed == codec.parse(text)
+    assert all(codec.stop_strings(text))
+    if isinstance(parsed, Malformed):
+        assert 0 < len(parsed.problem) < 300 and parsed.problem.endswith(".")
+    if isinstance(parsed, Calls):
+        assert parsed.calls
+    assert codec.observation((Message("tool", text),), text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_megabyte_of_anything_is_read_in_linear_time(name: str) -> None:
+    """A parser that is quadratic in any of these takes minutes rather than milliseconds."""
+    codec = codec_of(name)
+    starts = (
+        *TAGS,
+        '<tool_call>{"',
+        '<tool_call>{"a": "',
+        "<tool_call>[",
+        "[",
+        '{"name": "',
+        " ",
+        "\n",
+        "<tool_call> ",
+        '"',
+    )
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "<function=f>\n</function>", "<think></think>"
+    for scrap in (
+        *starts,
+        *good,
+        "```python\nx\n```\n",
+        "<think></think><tool_call>",
+        '{"name": "f", "parameters": {}};',
+    ):
+        text = scrap * (1_000_000 // len(scrap))
+        codec.parse(text)
+        codec.stop_strings(text)
+        codec.parse(text + "```output")
+
+
+def test_numbers_and_nesting_that_python_refuses_are_told() -> None:
+    for value, said in (("1" * 5000, "too many digits"), ("[" * 100_000, "too deep")):
+        text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+        assert said in as_told(codec_of("hermes").parse(text))["malformed"]
+
+
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(TAGS)
+LOOKS_LIKE_JSON = st.sampled_from(["5", "true", '"x"', "\n", "\nx\n", " 1", "{}"])
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS | LOOKS_LIKE_JSON,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+TOOL_NAMES = st.from_regex(r"[A-Za-z_./-]{1,8}( [a-z]{1,4})?", fullmatch=True)
+CALLS = st.lists(
+    st.builds(ToolCall, TOOL_NAMES, st.dictionaries(TOOL_NAMES, VALUES, max_size=3)), min_size=1, max_size=3
+).map(tuple)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@settings(deadline=None, max_examples=60)
+@given(calls=CALLS)
+def test_rendered_calls_are_read_back(name: str, calls: tuple[ToolCall, ...]) -> None:
+    codec = codec_of(name)
+    text = codec.render(calls)
+    for written in (text, f"<think>I could {text}</think>\n{text}", f"so {text}</think>\n{text}"):
+        assert json.dumps(as_told(codec.parse(written))) == json.dumps(as_told(Calls(calls)))
+    for written in (f"<think>{text}", f"<think>{text}</think>", f"{text}</think>"):
+        assert codec.parse(written) == Final()
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@settings(deadline=None, max_examples=25)
+@given(calls=CALLS)
+def test_the_beginning_of_calls_is_never_other_calls(name: str, calls: tuple[ToolCall, ...]) -> None:
+    codec = codec_of(name)
+    text = codec.render(calls)
+    for length in range(len(text)):
+        parsed = codec.parse(text[:length])
+        if isinstance(parsed, Calls):
+            assert parsed.calls == calls[: len(parsed.calls)]
+
+
+PROGRAM = "import math\n\nfor n in [1, 2]:\n    print(f'{n} < {math.pi}')"
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(STRUCTURED) - {"artist_tools"}))
+def test_rendered_programs_and_queries_are_read_back_whole_or_not_at_all(name: str) -> None:
+    codec = codec_of(name)
+    search = name in ("search_r1", "otc_search")
+    call = ToolCall("search", {"query": PROGRAM}) if search else ToolCall("python", {"code": PROGRAM})
+    text = codec.render((call,))
+    assert codec.parse(text) == codec.parse(f"First.\n{text}") == Calls((call,))
+    assert text.endswith(codec.stop_strings("") if name != "zerotir" else codec.stop_strings("```python"))
+    assert not any(isinstance(codec.parse(text[:length]), Calls) for length in range(len(text)))
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_a_thought_that_the_template_opens_holds_no_calls(name: str) -> None:
+    codec = build_codec(name, {"in_thought": True})
+    text = codec.render((ToolCall("f", {}),))
+    assert codec.parse(text) == Final()
+    assert codec.parse(f"hm</think>{text}") == Calls((ToolCall("f", {}),))
+
+
+def test_zerotir_stops_at_the_opening_fence_then_at_the_closing_one() -> None:
+    codec = codec_of("zerotir")
+    for written, stop in (
+        ("", "```python"),
+        ("So ```python", "```"),
+        ("So ```python\nprint(1)", "```"),
+        ("So ```python\nprint(1)```", "```python"),
+        ("<think> ```python", "```python"),
+    ):
+        assert codec.stop_strings(written) == (stop,)
+
+
+TOO_LONG, LONG = "The output is too long to be shown. Print less of it.", "a" * 300 + "b" * 300
+
+
+def observed(name: str, written: str, *results: str, **options: Any) -> str | Sequence[Message]:
+    return build_codec(name, options).observation([Message("tool", each, tool="t") for each in results], written)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "result", "seen"),
+    [
+        ("fence", "```python\nx\n```\n```output", "4\n", "\n4\n```\n"),
+        ("fence", "```python\nx\n```\n```output\n", "4\n", "4\n```\n"),
+        ("fence", "..```output", "Traceback\n  File\nValueError: no\n", "\nValueError: no\n```\n"),
+        ("fence", "..```output", "\n", "\n(no output)\n```\n"),
+        ("fence", "..```output", "a" * 255, f"\n{'a' * 255}\n```\n"),
+        ("fence", "..```output", "a" * 200 + "b" * 200, f"\n{'a' * 128}...{'b' * 128}\n```\n"),
+        ("zerotir", "```python\nx\n```", "4", "\n```output\n4\n```\n\n\n"),
+        ("zerotir", "```python\nx\n```\n", "4", "```output\n4\n```\n\n\n"),
+        ("zerotir", "```python\nx\n```", "4" * 1024, f"\n```output\n{TOO_LONG}\n```\n\n\n"),
+        ("retool", "<code>x</code>", "4\n", "\n<interpreter>\n4\n</interpreter>\n\n"),
+        ("retool", "<code>x</code>", "", "\n<interpreter>\nNone\n</interpreter>\n\n"),
+        ("retool", "<code>x</code>", LONG, f"\n<interpreter>\n{'a' * 200}...{'b' * 200}\n</interpreter>\n\n"),
+        ("search_r1", "<search>x</search>", "Doc 1", "\n\n<information>Doc 1</information>\n\n"),
+        ("search_r1", "x</search>", "That was no action.", "\nThat was no action.\n"),
+        ("otc_search", "<search>x</search>", "Doc 1", "\n\n<observation>Doc 1</observation>\n\n"),
+        ("artist", "<python>x</python>", "4", "\n<output>\n4\n</output>\n"),
+    ],
+)  # fmt: skip
+def test_answers_go_on_in_the_policys_turn(name: str, written: str, result: str, seen: str) -> None:
+    assert observed(name, written, result) == seen
+
+
+def test_where_the_policy_ended_its_turn_the_answer_is_a_turn_of_its_own() -> None:
+    assert observed("search_r1", "It is Lisbon.", "That was no action.") == (Message("user", "That was no action."),)
+    follow_up = codec_of("retool").observation([Message("user", "And 3+3?")], "<answer>4</answer>")
+    assert follow_up == (Message("user", "And 3+3?"),)
+
+
+def test_results_in_turns() -> None:
+    results = (Message("tool", '{"t": 21}', tool="weather"), Message("tool", "sunny", tool="sky"))
+    assert codec_of("hermes").observation(results, "") == codec_of("xml").observation(results, "") == results
+    assert codec_of("tool_n1").observation(results, "") == results
+    assert [each.role for each in codec_of("llama3_json").observation(results, "") if isinstance(each, Message)] == [
+        "ipython",
+        "ipython",
+    ]
+    told = '<obs> [{"name": "weather", "results": {"t": 21}}, {"name": "sky", "results": "sunny"}] </obs>'
+    assert codec_of("toolrl").observation(results, "") == (Message("user", told),)
+    assert codec_of("toolrl").observation((Message("user", "Hi"),), "") == (Message("user", "<user> Hi </user>"),)
+
+
+def test_prompts_put_the_question_into_the_recipes_words() -> None:
+    for name in ("retool", "search_r1", "otc_search", "artist", "artist_tools"):
+        system, user = codec_of(name).opening(QUESTION, (TOOL,))
+        assert system == QUESTION[0] and isinstance(user, Message)
+        assert user.content.count(QUESTION[1].content) == 1 and "{question}" not in user.content.replace(
+            "Adds {question}", ""
+        )
+    for name in ("fence", "zerotir"):
+        text = codec_of(name).opening(QUESTION, ())
+        assert isinstance(text, str) and QUESTION[1].content in text and QUESTION[0].content not in text
+    assert codec_of("hermes").opening(QUESTION, (TOOL,)) == QUESTION and codec_of("hermes").template_tools
+    (_, told) = codec_of("artist_tools").opening(QUESTION, (TOOL,))
+    assert isinstance(told, Message) and '"name": "add"' in told.content and not codec_of("artist_tools").template_tools
+
+
+def test_system_prompts_tell_of_the_tools() -> None:
+    system, user = codec_of("tool_n1").opening(QUESTION, (TOOL,))
+    assert isinstance(system, Message) and user == QUESTION[1]
+    assert (
+        system.content.startswith("Be brief.\n\n")
+        and '{"type": "function", "function": {"name": "add"' in system.content
+    )
+    assert codec_of("tool_n1").opening(QUESTION, ()) == QUESTION
+    dialogue = (*QUESTION, Message("assistant", "<tool_call>..</tool_call>"), Message("tool", "4", tool="add"))
+    system, user = codec_of("toolrl").opening(dialogue, (TOOL,))
+    assert isinstance(system, Message) and isinstance(user, Message)
+    assert listed_tools((system,)) == ("add",)
+    assert 'Parameters: {"a": {"description": "", "type": "integer", "default": ""}}' in system.content
+    assert user.content == (
+        "**Dialogue Records History**\n<user> 2+2? {tools} </user>\n\n<tool_call>..</tool_call>\n"
+        '<obs> [{"name": "add", "results": 4}] </obs>'
+    )
+
+
+def test_toolrls_own_rows_stay_as_they_are_and_its_reward_reads_the_same_calls() -> None:
+    codec, calls = codec_of("toolrl"), 0
+    for task in TaskSet(str(real_data("toolrl", "rlla_test.parquet")), on_bad_row="skip"):
+        assert codec.opening(task.prompt, (TOOL,)) == task.prompt
+        parsed = codec.parse(task.answer)
+        if isinstance(parsed, Calls):
+            calls += 1
+            read = parse_calls(call_text(task.answer) or "")
+            assert as_told(parsed) == {"calls": [[call["name"], call["parameters"]] for call in read]}
+        else:
+            assert parsed == Final() and "<tool_call>" not in task.answer
+    assert calls > 10
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.lists(st.sampled_from(SCRAPS), max_size=20).map("".join))
+def test_what_toolrl_reads_without_thoughts_its_reward_reads_too(text: str) -> None:
+    parsed = codec_of("toolrl").parse(text)
+    if isinstance(parsed, Calls) and "think>" not in text:
+        assert [each["name"] for each in parse_calls(call_text(text) or "")] == [call.name for call in parsed.calls]
+
+
+def test_templates(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("Q: {question} in \\boxed{}\n\n", encoding="utf-8")
+    template = load_template(str(path))
+    assert template.fill("a {tools} {question}", "T") == "Q: a {tools} {question} in \\boxed{}\n"
+    assert template.sha256 == sha256(template.text.encode()).hexdigest()
+    codec = build_codec("retool", {"prompt_template": str(path), "raw": True})
+    assert codec.opening(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
+    assert build_codec("retool", {"prompt_template": None}).opening(QUESTION, ()) == QUESTION
+    path.write_text("no place", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"own.txt' lacks \{question\}"):
+        build_codec("fence", {"prompt_template": str(path)})
+    path.write_bytes(b"\xff{question}")
+    with pytest.raises(ConfigError, match="not in UTF-8"):
+        load_template(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("herms", {}, "did you mean 'hermes'"),
+        ("retool", {"limt": 3}, "no option 'limt'; did you mean 'limit'"),
+        ("retool", {"limit": "3"}, "option 'limit' of codec 'retool' must be of type int, not '3'"),
+        ("retool", {"fenced": 1}, "must be of type bool"),
+        ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
+        ("fence", {"prompt_template": None}, "raw=true leaves out the chat template"),
+        ("verl.data.codecs.base:CODECS", {}, "must be a class or a function"),
+    ],
+)
+def test_bad_settings_are_told(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_codec(name, options)
+    assert said in str(caught.value)
+
+
+def test_shortened_texts_keep_both_ends() -> None:
+    assert shorten("abcdefghij", 4) == "ab...ij" and shorten("abc", 4) == "abc"

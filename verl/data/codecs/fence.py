@@ -1,0 +1,110 @@
+"""Python in Markdown fences, run as it is written, with the output in a fence of its own.
+
+ToRL (arXiv 2503.23383) lets the policy begin the output's fence and pauses there. ZeroTIR (Agent RL Scaling Law,
+arXiv 2505.07773) pauses twice: where the code's fence opens, and where it closes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl.data.codecs.base import Calls, Final, GoOn, Parsed
+from verl.data.codecs.inline import InlineCodec
+from verl.data.codecs.text import find_spoken, speech_start
+from verl.types import ToolCall
+
+OPENING, CLOSING, OUTPUT = "```python", "```", "```output"
+_CLOSING_LINE = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_CLOSING_ANYWHERE = re.compile(re.escape(CLOSING))
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A block of code outside thoughts; `end` is behind its closing fence, None where there is none yet."""
+
+    text: str
+    end: int | None
+
+
+def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
+    found: list[_Code] = []
+    position = speech_start(written)
+    while (start := find_spoken(written, OPENING, position)) >= 0:
+        start += len(OPENING)
+        fence = closing.search(written, start)
+        if fence is None:
+            return [*found, _Code(written[start:], None)]
+        position = fence.end()
+        text = written[start : fence.start()].rpartition(f"\n{OPENING}\n")[2]  # what was left open is begun anew
+        found.append(_Code(text.strip("\n"), position))
+    return found
+
+
+@dataclass(frozen=True)
+class FenceCodec(InlineCodec):
+    """ToRL: at ```` ```output ```` the last complete block since the last output is run."""
+
+    prompt_template: str | None = "torl"
+    raw: bool = True
+    limit: int = 256
+    last_line_of_errors: bool = True
+    empty: str = "(no output)"
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """The opening of the output, which the policy writes itself."""
+        return (OUTPUT,)
+
+    def parse(self, written: str) -> Parsed:
+        """A fence closes on a line of its own; without any complete block the policy goes on."""
+        if not written.rstrip().endswith(OUTPUT):
+            return Final()
+        complete = [block for block in _blocks(written, _CLOSING_LINE) if block.end is not None and block.text.strip()]
+        return Calls((self.call(complete[-1].text),)) if complete else GoOn()
+
+    def wrap(self, output: str, written: str) -> str:
+        """The rest of the fence that the policy opened."""
+        return f"{'' if written.endswith(chr(10)) else chr(10)}{output}\n{CLOSING}\n"
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Code in its fence, and the output's fence begun."""
+        return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}\n{OUTPUT}" for call in calls)
+
+
+@dataclass(frozen=True)
+class ZeroTirCodec(InlineCodec):
+    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is."""
+
+    prompt_template: str | None = "zerotir"
+    raw: bool = True
+    limit: int = 1024
+    too_long: str = "The output is too long to be shown. Print less of it."
+    empty: str = "(no output)"
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """The closing fence while one is open, else the opening one."""
+        blocks = _blocks(written, _CLOSING_ANYWHERE)
+        return (CLOSING,) if blocks and blocks[-1].end is None else (OPENING,)
+
+    def paused(self, written: str) -> bool:
+        """At either fence; at the closing one, `stop_strings` already tells of the next."""
+        return written.rstrip().endswith((OPENING, CLOSING))
+
+    def parse(self, written: str) -> Parsed:
+        """Code that ends with what was written is run; at an opening fence the policy goes on."""
+        ended = written.rstrip()
+        if ended.endswith(OPENING):
+            return GoOn()
+        blocks = _blocks(written, _CLOSING_ANYWHERE)
+        if not blocks or blocks[-1].end is None or blocks[-1].end < len(ended):
+            return Final()
+        return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else GoOn()
+
+    def wrap(self, output: str, written: str) -> str:
+        """A fence of its own."""
+        return f"{'' if written.endswith(chr(10)) else chr(10)}{OUTPUT}\n{output}\n{CLOSING}\n\n\n"
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Code in its fence."""
+        return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}" for call in calls)

@@ -1,0 +1,122 @@
+"""One tool in a pair of tags, its output in another: ReTool, Search-R1, OTC and ARTIST are presets of one codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
+from verl.data.codecs.inline import InlineCodec
+from verl.data.codecs.text import find_spoken, speech_start
+from verl.types import ToolCall
+
+ANSWER, ANSWER_END = "<answer>", "</answer>"
+_FENCE, _FENCE_END = "```python", "```"
+
+
+@dataclass(frozen=True)
+class TagsCodec(InlineCodec):
+    """The policy writes `<call>..</call>` and pauses at the closing tag; `<result>..</result>` is put behind it.
+
+    call_tag, result_tag: their names, without brackets
+    before, inside, after: the white space before the result's opening tag, next to its text, and behind its closing tag
+    fenced: the text of a call may stand in a Markdown fence of Python, which is taken off
+    must_act: a turn ends with `<answer>..</answer>`, where the policy is stopped too; without one it is malformed
+    """
+
+    call_tag: str = "code"
+    result_tag: str = "interpreter"
+    before: str = "\n"
+    inside: str = "\n"
+    after: str = "\n"
+    fenced: bool = False
+    must_act: bool = False
+
+    @property
+    def _opening(self) -> str:
+        return f"<{self.call_tag}>"
+
+    @property
+    def _closing(self) -> str:
+        return f"</{self.call_tag}>"
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """The closing tags."""
+        return (self._closing, ANSWER_END) if self.must_act else (self._closing,)
+
+    def parse(self, written: str) -> Parsed:
+        """The first call outside thoughts; a pause inside a thought is none."""
+        beginning = speech_start(written)
+        start = find_spoken(written, self._opening, beginning)
+        if start >= 0:
+            return self._read(written, start + len(self._opening))
+        if self.must_act:
+            answer = find_spoken(written, ANSWER, beginning)
+            if answer >= 0 and written.find(ANSWER_END, answer) >= 0:
+                return Final()
+        if self.paused(written):
+            if not any(find_spoken(written, tag, beginning) >= 0 for tag in self.stop_strings(written)):
+                return GoOn()
+            return Malformed(self._advice())
+        return Malformed(self._advice()) if self.must_act else Final()
+
+    def _read(self, written: str, start: int) -> Parsed:
+        end = written.find(self._closing, start)
+        if end < 0:
+            return Malformed(f"{self._opening} is never closed with {self._closing}.")
+        text = written[start:end].strip()
+        if self.fenced and text.startswith(_FENCE):
+            text = text.removeprefix(_FENCE).removesuffix(_FENCE_END).strip("\n")
+        if not text.strip():
+            return Malformed(f"There is nothing between {self._opening} and {self._closing}.")
+        return Calls((self.call(text),))
+
+    def _advice(self) -> str:
+        advice = f"That was no action. To use the tool, write {self._opening} .. {self._closing}"
+        return f"{advice}; to answer, write {ANSWER} .. {ANSWER_END}." if self.must_act else f"{advice}."
+
+    def wrap(self, output: str, written: str) -> str:
+        """The output in its tags."""
+        text = f"{self.inside}{output}{self.inside}"
+        return f"{self.before}<{self.result_tag}>{text}</{self.result_tag}>{self.after}"
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls in their tags; code in its fence where the recipe has one."""
+        around = (f"\n{_FENCE}\n", f"\n{_FENCE_END}\n") if self.fenced else (" ", " ")
+        return "\n".join(
+            f"{self._opening}{around[0]}{call.arguments[self.argument]}{around[1]}{self._closing}" for call in calls
+        )
+
+
+# arXiv 2504.11536; outputs as in its inference code: 400 characters, errors by their last line
+RETOOL = partial(
+    TagsCodec,
+    prompt_template="retool",
+    call_tag="code",
+    result_tag="interpreter",
+    limit=400,
+    last_line_of_errors=True,
+    empty="None",
+    after="\n\n",
+    fenced=True,
+)
+# arXiv 2503.09516
+SEARCH_R1 = partial(
+    TagsCodec,
+    prompt_template="search_r1",
+    tool="search",
+    argument="query",
+    call_tag="search",
+    result_tag="information",
+    before="\n\n",
+    inside="",
+    after="\n\n",
+    must_act=True,
+)
+# arXiv 2504.14870: Search-R1 with another tag and another prompt
+OTC_SEARCH = partial(SEARCH_R1, prompt_template="otc_search", result_tag="observation")
+# arXiv 2505.01441, mathematics
+ARTIST = partial(
+    TagsCodec, prompt_template="artist_math", call_tag="python", result_tag="output", fenced=True, empty="(no output)"
+)

@@ -1,0 +1,63 @@
+"""Tool-N1 (arXiv 2505.00024): a thought, then all calls as one JSON list in `<tool_call>`. Meant for single turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl.data.codecs.base import Calls, Final, Malformed, Parsed
+from verl.data.codecs.prompt import load_template, tool_lines
+from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.types import Message, ToolCall, ToolSpec
+from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
+
+
+@dataclass(frozen=True)
+class ToolN1Codec:
+    """A lone object counts as a list of one, and an empty list as no call, as in the paper's reward.
+
+    prompt_template: name or path of what is added to the system message, with `{tools}`
+    """
+
+    prompt_template: str = "tool_n1"
+
+    def __post_init__(self) -> None:
+        load_template(self.prompt_template, "{tools}")
+
+    @property
+    def template_tools(self) -> bool:
+        """The system message tells of them."""
+        return False
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """With the tools in the system message, where there are any."""
+        if not tools:
+            return tuple(messages)
+        system = [message.content for message in messages if message.role == "system"]
+        system.append(load_template(self.prompt_template, "{tools}").fill("", tool_lines(tools)))
+        return (Message("system", "\n\n".join(system)), *(each for each in messages if each.role != "system"))
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
+    def parse(self, written: str) -> Parsed:
+        """Every element of the list, or what is wrong with the first that cannot be read."""
+        try:
+            block = only_block(written)
+            if block is None:
+                return Final()
+            value = read_whole_json(block)
+            calls = tuple(to_call(each, "arguments") for each in (value if isinstance(value, list) else [value]))
+        except BadCallError as error:
+            return Malformed(str(error))
+        return Calls(calls) if calls else Final()
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The results as they are; the chat template puts them into turns."""
+        return tuple(results)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The block, without a thought."""
+        value = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        return f"{TOOL_CALL}\n{to_json(value)}\n{TOOL_CALL_END}"

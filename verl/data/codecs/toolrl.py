@@ -1,0 +1,92 @@
+"""ToolRL (arXiv 2504.13958): a thought, then calls as lines of one block, a response, or both.
+
+Its data tell of the tools and of what was said before in their own words, inside a system and a user message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from verl.data.codecs.base import Calls, Final, Malformed, Parsed
+from verl.data.codecs.prompt import load_template, numbered_tools
+from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.types import Message, ToolCall, ToolSpec
+from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
+from verl.utils.reward_score.prompt import listed_tools
+
+HISTORY_HEADING = "**Dialogue Records History**"
+
+
+@dataclass(frozen=True)
+class ToolRlCodec:
+    """Whatever it reads as calls, ToolRL's reward reads as the same calls.
+
+    prompt_template: name or path of the system message, with `{tools}`, for messages that do not list tools themselves
+    """
+
+    prompt_template: str = "toolrl"
+
+    def __post_init__(self) -> None:
+        load_template(self.prompt_template, "{tools}")
+
+    @property
+    def template_tools(self) -> bool:
+        """The system message tells of them."""
+        return False
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """ToolRL's own rows as they are; other dialogues in the form of its rows."""
+        if not tools or listed_tools(messages) is not None:
+            return tuple(messages)
+        system = [message.content for message in messages if message.role == "system"]
+        system.append(load_template(self.prompt_template, "{tools}").fill("", numbered_tools(tools)))
+        history = _history([message for message in messages if message.role != "system"])
+        return (Message("system", "\n\n".join(system)), Message("user", f"{HISTORY_HEADING}\n{history}"))
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
+    def parse(self, written: str) -> Parsed:
+        """Every line of the block, or what is wrong with the first that cannot be read."""
+        try:
+            block = only_block(written)
+            if block is None:
+                return Final()
+            return Calls(tuple(to_call(read_whole_json(line), "parameters") for line in block.split("\n")))
+        except BadCallError as error:
+            return Malformed(str(error))
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """A user's turn, in the form in which the data tell of results."""
+        return (Message("user", _history(results)),)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The block, without a thought."""
+        lines = [to_json({"name": call.name, "parameters": call.arguments}) for call in calls]
+        return "\n".join([TOOL_CALL, *lines, TOOL_CALL_END])
+
+
+def _history(messages: Sequence[Message]) -> str:
+    """Turns with an empty line between them; results follow the call they are of on the next line."""
+    text = ""
+    for role, group in groupby(messages, key=lambda message: message.role):
+        said = list(group)
+        if role == "tool":
+            text += f"\n<obs> {json.dumps([_result(each) for each in said])} </obs>"
+        else:
+            turns = [f"<user> {each.content} </user>" if role == "user" else each.content for each in said]
+            text += "".join(f"\n\n{turn}" for turn in turns)
+    return text.lstrip("\n")
+
+
+def _result(message: Message) -> dict[str, Any]:
+    try:
+        results = read_whole_json(message.content)
+    except BadCallError:
+        results = message.content
+    return {"name": message.tool or "", "results": results}

@@ -1,0 +1,106 @@
+"""Calls as tags: `<function=NAME><parameter=ARG>value</parameter></function>`, as in Qwen3-Coder and OpenHands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.data.codecs.base import Calls, Final, Malformed, Parsed
+from verl.data.codecs.prompt import Prompted
+from verl.data.codecs.text import BadCallError, find_spoken, read_whole_json, skip_space, speech_start, to_json
+from verl.types import Message, ToolCall
+from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_TAGS = (FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, THINK, THINK_END)
+_NAME = re.compile(r"([^<>\n]+)>")
+
+
+@dataclass(frozen=True)
+class XmlCodec(Prompted):
+    """`<tool_call>` around a function is allowed and not asked for.
+
+    Nothing here knows the tool's schema: a value that is JSON as a whole is what that JSON says (5, true, [1, 2],
+    "5"), any other text is a string, without the one newline at each of its ends. So a string like 5 is written "5".
+    in_thought: the chat template opens `<think>` itself, so that a reply without `</think>` is all thinking
+    """
+
+    in_thought: bool = False
+
+    @property
+    def template_tools(self) -> bool:
+        """Unless a prompt template tells of them."""
+        return self.prompt is None
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
+    def parse(self, written: str) -> Parsed:
+        """All functions outside thoughts, or what is wrong with the first that cannot be read."""
+        calls: list[ToolCall] = []
+        beginning = position = speech_start(written, self.in_thought)
+        try:
+            while (start := find_spoken(written, FUNCTION, position)) >= 0:
+                call, position = _read(written, start + len(FUNCTION))
+                calls.append(call)
+        except BadCallError as error:
+            return Malformed(str(error))
+        if not calls and find_spoken(written, TOOL_CALL, beginning) >= 0:
+            return Malformed(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
+        return Calls(tuple(calls)) if calls else Final()
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The results as they are; the template puts them into turns."""
+        return tuple(results)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """As Qwen3-Coder's template writes them."""
+        return "\n".join(_render(call) for call in calls)
+
+
+def _read(written: str, position: int) -> tuple[ToolCall, int]:
+    """(the call whose name begins here, where its closing tag ends)"""
+    name, position = _name(written, position, FUNCTION)
+    arguments: dict[str, Any] = {}
+    while True:
+        position = skip_space(written, position)
+        if written.startswith(FUNCTION_END, position):
+            return ToolCall(name, arguments), position + len(FUNCTION_END)
+        if position == len(written):
+            raise BadCallError(f"{FUNCTION}{name[:80]}> is never closed with {FUNCTION_END}.")
+        if not written.startswith(PARAMETER, position):
+            raise BadCallError(f"Between parameters of {name[:80]!r} must come {PARAMETER}NAME> or {FUNCTION_END}.")
+        key, start = _name(written, position + len(PARAMETER), PARAMETER)
+        end = written.find(PARAMETER_END, start)
+        if end < 0 or written.find(PARAMETER, start, end) >= 0:
+            raise BadCallError(f"{PARAMETER}{key[:80]}> is never closed with {PARAMETER_END}.")
+        if key in arguments:
+            raise BadCallError(f"The parameter {key[:80]!r} is given twice.")
+        arguments[key] = _value(written[start:end].removeprefix("\n").removesuffix("\n"))
+        position = end + len(PARAMETER_END)
+
+
+def _name(written: str, position: int, tag: str) -> tuple[str, int]:
+    found = _NAME.match(written, position)
+    if found is None or not found[1].strip():
+        raise BadCallError(f"{tag} must be followed by a name and a >.")
+    return found[1].strip(), found.end()
+
+
+def _value(text: str) -> Any:
+    try:
+        return read_whole_json(text)
+    except BadCallError:
+        return text
+
+
+def _render(call: ToolCall) -> str:
+    lines = [TOOL_CALL, f"{FUNCTION}{call.name}>"]
+    for key, value in call.arguments.items():
+        plain = isinstance(value, str) and _value(value) is value and not any(tag in value for tag in _TAGS)
+        lines += [f"{PARAMETER}{key}>", value if plain else to_json(value, _TAGS), PARAMETER_END]
+    return "\n".join([*lines, FUNCTION_END, TOOL_CALL_END])
