@@ -97,7 +97,7 @@ def answer_calls(
             text, status = as_text(run(call)), ToolStatus.SUCCESS
         except ToolError as error:
             text, status = f"Error: {error}", ToolStatus.USER_ERROR
-        messages.append(Message("tool", text, tool=call.name))
+        messages.append(Message("tool", utf8(text), tool=call.name))
         uses.append(ToolUse(call.name, status, perf_counter() - start))
     return tuple(messages), tuple(uses)
 
@@ -105,3 +105,8 @@ def answer_calls(
 def as_text(result: Any) -> str:
     """A function's result as the policy gets to see it: a text as it is, everything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def utf8(text: str) -> str:
+    """The text without lone surrogates: JSON can spell them, but neither UTF-8 nor a tokenizer can take them."""
+    return text.encode("utf-8", "replace").decode()
