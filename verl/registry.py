@@ -6,9 +6,11 @@ their own things without registering them: `package.module:attribute` or `path/t
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +43,17 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
         public = [key for key in vars(module) if not key.startswith("_")]
         raise ConfigError(f"{kind} {name!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
     return getattr(module, attribute)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """`key=value` of a command line, for argparse; the value as JSON where it can be read as that, else as a text."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    try:
+        return key, json.loads(value)  # numbers, true, false, null, lists
+    except ValueError:
+        return key, value
 
 
 def _import(kind: str, module_name: str) -> ModuleType:

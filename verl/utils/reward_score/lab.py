@@ -10,7 +10,6 @@ that cannot be read offend too. Prints a table per mutation and the offending ro
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -18,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +25,7 @@ from rich.table import Table
 
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, VerlError
+from verl.registry import option
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import LabReward, build_reward
 
@@ -115,23 +114,13 @@ def _table(report: LabReport) -> Table:
     return table
 
 
-def _option(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
-    try:
-        return key, json.loads(value)  # numbers, true, false, null
-    except ValueError:
-        return key, value
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m verl.utils.reward_score.lab", description="Prove a reward on data."
     )
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="rlla", help="a known reward, or module:attribute, or file.py:attribute")
-    parser.add_argument("--option", type=_option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limit", type=_count, help="try the first N readable rows only")
     parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
     parser.add_argument("--show", type=_count, default=20, help="how many offending and unreadable rows to list")

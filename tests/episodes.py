@@ -1,0 +1,38 @@
+"""Playing environments by hand, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from verl.envs.base import Env, EnvFactory, StepResult
+from verl.types import Message, Task, ToolCall
+
+
+def call(name: str, **arguments: Any) -> Message:
+    """A message of the policy that calls one tool."""
+    return calls(ToolCall(name, arguments))
+
+
+def calls(*made: ToolCall) -> Message:
+    """A message of the policy that calls tools."""
+    return Message("assistant", "", made)
+
+
+def say(text: str = "Done.") -> Message:
+    """A message of the policy without calls."""
+    return Message("assistant", text)
+
+
+async def play(env: Env, messages: Sequence[Message]) -> list[StepResult]:
+    """One episode from its opening to its close."""
+    await env.reset()
+    results = [await env.step(message) for message in messages]
+    await env.close()
+    return results
+
+
+def run(factory: EnvFactory, task: Task, *messages: Message) -> list[StepResult]:
+    """One episode of a factory's environment."""
+    return asyncio.run(play(factory(task), messages))

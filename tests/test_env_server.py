@@ -1,0 +1,313 @@
+"""Environments over HTTP: nothing is lost on the wire, requests travel together, and a dead server is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import ROOT
+from tests.episodes import call, calls, play, say
+from verl.envs.base import Observation, StepResult
+from verl.envs.registry import build_env_factory, build_tasks
+from verl.envs.remote import Batcher, RemoteFactory
+from verl.envs.server import build_app
+from verl.envs.wire import Answer, CreateRequest, Step
+from verl.errors import ConfigError, ServiceDownError
+from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.text(), JSON, max_size=3)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+CALLS = st.builds(ToolCall, st.text(), OBJECTS)
+MESSAGES = st.builds(Message, st.text(), st.text(), st.lists(CALLS, max_size=2).map(tuple), st.none() | st.text())
+SPECS = st.builds(ToolSpec, st.text(), st.text(), OBJECTS)
+TASKS = st.builds(
+    Task,
+    id=st.text(),
+    prompt=st.lists(MESSAGES, max_size=2).map(tuple),
+    answer=st.text(),
+    data_source=st.text(),
+    env=st.text(),
+    reward=st.none() | st.text(),
+    extra=OBJECTS,
+)
+RESULTS = st.builds(
+    StepResult,
+    st.lists(MESSAGES, max_size=2).map(tuple),
+    st.booleans(),
+    st.lists(st.builds(ToolUse, st.text(), st.sampled_from(ToolStatus), FLOATS), max_size=2).map(tuple),
+    st.lists(SPECS, max_size=1).map(tuple),
+    st.none() | st.builds(Score, FLOATS, st.dictionaries(st.text(), FLOATS, max_size=2)),
+)
+OBSERVATIONS = st.builds(Observation, st.lists(MESSAGES, max_size=2).map(tuple), st.lists(SPECS, max_size=2).map(tuple))
+
+
+@given(TASKS, MESSAGES, RESULTS, OBSERVATIONS)
+def test_the_wire_loses_nothing(task: Task, message: Message, result: StepResult, observation: Observation) -> None:
+    request = CreateRequest(task=task, count=3)
+    assert CreateRequest.model_validate_json(request.model_dump_json()).task == task
+    assert Step.model_validate_json(Step(episode="e", message=message).model_dump_json()).message == message
+    assert Answer.model_validate_json(Answer(result=result).model_dump_json()).result == result
+    assert Answer.model_validate_json(Answer(observation=observation).model_dump_json()).observation == observation
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server in a process of its own, up and answering."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "verl.envs.server", "--port", port, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                if httpx.get(f"{url}/health", trust_env=False).is_success:
+                    break
+            except httpx.TransportError:
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def shop_url() -> Iterator[str]:
+    with server("--env", "shop") as (url, _):
+        yield url
+
+
+def buy(task: Task) -> list[Message]:
+    made = [ToolCall("set_quantity", {"product_id": id, "quantity": n}) for id, n in json.loads(task.answer).items()]
+    return [calls(*made), call("checkout"), say()]
+
+
+def without_times(results: Sequence[StepResult]) -> list[Any]:
+    return [(r.messages, r.done, [(u.name, u.status) for u in r.tool_uses], r.tools, r.score) for r in results]
+
+
+def test_a_remote_environment_is_like_a_local_one(shop_url: str) -> None:
+    tasks = build_tasks("shop", {"count": 6})
+
+    async def both() -> None:
+        remote, local = build_env_factory("remote", {"urls": shop_url}), build_env_factory("shop")
+        assert await remote(tasks[0]).reset() == await local(tasks[0]).reset()
+        episodes = [(task, messages) for task in tasks for messages in (buy(task), [say()], [call("steal"), say()])]
+        theirs = await asyncio.gather(*(play(remote(task), messages) for task, messages in episodes))
+        ours = [await play(local(task), messages) for task, messages in episodes]
+        assert list(map(without_times, theirs)) == list(map(without_times, ours))
+        assert [results[-1].score.total for results in theirs if results[-1].score] == [1.0, 0.0, 0.0] * len(tasks)
+        await remote.close()
+
+    asyncio.run(both())
+
+
+def test_odd_arguments_arrive_as_far_as_they_can_be_written(shop_url: str) -> None:
+    (task,) = build_tasks("shop", {"count": 1})
+    odd = [call("get_product", product_id="a\ud83d"), call("set_quantity", product_id="p", quantity=float("inf"))]
+
+    async def both() -> None:
+        remote, local = RemoteFactory(shop_url), build_env_factory("shop")
+        theirs, ours = await play(remote(task), odd), await play(local(task), odd)
+        assert "there is no product 'a" in theirs[0].messages[0].content
+        assert theirs[1].messages == ours[1].messages and "inf is not of type 'integer'" in ours[1].messages[0].content
+        assert all(message.content.encode() for result in ours for message in result.messages)
+        await remote.close()
+
+    asyncio.run(both())
+
+
+def test_two_hundred_episodes_at_once_leave_nothing_open(shop_url: str) -> None:
+    async def many() -> None:
+        remote = RemoteFactory(shop_url)
+        before = httpx.get(f"{shop_url}/health", trust_env=False).json()["episodes"]
+        tasks = build_tasks("shop", {"count": 25})
+        played = await asyncio.gather(*(play(remote(task), buy(task)) for task in tasks for _ in range(8)))
+        assert [results[-1].score.total for results in played if results[-1].score] == [1.0] * 200
+        assert httpx.get(f"{shop_url}/health", trust_env=False).json() == {"env": "shop", "episodes": before}
+        await remote.close()
+
+    asyncio.run(many())
+
+
+def test_a_group_is_one_request_of_each_kind() -> None:
+    asked: list[tuple[str, int]] = []
+    app = build_app("shop", build_env_factory("shop"), idle_s=60.0)
+    served = httpx.ASGITransport(app)
+
+    async def group() -> None:
+        remote = RemoteFactory("http://server")
+
+        async def count(request: httpx.Request) -> None:
+            body = json.loads(request.content)
+            number = body["count"] if "count" in body else len(body.get("episodes") or body.get("steps"))
+            asked.append((request.url.path, number))
+
+        remote._servers[0]._client = httpx.AsyncClient(
+            base_url="http://server", transport=served, event_hooks={"request": [count]}
+        )
+        (task,) = build_tasks("shop", {"count": 1})
+        await asyncio.gather(*(play(remote(task), [say()]) for _ in range(16)))
+        await remote.close()
+
+    asyncio.run(group())
+    assert asked == [("/create", 16), ("/reset", 16), ("/step", 16), ("/close", 16)]
+
+
+def test_what_is_asked_together_is_answered_in_order_and_faults_are_their_own() -> None:
+    sent: list[list[int]] = []
+
+    async def send(items: Sequence[int]) -> list[int | Exception]:
+        sent.append(list(items))
+        return [ValueError("odd") if item % 2 else item * 10 for item in items]
+
+    async def ask() -> list[Any]:
+        batcher = Batcher(send, 0.001)
+        first = await asyncio.gather(*map(batcher.ask, range(4)), return_exceptions=True)
+        return [*first, await batcher.ask(6)]
+
+    answers = asyncio.run(ask())
+    assert sent == [[0, 1, 2, 3], [6]]
+    assert [answers[0], answers[2], answers[4]] == [0, 20, 60]
+    assert isinstance(answers[1], ValueError) and isinstance(answers[3], ValueError)
+
+
+def test_one_episode_that_was_given_up_does_not_disturb_the_others() -> None:
+    async def send(items: Sequence[int]) -> list[int | Exception]:
+        await asyncio.sleep(0.01)
+        return list(items)
+
+    async def ask() -> int:
+        batcher = Batcher(send, 0.001)
+        lost, kept = asyncio.create_task(batcher.ask(1)), asyncio.create_task(batcher.ask(2))
+        await asyncio.sleep(0.005)
+        lost.cancel()
+        return await kept
+
+    assert asyncio.run(ask()) == 2
+
+
+def test_a_server_that_dies_is_a_service_that_is_down() -> None:
+    (task,) = build_tasks("shop", {"count": 1})
+    with server("--env", "shop") as (url, process):
+
+        async def lose() -> None:
+            remote = RemoteFactory(url)
+            env = remote(task)
+            await env.reset()
+            process.kill()
+            process.wait()
+            with pytest.raises(ServiceDownError, match=url):
+                await env.step(say())
+            with pytest.raises(ServiceDownError, match=url):
+                await env.close()
+            with pytest.raises(ServiceDownError, match="environment servers"):
+                await remote(task).reset()
+            await remote.close()
+
+        asyncio.run(lose())
+
+
+def test_episodes_go_to_a_server_that_is_up(shop_url: str) -> None:
+    async def use() -> None:
+        remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
+        played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
+        assert all(results[-1].score is not None and results[-1].score.total == 1.0 for results in played)
+        await remote.close()
+
+    asyncio.run(use())
+
+
+def test_idle_episodes_are_forgotten_and_asking_them_is_a_fault() -> None:
+    (task,) = build_tasks("shop", {"count": 1})
+    with server("--env", "shop", "--idle-s", "0.4") as (url, _):
+
+        async def wait() -> None:
+            remote = RemoteFactory(url)
+            env = remote(task)
+            await env.reset()
+            for _ in range(100):
+                if httpx.get(f"{url}/health", trust_env=False).json()["episodes"] == 0:
+                    break
+                await asyncio.sleep(0.1)
+            with pytest.raises(ServiceDownError, match="idle for more than"):
+                await env.step(say())
+            await env.close()
+            await remote.close()
+
+        asyncio.run(wait())
+
+
+BROKEN = """
+from verl.errors import ServiceDownError
+from verl.envs.shop import ShopEnv
+
+
+class Broken(ShopEnv):
+    async def step(self, message):
+        if message.content == "bug":
+            raise KeyError("bug")
+        if message.content == "down":
+            raise ServiceDownError("index", "not there")
+        return await super().step(message)
+"""
+
+
+def test_an_environment_that_breaks_is_a_fault_of_its_own_episode(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (task,) = build_tasks("shop", {"count": 1})
+    with server("--env", f"{tmp_path}/broken.py:Broken") as (url, _):
+
+        async def ask() -> list[Any]:
+            remote = RemoteFactory(url)
+            episodes = [remote(task) for _ in range(3)]
+            await asyncio.gather(*(env.reset() for env in episodes))
+            told = zip(episodes, ("bug", "down", "Done."), strict=True)
+            results = await asyncio.gather(*(env.step(say(text)) for env, text in told), return_exceptions=True)
+            with pytest.raises(ServiceDownError, match="KeyError: 'products'"):
+                await remote(Task("t", (), "", "shop")).reset()
+            await remote.close()
+            return results
+
+        bug, down, fine = asyncio.run(ask())
+    assert isinstance(bug, ServiceDownError) and "KeyError: 'bug'" in str(bug)
+    assert isinstance(down, ServiceDownError) and str(down) == f"index at {url}: not there"
+    assert isinstance(fine, StepResult) and fine.done
+
+
+def test_requests_that_are_not_in_the_protocol_are_refused() -> None:
+    with TestClient(build_app("shop", build_env_factory("shop"), idle_s=60.0)) as client:
+        assert client.get("/health").json() == {"env": "shop", "episodes": 0}
+        assert client.post("/create", json={"task": {"id": 3}, "count": 1}).status_code == 422
+        assert client.post("/create", json={"count": 0}).status_code == 422
+        assert client.post("/reset", json={"episodes": ["none"]}).json()["answers"][0]["fault"]["service"]
+        assert client.post("/close", json={"episodes": ["none"]}).json() == {}
+
+
+def test_wrong_settings_are_told() -> None:
+    with pytest.raises(ConfigError, match="names no server"):
+        build_env_factory("remote", {"urls": []})
+    command = [sys.executable, "-m", "verl.envs.server", "--env", "shopp"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and "did you mean 'shop'" in found.stderr

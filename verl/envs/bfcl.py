@@ -1,0 +1,230 @@
+"""BFCL's multi-turn simulators as an environment: eight stateful APIs (files, trading, travel ..), a scripted user.
+
+The user's turns are in the data: after a message without calls the next one follows, after the last the score. As in
+BFCL's checker, a turn is right if the policy called something, the public state of every API equals that of a second
+set on which the gold calls were made, and what the gold calls answered is among what the policy has been answered so
+far. Turns whose gold is empty are not judged.
+
+BFCL's own executor is not used: it evaluates texts and keeps every instance in a module's globals. Here a call is a
+name from the documented functions and arguments that fit its schema.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.bfcl_tasks import data_folder
+from verl.envs.functions import Toolbox, answer_calls
+from verl.envs.tools.base import ToolError
+from verl.errors import ConfigError
+from verl.types import Message, Score, Task, ToolCall, ToolSpec
+
+_SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
+_MODULES = {  # class -> module, which is the name of its documentation, too
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "VehicleControlAPI": "vehicle_control",
+}
+_STATELESS = ("MathAPI",)
+_BOUNDS = {  # what would keep a processor busy for hours
+    ("logarithm", "precision"): (1, 1000),
+    ("square_root", "precision"): (1, 1000),
+    ("round_number", "decimal_places"): (-300, 300),
+    ("power", "base"): (-1e9, 1e9),
+    ("power", "exponent"): (-1000, 1000),
+}
+_JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
+
+
+class Api:
+    """The APIs of one scenario with their state, and the answers that they have given."""
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self.objects = {name: _load(name, extra) for name in extra["classes"]}
+        self._owners = {name: self.objects[cls] for cls in extra["classes"] for name in _documented(cls)}
+        self.answers: list[str] = []  # as BFCL compares them
+
+    def call(self, call: ToolCall) -> str:
+        """Call one function. What it raises is its answer: the simulators raise anything for odd arguments."""
+        try:
+            result = getattr(self._owners[call.name], call.name)(**copy.deepcopy(dict(call.arguments)))
+        except Exception as error:  # noqa: BLE001  the simulators are not ours, and raise anything for odd arguments
+            result = f"Error during execution: {error}"
+        self.answers.append(_text(result))
+        return self.answers[-1]
+
+    def bound(self, call: ToolCall) -> str:
+        """The call with the defaults of its function, as a text that tells equal calls."""
+        found = inspect.signature(getattr(self._owners[call.name], call.name)).bind(**call.arguments)
+        found.apply_defaults()
+        return json.dumps([call.name, found.arguments], sort_keys=True)
+
+    def gold_call(self, gold: Mapping[str, Any]) -> ToolCall:
+        """A gold call whose positional arguments have got their names."""
+        signature = inspect.signature(getattr(self._owners[gold["name"]], gold["name"]))
+        return ToolCall(gold["name"], dict(zip(signature.parameters, gold["positional"], strict=False)) | gold["named"])
+
+    def state(self) -> dict[tuple[str, str], Any]:
+        """The public variables of all objects."""
+        return {
+            (name, key): value
+            for name, found in self.objects.items()
+            for key, value in vars(found).items()
+            if not key.startswith("_")
+        }
+
+
+class BfclEnv:
+    """One scenario. Score.parts: success (1/0), turns, state, functions (shares), artist (their mean)."""
+
+    def __init__(self, task: Task, total: str) -> None:
+        self._task, self._total = task, total
+        self._policy, self._gold = Api(task.extra), Api(task.extra)
+        self._gold_turns = [[self._gold.gold_call(call) for call in turn] for turn in json.loads(task.answer)]
+        self._turns_right: list[bool] = []
+        self._calls: list[list[ToolCall]] = [[]]  # [turn][call] those with fitting arguments
+        self._withheld = {name: int(turn) for turn, names in task.extra["withheld"].items() for name in names}
+
+    async def reset(self) -> Observation:
+        """The user's first turn and the functions that are there."""
+        return Observation(self._task.prompt, self._tools_of_turn(0))
+
+    async def step(self, message: Message) -> StepResult:
+        """Answers calls; a message without any ends the user's turn."""
+        if message.tool_calls:
+            messages, uses = answer_calls(message.tool_calls, self._call)
+            return StepResult(messages, tool_uses=uses)
+        self._turns_right.append(self._turn_is_right())
+        turn = len(self._turns_right)
+        if turn == len(self._gold_turns):
+            return StepResult(done=True, score=self._score())
+        self._calls.append([])
+        added = tuple(spec for spec in self._tools_of_turn(turn) if self._withheld.get(spec.name) == turn)
+        said = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
+        return StepResult(said or (Message("user", _functions_were_added()),), tools=added)
+
+    async def close(self) -> None:
+        """Holds nothing but its objects."""
+
+    def _tools_of_turn(self, turn: int) -> tuple[ToolSpec, ...]:
+        specs = [spec for name in self._task.extra["classes"] for spec in _documented(name).values()]
+        excluded = self._task.extra["excluded"]
+        return tuple(s for s in specs if s.name not in excluded and self._withheld.get(s.name, 0) <= turn)
+
+    def _call(self, call: ToolCall) -> str:
+        offered = {spec.name for spec in self._tools_of_turn(len(self._turns_right))}
+        if call.name not in offered:
+            raise ToolError(f"there is no function {call.name!r}; there are {', '.join(sorted(offered))}")
+        _toolbox().check(call)
+        self._calls[-1].append(call)
+        return self._policy.call(call)
+
+    def _turn_is_right(self) -> bool:
+        """Plays the gold of the turn that has just ended, and compares."""
+        gold = self._gold_turns[len(self._turns_right)]
+        answers = [self._gold.call(call) for call in gold]
+        if not gold:
+            return True
+        all_answered = not Counter(answers) - Counter(self._policy.answers)
+        return bool(self._calls[-1]) and self._policy.state() == self._gold.state() and all_answered
+
+    def _score(self) -> Score:
+        """ARTIST (arXiv 2505.01441) pays 0.5 * share of matching state variables + 0.5 * share of matching calls."""
+        ours, theirs = self._policy.state(), self._gold.state()
+        equal = [key in ours and ours[key] == value for key, value in theirs.items()]
+        made = Counter(self._policy.bound(call) for turn in self._calls for call in turn)
+        wanted = Counter(self._gold.bound(call) for turn in self._gold_turns for call in turn)
+        parts = {
+            "success": float(all(self._turns_right)),
+            "turns": sum(self._turns_right) / len(self._turns_right),
+            "state": sum(equal) / len(equal) if equal else 1.0,
+            "functions": (made & wanted).total() / wanted.total(),
+        }
+        parts["artist"] = 0.5 * parts["state"] + 0.5 * parts["functions"]
+        return Score(parts[self._total], parts)
+
+
+class BfclFactory:
+    """Makes scenarios. `score` names the part that is the total: success, or artist for a graded one."""
+
+    def __init__(self, score: Literal["success", "artist"] = "success") -> None:
+        data_folder()
+        if score not in ("success", "artist"):
+            raise ConfigError(f"environment 'bfcl': score must be success or artist, not {score!r}")
+        self._score = score
+
+    def __call__(self, task: Task) -> BfclEnv:
+        return BfclEnv(task, self._score)
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+
+def _load(name: str, extra: Mapping[str, Any]) -> Any:
+    found = getattr(importlib.import_module(f"{_SOURCES}.{_MODULES[name]}"), name)()
+    if name not in _STATELESS:
+        config = copy.deepcopy(extra["initial_config"].get(name, {}))
+        found._load_scenario(config, long_context=extra["long_context"])
+    return found
+
+
+@cache
+def _documented(name: str) -> dict[str, ToolSpec]:
+    """The functions of an API that its documentation tells of, and no others."""
+    lines = (data_folder() / "multi_turn_func_doc" / f"{_MODULES[name]}.json").read_text(encoding="utf-8").splitlines()
+    return {spec.name: spec for spec in map(_spec, map(json.loads, lines))}
+
+
+@cache
+def _toolbox() -> Toolbox:
+    return Toolbox(spec for name in _MODULES for spec in _documented(name).values())
+
+
+def _spec(row: Mapping[str, Any]) -> ToolSpec:
+    schema = _json_schema(row["parameters"])
+    for name, parameter in schema["properties"].items():
+        if bounds := _BOUNDS.get((row["name"], name)):
+            parameter["minimum"], parameter["maximum"] = bounds
+    return ToolSpec(row["name"], row["description"], schema)
+
+
+def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """BFCL's type names as those of JSON Schema; an object with properties has no others."""
+    found = {key: value for key, value in schema.items() if (key, value) != ("type", "any")}
+    if "type" in found:
+        found["type"] = _JSON_TYPES.get(found["type"], found["type"])
+    if "items" in found:
+        found["items"] = _json_schema(found["items"])
+    if "properties" in found:
+        found["properties"] = {name: _json_schema(value) for name, value in found["properties"].items()}
+        found["additionalProperties"] = False
+    return found
+
+
+def _text(result: Any) -> str:
+    """As BFCL writes it: JSON for a dict, where that is possible."""
+    if not isinstance(result, dict):
+        return str(result)
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _functions_were_added() -> str:
+    """What BFCL's user says when functions appear that were withheld."""
+    prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
+    return str(prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)

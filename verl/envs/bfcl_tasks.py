@@ -1,0 +1,83 @@
+"""BFCL's multi-turn rows as tasks. The data are those of the optional package `bfcl-eval`; nothing is downloaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.errors import ConfigError
+from verl.types import Message, Task
+
+Category = Literal["base", "miss_func", "miss_param", "long_context"]
+CATEGORIES: tuple[Category, ...] = ("base", "miss_func", "miss_param", "long_context")
+TRAIN_SCENARIOS = 150  # of 200; a scenario's four variants are on the same side
+
+FAULTY: Mapping[str, str] = {
+    "multi_turn_miss_func_49": "the gold calls `tail` while it is withheld",
+    **{f"multi_turn_{name}_173": "the gold closes a ticket by a text, where ids are numbers" for name in CATEGORIES},
+}
+
+
+def bfcl_tasks(
+    category: Category = "base",
+    split: Literal["train", "test", "all"] = "train",
+    limit: int | None = None,
+    keep_faulty: bool = False,
+) -> list[Task]:
+    """Scenarios 0 to 149 (train) or 150 to 199 (test) of one category, without those whose gold cannot be played.
+
+    Task.prompt is the user's first turn. Task.answer is JSON, for each turn a list of calls as (positional arguments,
+    named arguments). Raises ConfigError where the package is missing or the category unknown.
+    """
+    if category not in CATEGORIES or split not in ("train", "test", "all"):
+        raise ConfigError(f"no BFCL category {category!r} with split {split!r}; categories: {', '.join(CATEGORIES)}")
+    name = f"BFCL_v4_multi_turn_{category}.json"
+    rows, golds = _json_lines(data_folder() / name), _json_lines(data_folder() / "possible_answer" / name)
+    wanted = {"train": range(TRAIN_SCENARIOS), "test": range(TRAIN_SCENARIOS, 200), "all": range(200)}[split]
+    found = [
+        _task(row, gold["ground_truth"], category)
+        for row, gold in zip(rows, golds, strict=True)
+        if int(row["id"].rpartition("_")[2]) in wanted and (keep_faulty or row["id"] not in FAULTY)
+    ]
+    return found[:limit]
+
+
+def data_folder() -> Path:
+    """Where the package keeps its data. Raises ConfigError where it is not installed."""
+    spec = find_spec("bfcl_eval")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the environment 'bfcl' needs the package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23 mpmath"
+        )
+    return Path(spec.origin).parent / "data"
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _task(row: Mapping[str, Any], gold: list[list[str]], category: Category) -> Task:
+    first, *later = row["question"]
+    extra = {
+        "classes": row["involved_classes"],
+        "initial_config": row["initial_config"],
+        "long_context": category == "long_context",
+        "turns": later,
+        "excluded": row.get("excluded_function", []),
+        "withheld": row.get("missed_function", {}),
+    }
+    prompt = tuple(Message(message["role"], message["content"]) for message in first)
+    answer = json.dumps([[_call(text) for text in turn] for turn in gold])
+    return Task(row["id"], prompt, answer, data_source=f"bfcl_multi_turn_{category}", env="bfcl", extra=extra)
+
+
+def _call(text: str) -> dict[str, Any]:
+    """`f(1, a='x')` as {"name": "f", "positional": [1], "named": {"a": "x"}}, read as literals and never run."""
+    node = ast.parse(text.strip(), mode="eval").body
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return {"name": node.func.id, "positional": [ast.literal_eval(value) for value in node.args], "named": named}

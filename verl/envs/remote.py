@@ -1,0 +1,197 @@
+"""Environments that run in servers (server.py), used like any others.
+
+Requests of concurrent episodes travel together: what is asked within a few milliseconds is one HTTP request for each
+server. The episodes of one task are made by one request, on one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.wire import (
+    Answer,
+    AnswerList,
+    Closed,
+    CreateReply,
+    CreateRequest,
+    EpisodeList,
+    Step,
+    StepList,
+    sendable,
+)
+from verl.errors import ConfigError, ServiceDownError
+from verl.types import Message, Task
+
+Ask = TypeVar("Ask")
+Got = TypeVar("Got")
+Reply = TypeVar("Reply", bound=BaseModel)
+
+
+class Batcher(Generic[Ask, Got]):
+    """Collects what is asked within `window_s` seconds and sends it as one.
+
+    `send` returns an answer for each item, or an exception that is raised where that one was asked; what it raises is
+    raised everywhere.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Ask]], Awaitable[Sequence[Got | Exception]]], window_s: float) -> None:
+        self._send, self._window_s = send, window_s
+        self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
+        self._flushes: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
+
+    async def ask(self, item: Ask) -> Got:
+        """The answer to one item."""
+        future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if len(self._waiting) == 1:
+            flush = asyncio.create_task(self._flush())
+            self._flushes.add(flush)
+            flush.add_done_callback(self._flushes.discard)
+        return await future
+
+    async def _flush(self) -> None:
+        await asyncio.sleep(self._window_s)
+        batch, self._waiting = self._waiting, []
+        answers: Sequence[Got | Exception]
+        try:
+            answers = await self._send([item for item, _ in batch])
+        except Exception as error:  # noqa: BLE001  told to everybody who waits, and raised there
+            answers = [error] * len(batch)
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if future.done():  # a cancelled episode waits no more
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+class Server:
+    """One server. Raises ServiceDownError where it does not answer, or not in the protocol."""
+
+    def __init__(self, url: str, timeout_s: float, window_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url, timeout=timeout_s, limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+        self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
+        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
+        self.close: Batcher[str, None] = Batcher(self._close, window_s)
+
+    async def create(self, task: Task, count: int) -> list[str]:
+        """Fresh episodes of one task."""
+        return (await self._post("/create", CreateRequest(task=task, count=count), CreateReply)).episodes
+
+    async def disconnect(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _reset(self, episodes: Sequence[str]) -> list[Answer]:
+        return (await self._post("/reset", EpisodeList(episodes=list(episodes)), AnswerList)).answers
+
+    async def _step(self, steps: Sequence[Step]) -> list[Answer]:
+        return (await self._post("/step", StepList(steps=list(steps)), AnswerList)).answers
+
+    async def _close(self, episodes: Sequence[str]) -> list[None]:
+        await self._post("/close", EpisodeList(episodes=list(episodes)), Closed)
+        return [None] * len(episodes)
+
+    async def _post(self, path: str, request: BaseModel, reply: type[Reply]) -> Reply:
+        try:
+            answer = await self._client.post(
+                path, content=request.model_dump_json(), headers={"content-type": "application/json"}
+            )
+            if answer.is_error:
+                raise ServiceDownError(f"environment server {self.url}", f"{answer.status_code} {answer.text[:500]}")
+            return reply.model_validate_json(answer.content)
+        except (httpx.HTTPError, ValidationError) as error:
+            raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
+
+
+Place = tuple[Server, str]  # where an episode is, and its name there
+
+
+class RemoteEnv:
+    """One episode, somewhere."""
+
+    def __init__(self, task: Task, factory: RemoteFactory) -> None:
+        self._task, self._factory = task, factory
+        self._place: Place | None = None
+
+    async def reset(self) -> Observation:
+        """Make the episode, and how it opens."""
+        server, episode = self._place = await self._factory.creations.ask(self._task)
+        observation = _unpacked(server, await server.reset.ask(episode)).observation
+        assert observation is not None
+        return observation
+
+    async def step(self, message: Message) -> StepResult:
+        """What the environment answers there. Never sent twice: a step that was lost may have been taken."""
+        assert self._place is not None, "reset comes first"
+        server, episode = self._place
+        result = _unpacked(server, await server.step.ask(Step(episode=episode, message=sendable(message)))).result
+        assert result is not None
+        return result
+
+    async def close(self) -> None:
+        """Let it go there, too. Raises ServiceDownError like the others; the server forgets idle episodes anyway."""
+        if self._place is not None:
+            server, episode = self._place
+            await server.close.ask(episode)
+
+
+class RemoteFactory:
+    """Environments on servers at these URLs (one, or several to share the tasks between them).
+
+    timeout_s: how long one request may take, and with it the slowest step
+    window_s:  how long a request waits for others to travel with
+    """
+
+    def __init__(self, urls: str | Sequence[str], timeout_s: float = 60.0, window_s: float = 0.003) -> None:
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        if not urls:
+            raise ConfigError("environment 'remote': urls names no server; expected for example http://host:8100")
+        self._servers = [Server(url, timeout_s, window_s) for url in urls]
+        self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
+
+    def __call__(self, task: Task) -> RemoteEnv:
+        return RemoteEnv(task, self)
+
+    async def close(self) -> None:
+        """Close the connections; the servers go on."""
+        for server in self._servers:
+            await server.disconnect()
+
+    async def _create(self, tasks: Sequence[Task]) -> list[Place | Exception]:
+        """One request for each different task object, whose episodes share a server."""
+        groups: dict[int, list[Task]] = {}
+        for task in tasks:
+            groups.setdefault(id(task), []).append(task)
+        made = await asyncio.gather(*(self._create_group(alike[0], len(alike)) for alike in groups.values()))
+        places = {key: iter(found) for key, found in zip(groups, made, strict=True)}
+        return [next(places[id(task)]) for task in tasks]
+
+    async def _create_group(self, task: Task, count: int) -> Sequence[Place | Exception]:
+        """On the server that the task's id chooses or, where that is down, on the next."""
+        first = zlib.crc32(task.id.encode())
+        problems = []
+        for offset in range(len(self._servers)):
+            server = self._servers[(first + offset) % len(self._servers)]
+            try:
+                return [(server, episode) for episode in await server.create(task, count)]
+            except ServiceDownError as error:
+                problems.append(str(error))
+        return [ServiceDownError("environment servers", "; ".join(problems)) for _ in range(count)]
+
+
+def _unpacked(server: Server, answer: Answer) -> Answer:
+    if answer.fault is not None:
+        raise ServiceDownError(f"{answer.fault.service} at {server.url}", answer.fault.problem)
+    return answer

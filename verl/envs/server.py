@@ -1,0 +1,183 @@
+"""Serves any environment over HTTP, so that heavy or incompatible ones run elsewhere (wire.py has the protocol).
+
+    python -m verl.envs.server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
+
+Whoever can reach the port can make episodes and take steps: it belongs into a trusted network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from fastapi import FastAPI, HTTPException
+
+from verl.envs.base import Env, EnvFactory
+from verl.envs.registry import build_env_factory
+from verl.envs.wire import (
+    Answer,
+    AnswerList,
+    Closed,
+    CreateReply,
+    CreateRequest,
+    EpisodeList,
+    Fault,
+    Health,
+    Step,
+    StepList,
+)
+from verl.errors import ConfigError, ServiceDownError
+from verl.registry import option
+from verl.types import Task
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Episode:
+    """One environment; a request that finds it busy waits for the one before."""
+
+    env: Env
+    used: float = field(default_factory=time.monotonic)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Episodes:
+    """The open episodes of a server. Those that nobody has asked anything for `idle_s` seconds are closed."""
+
+    def __init__(self, factory: EnvFactory, idle_s: float) -> None:
+        self._factory, self._idle_s = factory, idle_s
+        self._open: dict[str, Episode] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def create(self, task: Task, count: int) -> list[str]:
+        """Fresh episodes of one task."""
+        made = {uuid.uuid4().hex: Episode(self._factory(task)) for _ in range(count)}
+        self._open.update(made)
+        return list(made)
+
+    async def ask(self, name: str, question: Callable[[Env], Awaitable[Answer]]) -> Answer:
+        """One episode's answer; a fault where it is not there or breaks, which leaves the others alone."""
+        episode = self._open.get(name)
+        if episode is None:
+            return _fault(f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:.0f} s")
+        async with episode.turn:
+            try:
+                return await question(episode.env)
+            except ServiceDownError as error:
+                return Answer(fault=Fault(service=error.service, problem=error.problem))
+            except Exception as error:  # noqa: BLE001  environments are anybody's code; one that breaks is one fault
+                _log.exception("an environment broke")
+                return _fault(f"{type(error).__name__}: {error}")
+            finally:
+                episode.used = time.monotonic()
+
+    async def close(self, names: Sequence[str]) -> None:
+        """Close these, as far as they are open; the last questions to them come first."""
+        for name in names:
+            if (episode := self._open.pop(name, None)) is not None:
+                async with episode.turn:
+                    await episode.env.close()
+
+    async def close_all(self) -> None:
+        """Close every episode and what they share."""
+        await self.close(list(self._open))
+        await self._factory.close()
+
+    async def reap(self) -> None:
+        """Close idle episodes, for ever: a client that died closes nothing."""
+        while True:
+            await asyncio.sleep(self._idle_s / 4)
+            oldest = time.monotonic() - self._idle_s
+            idle = [name for name, found in self._open.items() if found.used < oldest and not found.turn.locked()]
+            if idle:
+                _log.warning("closing %d idle episodes", len(idle))
+                await self.close(idle)
+
+
+def _fault(problem: str) -> Answer:
+    return Answer(fault=Fault(service="environment server", problem=problem))
+
+
+def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
+    """The server for one environment."""
+    episodes = Episodes(factory, idle_s)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(episodes.reap())
+        yield
+        reaper.cancel()
+        await episodes.close_all()
+
+    app = FastAPI(title=f"environment {name}", lifespan=lifespan)
+
+    @app.get("/health")
+    async def health() -> Health:
+        return Health(env=name, episodes=len(episodes))
+
+    @app.post("/create")
+    async def create(request: CreateRequest) -> CreateReply:
+        try:
+            return CreateReply(episodes=episodes.create(request.task, request.count))
+        except Exception as error:
+            _log.exception("task %s makes no environment", request.task.id)
+            raise HTTPException(500, f"task {request.task.id!r}: {type(error).__name__}: {error}") from error
+
+    @app.post("/reset")
+    async def reset(request: EpisodeList) -> AnswerList:
+        async def ask(env: Env) -> Answer:
+            return Answer(observation=await env.reset())
+
+        return AnswerList(answers=await asyncio.gather(*(episodes.ask(found, ask) for found in request.episodes)))
+
+    @app.post("/step")
+    async def step(request: StepList) -> AnswerList:
+        def take(step: Step) -> Awaitable[Answer]:
+            async def ask(env: Env) -> Answer:
+                return Answer(result=await env.step(step.message))
+
+            return episodes.ask(step.episode, ask)
+
+        return AnswerList(answers=await asyncio.gather(*map(take, request.steps)))
+
+    @app.post("/close")
+    async def close(request: EpisodeList) -> Closed:
+        await episodes.close(request.episodes)
+        return Closed()
+
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 for an environment that cannot be made."""
+    parser = argparse.ArgumentParser(prog="python -m verl.envs.server", description="Serve an environment over HTTP.")
+    parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
+    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--idle-s", type=float, default=1800.0, help="close episodes that nobody used for so long")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        factory = build_env_factory(arguments.env, dict(arguments.option))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    app = build_app(arguments.env, factory, arguments.idle_s)
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

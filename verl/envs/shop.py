@@ -1,0 +1,98 @@
+"""A shop with a cart: a small environment for tests, demonstrations and as an example of how one is written.
+
+The policy is sent shopping and must find products by their names, keep within the stock and check out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Annotated, Any
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.functions import Toolbox, answer_calls
+from verl.envs.tools.base import ToolError
+from verl.types import Message, Score, Task
+
+_GOODS = ("apples", "bread", "candles", "dates", "eggs", "flour", "grapes", "honey", "ink", "jam", "kale", "lamps")
+ProductId = Annotated[str, "Id of a product, for example 'p3'"]
+
+
+class Shop:
+    """The tools, over one customer's cart."""
+
+    def __init__(self, products: dict[str, dict[str, Any]]) -> None:
+        self._products = products
+        self._cart: dict[str, int] = {}
+        self.bought: dict[str, int] | None = None
+
+    def list_products(self) -> dict[str, str]:
+        """Ids and names of all products."""
+        return {id: product["name"] for id, product in self._products.items()}
+
+    def get_product(self, product_id: ProductId) -> dict[str, Any]:
+        """Name, price in cents and stock of a product."""
+        if product_id not in self._products:
+            raise ToolError(f"there is no product {product_id!r}")
+        return self._products[product_id]
+
+    def set_quantity(self, product_id: ProductId, quantity: Annotated[int, "How many, 0 to take it out"]) -> str:
+        """Put a number of one product into the cart."""
+        stock = self.get_product(product_id)["stock"]
+        if not 0 <= quantity <= stock:
+            raise ToolError(f"quantity must be between 0 and {stock}")
+        self._cart = {id: n for id, n in (self._cart | {product_id: quantity}).items() if n}
+        return "done"
+
+    def checkout(self) -> dict[str, int]:
+        """Buy what is in the cart, once, and get the bill in cents."""
+        if self.bought is not None:
+            raise ToolError("the cart has been paid already")
+        self.bought = dict(self._cart)
+        return {"paid": sum(self._products[id]["price"] * number for id, number in self.bought.items())}
+
+
+_TOOLBOX = Toolbox.of(Shop)
+
+
+class ShopEnv:
+    """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} that is to be bought."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._shop = Shop(task.extra["products"])
+
+    async def reset(self) -> Observation:
+        """The errand and the shop's tools."""
+        return Observation(self._task.prompt, tuple(_TOOLBOX.specs.values()))
+
+    async def step(self, message: Message) -> StepResult:
+        """Answers calls; a message without any ends the errand."""
+        if message.tool_calls:
+            messages, uses = answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
+            return StepResult(messages, tool_uses=uses)
+        bought = float(self._shop.bought == json.loads(self._task.answer))
+        return StepResult(done=True, score=Score(bought, {"bought": bought}))
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+def shop_tasks(count: int = 8, seed: int = 0) -> list[Task]:
+    """Errands for one to three products, the same ones for the same seed."""
+    rng = random.Random(seed)
+    return [_errand(rng, f"shop#{seed}.{number}") for number in range(count)]
+
+
+def _errand(rng: random.Random, id: str) -> Task:
+    products = {
+        f"p{rng.randrange(100)}{place}": {"name": name, "price": rng.randrange(50, 900), "stock": rng.randrange(3, 9)}
+        for place, name in enumerate(rng.sample(_GOODS, 6))
+    }
+    wanted = {id: rng.randrange(1, 4) for id in rng.sample(sorted(products), rng.randrange(1, 4))}
+    listing = ", ".join(f"{number} x {products[product]['name']}" for product, number in wanted.items())
+    prompt = (
+        Message("system", "You shop for a customer with the shop's tools. Check out once, then say that you are done."),
+        Message("user", f"Please buy {listing}, and nothing else."),
+    )
+    return Task(id, prompt, json.dumps(wanted), data_source="shop", env="shop", extra={"products": products})

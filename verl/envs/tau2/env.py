@@ -1,0 +1,142 @@
+"""Customer service: an agent with a policy and tools talks to a user, and must leave the database as it should be.
+
+The reward is tau2-bench's for these domains, without language models as judges: 1 if the database equals that after the
+gold actions and the agent has said everything it had to, else 0.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.functions import Toolbox, answer_calls
+from verl.envs.tau2.airline import AirlineTools
+from verl.envs.tau2.common import ServiceTools
+from verl.envs.tau2.database import Database
+from verl.envs.tau2.retail import RetailTools
+from verl.envs.tau2.tasks import read_database
+from verl.envs.tau2.users import User, build_user
+from verl.envs.tools.base import ToolError
+from verl.types import Message, Score, Task, ToolCall
+
+_TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": AirlineTools}
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """What the episodes of a domain share. Nobody writes to `base`."""
+
+    tools: type[ServiceTools]
+    toolbox: Toolbox
+    base: dict[str, dict[str, Any]]
+
+    def open(self) -> tuple[Database, ServiceTools]:
+        """A database of one's own, and the tools over it."""
+        database = Database(self.base)
+        return database, self.tools(database)
+
+
+class Tau2Env:
+    """One conversation. Score.parts: db and communicate, each 1 or 0."""
+
+    def __init__(self, task: Task, domain: Domain, user: User, max_user_turns: int) -> None:
+        self._task, self._domain, self._user, self._max_user_turns = task, domain, user, max_user_turns
+        self._database, self._tools = domain.open()
+        self._said: list[Message] = []
+
+    async def reset(self) -> Observation:
+        """The policy, the user's opening and the tools."""
+        opening = Message("user", await self._user.opening(self._task))
+        self._said = [opening]
+        return Observation((self._task.prompt[0], opening), tuple(self._domain.toolbox.specs.values()))
+
+    async def step(self, message: Message) -> StepResult:
+        """Answers calls; a message without any is for the user, who answers or hangs up."""
+        if message.tool_calls:
+            messages, uses = answer_calls(message.tool_calls, self._call)
+            return StepResult(messages, tool_uses=uses)
+        self._said.append(replace(message, content=_visible(message.content)))
+        if len(self._said) // 2 >= self._max_user_turns:
+            return StepResult(done=True, score=self._score())
+        answer = await self._user.answer(self._task, self._said)
+        if answer is None:
+            return StepResult(done=True, score=self._score())
+        self._said.append(Message("user", answer))
+        return StepResult((self._said[-1],))
+
+    async def close(self) -> None:
+        """Holds nothing but its changes."""
+
+    def _call(self, call: ToolCall) -> Any:
+        return self._domain.toolbox.call(self._tools, call)
+
+    def _score(self) -> Score:
+        gold = json.loads(self._task.answer)
+        wanted, _ = replay(self._domain, [ToolCall(**action) for action in gold["actions"]])
+        told = [_plain(message.content) for message in self._said if message.role == "assistant"]
+        parts = {
+            "db": float(self._database.changes() == wanted.changes()),
+            "communicate": float(all(any(_plain(info) in text for text in told) for info in gold["communicate"])),
+        }
+        return Score(parts["db"] * parts["communicate"], parts)
+
+
+class Tau2Factory:
+    """Makes conversations over the data in the folder `data`.
+
+    user:               scripted, or chat: an OpenAI-compatible endpoint at `user_url` that serves `user_model`
+    user_key_variable:  the environment variable that holds the endpoint's key, if it needs one
+    max_user_turns:     the user hangs up after so many of the agent's messages
+    """
+
+    def __init__(
+        self,
+        data: str,
+        user: str = "scripted",
+        user_url: str = "",
+        user_model: str = "",
+        user_key_variable: str = "OPENAI_API_KEY",
+        user_timeout_s: float = 60.0,
+        max_user_turns: int = 10,
+    ) -> None:
+        self._data, self._max_user_turns = data, max_user_turns
+        self._user = build_user(user, user_url, user_model, user_key_variable, user_timeout_s)
+        self._domains: dict[str, Domain] = {}
+
+    def __call__(self, task: Task) -> Tau2Env:
+        return Tau2Env(task, self.domain(task.extra["domain"]), self._user, self._max_user_turns)
+
+    def domain(self, name: str) -> Domain:
+        """A domain's data, read when the first of its episodes starts."""
+        if name not in self._domains:
+            tools = _TOOLS[name]
+            self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
+        return self._domains[name]
+
+    async def close(self) -> None:
+        """End the user's connections."""
+        await self._user.close()
+
+
+def replay(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]]:
+    """The database after these actions, and what they were answered where they failed (some gold ones do)."""
+    database, tools = domain.open()
+    failures = []
+    for action in actions:
+        try:
+            domain.toolbox.call(tools, action)
+        except ToolError as error:
+            failures.append(str(error))
+    return database, failures
+
+
+def _visible(content: str) -> str:
+    """What the user hears: the message without the thought in front of it."""
+    return content.rpartition("</think>")[2].strip()
+
+
+def _plain(text: str) -> str:
+    """As tau2-bench compares what was said: without case and without the commas of large numbers."""
+    return text.lower().replace(",", "")

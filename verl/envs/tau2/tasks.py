@@ -1,0 +1,70 @@
+"""tau2-bench's tasks: of retail/ and airline/ the files policy.md, tasks.json, split_tasks.json and db.json(.gz)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.envs.tau2.users import scripted_opening
+from verl.errors import ConfigError
+from verl.types import Message, Task
+
+DOMAINS = ("retail", "airline")
+
+
+def tau2_tasks(
+    data: str, domain: Literal["retail", "airline"] = "retail", split: Literal["train", "test", "all"] = "train"
+) -> list[Task]:
+    """The tasks of a domain. Task.prompt: its policy, and the opening of the scripted user.
+
+    Task.answer is JSON: the gold `actions` and what must be said (`communicate`).
+    Raises ConfigError where the folder lacks a file.
+    """
+    if domain not in DOMAINS or split not in ("train", "test", "all"):
+        raise ConfigError(f"tau2 has no domain {domain!r} with split {split!r}; domains: {', '.join(DOMAINS)}")
+    folder = Path(data) / domain
+    policy = read_file(folder / "policy.md")
+    rows = json.loads(read_file(folder / "tasks.json"))
+    if split != "all":
+        chosen = set(json.loads(read_file(folder / "split_tasks.json"))[split])
+        rows = [row for row in rows if row["id"] in chosen]
+    return [_task(row, domain, policy) for row in rows]
+
+
+def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
+    """Tables of records by id, from db.json or db.json.gz."""
+    path = Path(data) / domain / "db.json"
+    packed = path.with_suffix(".json.gz")
+    text = gzip.decompress(packed.read_bytes()) if packed.is_file() else read_file(path)
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def read_file(path: Path) -> str:
+    """A file of the data folder. Raises ConfigError where there is none."""
+    if not path.is_file():
+        raise ConfigError(
+            f"environment 'tau2': there is no file {path}; option `data` names a folder like tau2-bench's "
+            "data/tau2/domains"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _task(row: Mapping[str, Any], domain: str, policy: str) -> Task:
+    instructions = row["user_scenario"]["instructions"]
+    criteria = row["evaluation_criteria"]
+    gold = {
+        "actions": [{"name": action["name"], "arguments": action["arguments"]} for action in criteria["actions"]],
+        "communicate": criteria["communicate_info"],
+    }
+    return Task(
+        id=f"tau2_{domain}#{row['id']}",
+        prompt=(Message("system", policy), Message("user", scripted_opening(instructions))),
+        answer=json.dumps(gold),
+        data_source=f"tau2_{domain}_scripted_user",
+        env="tau2",
+        extra={"domain": domain, "instructions": instructions},
+    )

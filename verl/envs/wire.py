@@ -1,0 +1,100 @@
+"""What an environment server and its clients send each other: the JSON forms of tasks, messages and results.
+
+pydantic reads and writes the dataclasses of verl/types.py and verl/envs/base.py as they are.
+
+    POST /create  CreateRequest -> CreateReply     n episodes of one task
+    POST /reset   EpisodeList   -> AnswerList      an observation for each
+    POST /step    StepList      -> AnswerList      a result for each
+    POST /close   EpisodeList   -> Closed
+    GET  /health                -> Health
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.functions import utf8
+from verl.types import Message, Task
+
+
+class CreateRequest(BaseModel):
+    """So many episodes of one task."""
+
+    task: Task
+    count: int = Field(ge=1)
+
+
+class CreateReply(BaseModel):
+    """Their names."""
+
+    episodes: list[str]
+
+
+class EpisodeList(BaseModel):
+    """Episodes by name."""
+
+    episodes: list[str]
+
+
+class Step(BaseModel):
+    """What the policy says in one episode."""
+
+    episode: str
+    message: Message
+
+
+class StepList(BaseModel):
+    """Steps of different episodes, taken side by side."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # as Python's json: a policy may write 1e999
+
+    steps: list[Step]
+
+
+class Fault(BaseModel):
+    """Why an episode cannot go on: something is broken, and the policy is not to blame."""
+
+    service: str
+    problem: str
+
+
+class Answer(BaseModel):
+    """What came of one item of a request: exactly one of the three."""
+
+    observation: Observation | None = None
+    result: StepResult | None = None
+    fault: Fault | None = None
+
+
+class AnswerList(BaseModel):
+    """Answers in the order of the request."""
+
+    answers: list[Answer]
+
+
+class Closed(BaseModel):
+    """They are closed, if they were open."""
+
+
+class Health(BaseModel):
+    """That the server is there, what it serves and how many episodes are open."""
+
+    env: str
+    episodes: int
+
+
+def sendable(message: Message) -> Message:
+    """The message as UTF-8 can hold it: a policy may call a tool with half of a character ("\\ud83d")."""
+
+    def clean(value: Any) -> Any:
+        return json.loads(utf8(json.dumps(value, ensure_ascii=False)))
+
+    calls = tuple(
+        replace(call, name=utf8(call.name), arguments=clean(dict(call.arguments))) for call in message.tool_calls
+    )
+    return replace(message, content=utf8(message.content), tool_calls=calls)
