@@ -49,6 +49,8 @@ _OF_SEVERAL_TURNS = (
     "train_on_observations",
     "retries",
 )
+_ONE_REPLY = "env.codec is not set, so an episode is one reply"
+_WITH_CODEC = tuple(Rule(f"env.{name}", lambda c: not c.env.several_turns, _ONE_REPLY) for name in _OF_SEVERAL_TURNS)
 _NO_VALIDATION = "there are no data.val_files to validate on"
 _OF_TRAINING = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.data.val_files, _NO_VALIDATION),
@@ -80,10 +82,9 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("ref.offload_params", _without_kl, _NO_KL),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
         Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
-        *(
-            Rule(f"env.{name}", lambda c: not c.env.several_turns, "env.codec is not set, so an episode is one reply")
-            for name in _OF_SEVERAL_TURNS
-        ),
+        *_WITH_CODEC,
+        Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+        Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
         Rule(
             "actor.optim.min_lr_ratio",
@@ -101,6 +102,10 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
     ),
     GenerationConfig: (
+        *_WITH_CODEC,
+        Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+        Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
+        Rule("env.train_on_observations", _always, "nothing is trained"),
         Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
         Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
         Rule("kv_cache_gib", lambda c: c.engine == "hf", "the transformers engine has no such cache"),
@@ -113,7 +118,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")
-    for key in ("files", "output", "limit", "on_bad_row", "n", "reward.")
+    for key in ("files", "output", "limit", "on_bad_row", "n", "prompt_template", "reward.", "env.", "sandbox.")
 )
 
 

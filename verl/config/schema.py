@@ -27,6 +27,7 @@ class DataConfig:
     train_batch_size: int = 512
     max_prompt_length: int = 2048
     max_response_length: int = 1024
+    prompt_template: str | None = None  # a text with {question}, by path or name; the codec's own if left out
     on_bad_row: str = "error"  # error | skip
     seed: int = 0
 
@@ -462,7 +463,10 @@ class GenerationConfig:
     device: str = "auto"
     num_threads: int | None = None  # on CPU; all cores but one if left out
     seed: int = 0
+    prompt_template: str | None = None  # as data.prompt_template
     model: ModelConfig = field(default_factory=ModelConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:

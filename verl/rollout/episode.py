@@ -18,6 +18,7 @@ from verl.envs.base import Env, EnvFactory, StepResult
 from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
+from verl.sandbox.base import Sandbox
 from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolUse, Trajectory, Turn
 
 _T = TypeVar("_T")
@@ -50,6 +51,13 @@ class Interaction:
     envs: EnvFactory
     dialogue: Dialogue
     budgets: Budgets
+    sandbox: Sandbox | None = None  # that tools run code in
+
+    async def close(self) -> None:
+        """End what the environments share."""
+        await self.envs.close()
+        if self.sandbox is not None:
+            await self.sandbox.close()
 
     async def run(
         self, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None

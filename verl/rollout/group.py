@@ -57,6 +57,11 @@ class GroupRollout:
             faults=tuple(str(each) for each in judged if isinstance(each, Fault)),
         )
 
+    async def close(self) -> None:
+        """End what the episodes share; the engine and the scorer are others' to end."""
+        if self.interaction is not None:
+            await self.interaction.close()
+
     def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
         """Episodes that do not wait for one another; replies to one prompt are one request."""
         if self.interaction is None:

@@ -20,6 +20,7 @@ from verl.data.lengths import fitting
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool
 from verl.rollout.scoring import Scorer, ScoringPool
@@ -31,6 +32,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
+from verl.trainer.build_env import build_interaction, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.fit import COMMAND, Fit, FitSettings
@@ -93,7 +95,16 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     )
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     display = Display(total_steps, console)
-    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, asdict(config))
+    interaction = build_interaction(
+        config.env,
+        config.sandbox,
+        inputs.codec,
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+        config.data.prompt_template,
+    )
+    told = {**asdict(config), **prompt_record(interaction)}
+    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots = 2 * config.num_ranks + config.num_engines
@@ -105,7 +116,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     ):
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         try:
-            trainer = build_trainer(config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0])
+            trainer = build_trainer(
+                config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], interaction
+            )
             trainer.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
             greedy = replace(trainer.rollout, sampling=replace(trainer.rollout.sampling, temperature=0.0))
@@ -137,6 +150,7 @@ def build_trainer(
     codec: ChatCodec,
     scorer: Scorer,
     probed: Sequence[Task],
+    interaction: Interaction | None = None,
 ) -> PPOTrainer:
     """The training step over workers that run. `probed`: tasks whose prompts the canary uses"""
     engine = EnginePool(workers.engines, workers.links.sources)
@@ -149,7 +163,7 @@ def build_trainer(
         step_settings(config),
         algorithm,
         stream,
-        GroupRollout(engine, codec, scorer, sampling),
+        GroupRollout(engine, codec, scorer, sampling, interaction),
         policy,
         build_publisher(config, policy, engine, connect(config, policy, workers), codec, probed, sampling),
         reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,

@@ -220,11 +220,14 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
     dtype = engine_dtype(config)
     assert config.model.path is not None
+    # Only an engine that stops at strings needs to know what tokens say.
+    tokenizer_path = (config.model.tokenizer_path or config.model.path) if config.env.several_turns else None
     if config.rollout.name == "hf":
         from verl.rollout.hf_engine import load_hf_engine
 
         torch.set_num_threads(threads_of(config))
-        return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs)
+        texts = AutoTokenizer.from_pretrained(tokenizer_path) if tokenizer_path else None
+        return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs, texts)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
     return await VLLMEngine.start(
@@ -232,7 +235,7 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             model_path=config.model.path,
             max_model_len=sequence_length(config),
             dtype=dtype,
-            tokenizer_path=config.model.tokenizer_path,
+            tokenizer_path=tokenizer_path,
             tensor_parallel_size=config.rollout.tensor_model_parallel_size,
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,

@@ -56,6 +56,12 @@ class Fit:
 
     async def run(self) -> Path:
         """Train all steps that are left. Returns the last checkpoint's folder."""
+        try:
+            return await self._run()
+        finally:
+            await self.trainer.rollout.close()
+
+    async def _run(self) -> Path:
         last = self._resume()
         if self.trainer.step >= self.settings.total_steps:
             assert last is not None

@@ -23,6 +23,7 @@ from verl.single_controller.group import Seat
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
+from verl.trainer.build_env import build_interaction
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.ppo import RewardFaultError
 from verl.trainer.threads import num_threads
@@ -40,6 +41,7 @@ async def _engine(config: GenerationConfig) -> AsyncIterator[tuple[RolloutEngine
         base,
         model=replace(config.model, compute_dtype=config.dtype),
         data=replace(base.data, max_prompt_length=prompt_length, max_response_length=reply_length),
+        env=config.env,
         actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + reply_length)),
         rollout=RolloutConfig(
             name=config.engine,
@@ -67,11 +69,22 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     reward = config.reward
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
         async with _engine(config) as (engine, codec, sampling):
-            rollout = GroupRollout(engine, codec, scorer, sampling)
-            first = config.seed << 40
-            groups = await asyncio.gather(
-                *(rollout.run(task, config.n, 0, first + number * config.n) for number, task in enumerate(tasks))
+            interaction = build_interaction(
+                config.env,
+                config.sandbox,
+                codec,
+                config.max_prompt_length,
+                sampling.max_tokens,
+                config.prompt_template,
             )
+            rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
+            first = config.seed << 40
+            try:
+                groups = await asyncio.gather(
+                    *(rollout.run(task, config.n, 0, first + number * config.n) for number, task in enumerate(tasks))
+                )
+            finally:
+                await rollout.close()
     write_rows(Path(config.output), [row for group in groups for row in group_rows(0, group)])
     scores = [score for group in groups for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
