@@ -1,0 +1,189 @@
+"""Row 8: episodes with slow tools, a loop with a barrier after every turn / ours, which has none. Wall time.
+
+    python bench/async_tools.py [--episodes 512] [--places 64] [--turns 3] [--median-ms 60] [--rounds 3]
+
+Both sides run the same episodes in the same number of places (what a machine's sandboxes or a search server can take
+at a time), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call in
+a hundred takes ten times longer. The barrier's side works off one batch of places after the other, and in it one turn
+after the other, as rollout loops do that call the engine with whole batches. The engine is a script: nothing is computed
+in between, so that the ratio belongs to the loops. With as many episodes as places the ratio of the sum of the turns'
+longest calls to the longest episode, about 1.8, is all that can be had; it is printed as the limit of one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common import ROOT, Result, alternate, median_ratio, report
+
+from verl.data.chat import ChatCodec
+from verl.data.codecs.base import build_codec
+from verl.data.dialogue import Dialogue
+from verl.envs.base import Observation, StepResult
+from verl.rollout.engine import Sampling
+from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.types import Message, Score, Task, ToolStatus, ToolUse, Trajectory
+
+MINI = ROOT / "dataset/mini"
+TARGETS = {0.0: 2.0, 0.01: 4.0}  # share of calls that are ten times slower
+SLOWER = 10
+CALL, ANSWER = "<search> q </search>", "<answer> a </answer>"
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Seconds of every call, by episode and turn."""
+
+    seconds: Sequence[Sequence[float]]
+
+    @classmethod
+    def drawn(cls, episodes: int, turns: int, median_s: float, slow_share: float) -> Latencies:
+        draw = random.Random(0)
+        return cls(
+            [
+                [
+                    median_s * draw.lognormvariate(0.0, 1.0) * (SLOWER if draw.random() < slow_share else 1)
+                    for _ in range(turns)
+                ]
+                for _ in range(episodes)
+            ]
+        )
+
+    def one_batch(self, places: int) -> float:
+        """The best ratio there can be with as many episodes as places."""
+        batch = self.seconds[:places]
+        return sum(max(turn) for turn in zip(*batch, strict=True)) / max(sum(episode) for episode in batch)
+
+
+class SlowTool:
+    """An environment whose answers take their time; as many at once as there are places."""
+
+    def __init__(self, seconds: Sequence[float], places: asyncio.Semaphore) -> None:
+        self._seconds, self._places, self._turn = seconds, places, 0
+
+    async def reset(self) -> Observation:
+        await self._places.acquire()
+        return Observation((Message("user", "?"),))
+
+    async def step(self, message: Message) -> StepResult:
+        if not message.tool_calls:
+            return StepResult(done=True)
+        seconds = self._seconds[self._turn]
+        self._turn += 1
+        await asyncio.sleep(seconds)
+        answer = Message("tool", "found", tool="search")
+        return StepResult((answer,), tool_uses=(ToolUse("search", ToolStatus.SUCCESS, seconds),))
+
+    async def close(self) -> None:
+        self._places.release()
+
+
+class SlowTools:
+    """Environments by the task's number."""
+
+    def __init__(self, latencies: Latencies, places: int) -> None:
+        self._latencies, self._places = latencies, asyncio.Semaphore(places)
+
+    def __call__(self, task: Task) -> SlowTool:
+        return SlowTool(self._latencies.seconds[int(task.id)], self._places)
+
+    async def close(self) -> None:
+        """Nothing is shared but the places."""
+
+
+class CountsCalls:
+    """A reward that costs nothing."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(trajectory.num_tool_calls), {})
+
+
+def ours(latencies: Latencies, places: int, chat: ChatCodec, turns: int) -> int:
+    """Every episode for itself. Returns the calls made."""
+    ids = {text: (*chat.reply_ids(text)[0],) for text in (CALL, ANSWER)}
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        asked = chat.tokenizer.decode(prompt_ids).count("<information>")
+        return ids[CALL if asked < turns else ANSWER]
+
+    async def run() -> int:
+        dialogue = Dialogue(chat, build_codec("search_r1", {"prompt_template": None}), max_observation_tokens=64)
+        budgets = Budgets(max_turns=turns + 1, max_tool_calls=turns + 1)
+        setting = Interaction(SlowTools(latencies, places), dialogue, budgets)
+        rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), setting)
+        tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(len(latencies.seconds))]
+        groups = await asyncio.gather(*(rollout.run(task, 1, 0) for task in tasks))
+        return sum(int(score.total) for group in groups for score in group.scores)
+
+    return asyncio.run(run())
+
+
+def barrier(latencies: Latencies, places: int) -> int:
+    """Batch after batch, turn after turn. Returns the calls made."""
+
+    async def run() -> int:
+        made = 0
+        for start in range(0, len(latencies.seconds), places):
+            for turn in zip(*latencies.seconds[start : start + places], strict=True):
+                await asyncio.gather(*(asyncio.sleep(seconds) for seconds in turn))
+                made += len(turn)
+        return made
+
+    return asyncio.run(run())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--median-ms", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    for slow_share, target in TARGETS.items():
+        latencies = Latencies.drawn(arguments.episodes, arguments.turns, arguments.median_ms / 1000, slow_share)
+        wanted = arguments.episodes * arguments.turns
+        figures = alternate(
+            {
+                "ours": lambda latencies=latencies: ours(latencies, arguments.places, chat, arguments.turns),
+                "theirs": lambda latencies=latencies: barrier(latencies, arguments.places),
+            },
+            arguments.rounds,
+            lambda work, wanted=wanted: timed(work, wanted),
+        )
+        name = f"{arguments.turns} turns with tools, barrier / ours, {arguments.episodes} episodes in {arguments.places} places"
+        report(
+            Result(
+                row=8,
+                name=f"{name}{f', {slow_share:.0%} of the calls {SLOWER} x slower' if slow_share else ''}",
+                ratio=median_ratio(figures["theirs"], figures["ours"]),
+                target=target,
+                ours={"s": min(figures["ours"])},
+                theirs={"s": min(figures["theirs"])},
+                note=f"one batch allows {latencies.one_batch(arguments.places):.2f}",
+            )
+        )
+
+
+def timed(work: object, wanted: int) -> float:
+    """Wall seconds of a round; both sides must have made every call."""
+    assert callable(work)
+    started = time.perf_counter()
+    made = work()
+    assert made == wanted, f"{made} calls instead of {wanted}"
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
