@@ -328,7 +328,7 @@ def test_templates(tmp_path: Path) -> None:
     ("name", "options", "said"),
     [
         ("herms", {}, "did you mean 'hermes'"),
-        ("retool", {"limt": 3}, "no option 'limt'; did you mean 'limit'"),
+        ("retool", {"limits": 3}, "no option 'limits'; did you mean 'limit'"),
         ("retool", {"limit": "3"}, "option 'limit' of codec 'retool' must be of type int, not '3'"),
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),

@@ -1,15 +1,26 @@
-"""Messages to tokens and back: the model's own chat template, applied once."""
+"""Messages to tokens and back: the model's own chat template, applied once.
+
+An episode's tokens only grow. What follows a turn of the policy is therefore tokenised by itself: `answer_ids` where
+others speak next, `continuation_ids` where the policy's own turn goes on.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from verl.data.codecs.prompt import function_schema
 from verl.errors import ConfigError, DataError
-from verl.types import Message, Task
+from verl.types import Message, Task, ToolSpec
+
+# two dialogues that differ in nothing but what the assistant says; what follows that is alike
+_QUESTION, _SAID = Message("user", "a"), (Message("assistant", "b"), Message("assistant", "c"))
 
 
 @dataclass(frozen=True)
@@ -45,14 +56,27 @@ class ChatCodec:
         """Every token at which the assistant's turn is over."""
         return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def opening_ids(self, opening: str | Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """The prompt of an episode as its codec made it: messages, or a text that takes no template.
+
+        A text gets what the tokenizer puts before every text (a bos_token, if any). Raises as `prompt_ids` does.
+        """
+        if isinstance(opening, str):
+            return tuple(self.tokenizer(opening)["input_ids"])
+        return self.prompt_ids(opening, tools)
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The messages under the chat template, with the head of the assistant's turn.
 
+        tools: those that the template is to tell of. Templates tell an empty list from none, so none is passed.
         Raises DataError if the template refuses them, ConfigError if it is none.
         """
         try:
             ids = self.tokenizer.apply_chat_template(
-                [asdict(message) for message in messages], add_generation_prompt=True, return_dict=False
+                [_for_template(message) for message in messages],
+                tools=[function_schema(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                return_dict=False,
             )
         except TemplateSyntaxError as error:
             raise ConfigError(
@@ -66,6 +90,50 @@ class ChatCodec:
                 mend="Change the row, or name a tokenizer with another template with model.tokenizer_path",
             ) from error
         return tuple(ids)
+
+    def answer_ids(self, messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
+        """What follows the assistant's turn when others spoke: the rest of its end, their turns, the head of its next.
+
+        Two dialogues that differ in the assistant's words alone are put through the chat template; their common end
+        is what the template writes after such words, whatever it does to the words themselves (some take thoughts
+        out of earlier turns). Nothing that the policy wrote is tokenised again.
+
+        Marks of special tokens in the messages are broken up, so that nobody ends a turn from inside of it.
+
+        ended: the policy wrote its end token; otherwise it is added here
+        Raises ConfigError if the template does not end the assistant's turn with a stop token or refuses the messages.
+        """
+        messages = [replace(message, content=self._without_marks(message.content)) for message in messages]
+        try:
+            one, other = (self.prompt_ids((_QUESTION, said, *messages)) for said in _SAID)
+        except DataError as error:
+            raise ConfigError(
+                f"{error.problem}; choose another codec, or a tokenizer whose template has them"
+            ) from error
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+        after = one[len(one) - len(list(alike)) :]
+        end = next((place for place, token in enumerate(after) if token in self.stop_token_ids), len(after))
+        if end == len(after) or self.tokenizer.decode(after[:end]).strip():
+            raise ConfigError(
+                f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} ends an assistant's turn with "
+                f"{self.tokenizer.decode(after[:8])!r} rather than with a stop token "
+                f"({self.tokenizer.decode(self.stop_token_ids)}); episodes of several turns need one that does"
+            )
+        return after[end + 1 :] if ended else after[end:]
+
+    def continuation_ids(self, text: str) -> tuple[int, ...]:
+        """A text that goes on in the assistant's own turn; marks of special tokens in it are text like any other."""
+        encoded = self.tokenizer(_writable(text), add_special_tokens=False, split_special_tokens=True)
+        return tuple(encoded["input_ids"])
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        marks = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
+
+    def _without_marks(self, text: str) -> str:
+        """The text with a space behind the first character of every mark of a special token."""
+        return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
         """The task's prompt; an error names the task."""
@@ -94,3 +162,14 @@ class ChatCodec:
         ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
         text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
         return text
+
+
+def _writable(text: str) -> str:
+    """The text with "?" for halves of surrogate pairs, which tools can put out and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _for_template(message: Message) -> dict[str, str]:
+    """What templates know of a message. Its calls stand in its content; given twice, they would be written twice."""
+    told = {"role": message.role, "content": message.content}
+    return told if message.tool is None else {**told, "name": message.tool}

@@ -1,0 +1,185 @@
+"""Tokens of episodes: what follows a turn of the policy is what the chat template writes there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unicodedata import normalize
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.conftest import ROOT
+from tests.tiny import MINI
+from verl.data.chat import ChatCodec
+from verl.errors import ConfigError, DataError
+from verl.types import Message, ToolCall, ToolSpec
+
+TEMPLATES = ROOT / "tests" / "templates"
+SMOLLM2 = Path("/tmp/smollm2")
+LLAMA_MARKS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+QUESTION = Message("user", "How warm is it?")
+ONE, TWO = Message("tool", "21 degrees", tool="weather"), Message("tool", "sunny", tool="sky")
+TOOL = ToolSpec("weather", "Tells of the weather", {"type": "object", "properties": {}})
+
+
+@cache
+def codec_of(name: str) -> ChatCodec:
+    """A codec with the template of that name: of a file in tests/templates, or of a model's folder."""
+    if name == "smollm2":
+        if not SMOLLM2.exists():
+            pytest.skip(f"no SmolLM2 in {SMOLLM2}; scripts/prepare_smollm2.py makes one")
+        return ChatCodec(AutoTokenizer.from_pretrained(SMOLLM2))
+    if name == "mini":
+        return ChatCodec(AutoTokenizer.from_pretrained(MINI / "model"))
+    return with_template((TEMPLATES / f"{name}.jinja").read_text(), llama=name == "llama3")
+
+
+def with_template(template: str, llama: bool = False) -> ChatCodec:
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    if llama:
+        tokenizer.add_special_tokens({"additional_special_tokens": LLAMA_MARKS})
+        tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|eot_id|>"
+    tokenizer.chat_template = template
+    return ChatCodec(tokenizer)
+
+
+NAMES = ("mini", "smollm2", "qwen2.5", "qwen3", "llama3")
+FOLLOWING = ((ONE,), (ONE, TWO), (Message("user", "And now?"),), (TWO, Message("user", "Go on")))
+CHATML_HEAD = "<|im_start|>assistant\n"
+
+
+def text_of(codec: ChatCodec, ids: tuple[int, ...]) -> str:
+    text: str = codec.tokenizer.decode(ids)
+    return text
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("following", FOLLOWING)
+def test_the_tokens_of_an_episode_are_those_of_the_whole_dialogue(name: str, following: tuple[Message, ...]) -> None:
+    codec = codec_of(name)
+    said = "Let me look: <tool_call> {} </tool_call>"
+    reply, _ = codec.reply_ids(said)
+    whole = codec.prompt_ids((QUESTION, Message("assistant", said), *following))
+    ended = codec.answer_ids(following, ended=True)
+    assert codec.prompt_ids((QUESTION,)) + reply + (codec.end_token_id,) + ended == whole
+    assert codec.answer_ids(following, ended=False) == (codec.end_token_id, *ended)
+
+
+@pytest.mark.parametrize(
+    ("name", "following", "text"),
+    [
+        ("mini", (ONE,), f"\n<|im_start|>tool\n21 degrees<|im_end|>\n{CHATML_HEAD}"),
+        (
+            "qwen2.5",
+            (ONE, TWO),
+            "\n<|im_start|>user\n<tool_response>\n21 degrees\n</tool_response>"
+            f"\n<tool_response>\nsunny\n</tool_response><|im_end|>\n{CHATML_HEAD}",
+        ),
+        (
+            "qwen3",
+            (ONE,),
+            f"\n<|im_start|>user\n<tool_response>\n21 degrees\n</tool_response><|im_end|>\n{CHATML_HEAD}",
+        ),
+        ("qwen3", (Message("user", "So?"),), f"\n<|im_start|>user\nSo?<|im_end|>\n{CHATML_HEAD}"),
+        (
+            "llama3",
+            (Message("ipython", "21"), Message("ipython", "sunny")),
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"21"<|eot_id|>'
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"sunny"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+    ],
+)
+def test_answers_as_the_templates_write_them(name: str, following: tuple[Message, ...], text: str) -> None:
+    codec = codec_of(name)
+    assert text_of(codec, codec.answer_ids(following, ended=True)) == text
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+def test_a_template_that_takes_thoughts_out_changes_nothing_of_what_follows(following: tuple[Message, ...]) -> None:
+    codec = codec_of("qwen3")
+    answer = codec.answer_ids(following, ended=True)
+    for said in ("<think>\nlong thoughts\n</think>\n\nI look.", "I look.", "<think>\n\n</think>\n\nI look."):
+        assert codec.prompt_ids((QUESTION, Message("assistant", said), *following))[-len(answer) :] == answer
+    thoughtful = codec.prompt_ids((QUESTION, Message("assistant", "<think>\nso\n</think>\n\nA"), Message("user", "B")))
+    assert "so" not in text_of(codec, thoughtful)  # the template does take it out
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=40)
+@given(
+    content=st.text(st.characters(), max_size=30)
+    | st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|eot_id|>", "a", "\n", "<tool_response>"])).map("".join)
+)
+def test_no_observation_ends_or_begins_a_turn(name: str, content: str) -> None:
+    codec = codec_of(name)
+    special = set(codec.tokenizer.added_tokens_decoder)
+    for following in ((Message("tool", content),), (Message("user", content), ONE)):
+        plain = tuple(replace(each, content="x") for each in following)
+        marks = [token for token in codec.answer_ids(following, ended=True) if token in special]
+        assert marks == [token for token in codec.answer_ids(plain, ended=True) if token in special]
+    inside = codec.continuation_ids(content)
+    assert not special & set(inside)
+    if name != "smollm2":  # its vocabulary lacks some bytes
+        told = content.encode(errors="replace").decode()  # half a surrogate pair is no character
+        assert normalize("NFC", text_of(codec, inside)) == normalize("NFC", told)  # Qwen2's tokenizer normalises
+
+
+def test_an_end_token_that_comes_after_a_space_or_is_one_of_several_is_found() -> None:
+    spaced = with_template("{% for m in messages %}{{ m.role + ': ' + m.content + ' <|im_end|>' }}{% endfor %}")
+    assert text_of(spaced, spaced.answer_ids((ONE,), ended=True)) == "tool: 21 degrees <|im_end|>"
+    other = with_template(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eom_id|>' }}{% endfor %}", llama=True
+    )
+    eom = other.tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    with pytest.raises(ConfigError, match="rather than with a stop token"):
+        other.answer_ids((ONE,), ended=False)
+    assert replace(other, more_stops=(eom,)).answer_ids((ONE,), ended=False)[0] == eom
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "rather than with a stop token"),
+        ("{{ messages[-1].content + '<|im_end|>' }}", "rather than with a stop token"),
+        (
+            "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}",
+            r"refuses messages of the roles user, assistant, tool \(no tools here\); choose another codec",
+        ),
+    ],
+)
+def test_templates_that_cannot_go_on_are_told(template: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_template(template).answer_ids((ONE,), ended=True)
+
+
+def test_tools_are_told_by_the_template_where_there_are_some() -> None:
+    for name in ("qwen2.5", "qwen3", "llama3"):
+        codec = codec_of(name)
+        none, some = codec.opening_ids((QUESTION,)), codec.opening_ids((QUESTION,), (TOOL,))
+        assert none == codec.opening_ids((QUESTION,), ()) == codec.prompt_ids((QUESTION,)) != some
+        assert "ipython" not in text_of(codec, none)
+    told = '{"type": "function", "function": {"name": "weather", "description": "Tells of the weather", "parameters"'
+    codec = codec_of("qwen2.5")
+    assert told in text_of(codec, codec.opening_ids((QUESTION,), (TOOL,)))
+
+
+def test_a_plain_text_is_an_opening_without_a_template() -> None:
+    codec = codec_of("mini")
+    assert text_of(codec, codec.opening_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
+
+
+def test_calls_that_a_codec_read_are_not_told_twice() -> None:
+    codec = codec_of("llama3")
+    said = Message("assistant", "two calls", tool_calls=(ToolCall("f", {}), ToolCall("g", {})))
+    assert text_of(codec, codec.prompt_ids((QUESTION, said, ONE))).count("two calls") == 1
+
+
+def test_a_prompt_that_the_template_refuses_is_a_fault_of_the_data() -> None:
+    codec = with_template("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}")
+    with pytest.raises(DataError, match="refuses messages of the roles user"):
+        codec.opening_ids((QUESTION,), (TOOL,))
