@@ -13,6 +13,7 @@ from verl.sandbox.base import Sandbox
 
 TOOLS: Mapping[str, str] = {
     "calculator": "verl.envs.tools.calculator:calculator",
+    "mcp": "verl.envs.tools.mcp:McpServer",
     "python": "verl.envs.tools.python:PythonTool",
     "python_session": "verl.envs.tools.python:PythonSessions",
     "search": "verl.envs.tools.search:SearchTool",

@@ -1,0 +1,163 @@
+"""Tools of real MCP servers, in processes of their own, over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.service import free_port, service
+from verl.envs.tool_env import ToolEnv, ToolEnvFactory
+from verl.envs.tools.build import build_tools
+from verl.errors import ConfigError, ServiceDownError
+from verl.types import Message, Task, ToolCall, ToolStatus
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+TASK = Task("t", (Message("user", "?"),), "", "test")
+Said = list[tuple[str, ToolStatus]]
+
+
+@contextmanager
+def over_stdio() -> Iterator[dict[str, Any]]:
+    yield {"name": "mcp", "command": [sys.executable, SERVER], "env": {"PLACE": "here"}}
+
+
+@contextmanager
+def over_http() -> Iterator[dict[str, Any]]:
+    port = free_port()
+    with service(SERVER, str(port), url=f"http://127.0.0.1:{port}/mcp"):
+        yield {"name": "mcp", "url": f"http://127.0.0.1:{port}/mcp"}
+
+
+def episode(tool: dict[str, Any], play: Callable[[ToolEnv], Coroutine[Any, Any, None]], **limits: Any) -> None:
+    """Plays one episode with the tools of a server."""
+    factory = ToolEnvFactory.from_options([tool], {"deadline_s": 20, "backoff_s": 0.01, **limits})
+
+    async def scene() -> None:
+        env = factory(TASK)
+        try:
+            await env.reset()
+            await play(env)
+        finally:
+            await env.close()
+            await factory.close()
+
+    asyncio.run(scene())
+
+
+async def say(env: ToolEnv, *calls: ToolCall) -> Said:
+    result = await env.step(Message("assistant", "", tool_calls=calls))
+    return [(message.content, use.status) for message, use in zip(result.messages, result.tool_uses, strict=True)]
+
+
+@pytest.mark.parametrize("reached", [over_stdio, over_http])
+def test_tools_are_told_called_side_by_side_and_may_refuse(reached: Any) -> None:
+    async def play(env: ToolEnv) -> None:
+        specs = {spec.name: spec for spec in (await env.reset()).tools}
+        assert list(specs) == ["add", "refuse", "meet", "hang", "die"] and specs["add"].description == "Adds."
+        assert specs["add"].parameters["required"] == ["a"]
+        assert await say(env, ToolCall("add", {"a": 2}), ToolCall("add", {"a": 2, "b": "3"})) == [
+            ("3", ToolStatus.SUCCESS),
+            ("Wrong arguments of 'add': '3' is not of type 'integer' (at $.b).", ToolStatus.USER_ERROR),
+        ]
+        assert await say(env, ToolCall("refuse", {"why": "cold"})) == [
+            ("Error executing tool refuse: too cold", ToolStatus.USER_ERROR)
+        ]
+        meetings = await say(env, ToolCall("meet", {"name": "a"}), ToolCall("meet", {"name": "b"}))
+        assert [text for text, _ in meetings] == ["a", "b"]
+
+    with reached() as tool:
+        episode(tool, play)
+
+
+@pytest.mark.parametrize("reached", [over_stdio, over_http])
+def test_a_hanging_call_is_stopped_and_the_connection_lives_on(reached: Any) -> None:
+    async def play(env: ToolEnv) -> None:
+        assert [status for _, status in await say(env, ToolCall("hang", {}))] == [ToolStatus.TIMEOUT]
+        assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
+
+    with reached() as tool:
+        episode(tool, play, deadline_s=1.0)
+
+
+def test_a_program_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def play(env: ToolEnv) -> None:
+        assert await say(env, ToolCall("die", {})) == [("alive in here", ToolStatus.SUCCESS)]
+        assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
+
+    with over_stdio() as tool:
+        episode(tool, play)
+    assert (tmp_path / "died").exists()
+
+
+def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/mcp"
+
+    def scene(tool: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
+        async def play(env: ToolEnv) -> None:
+            threading.Timer(0.5, process.kill).start()
+            with pytest.raises(ServiceDownError, match=f"tool 'hang': MCP server {url}"):
+                await say(env, ToolCall("hang", {}))
+            with pytest.raises(ServiceDownError, match="cannot be reached"):
+                await say(env, ToolCall("add", {"a": 2}))
+            with service(SERVER, str(port), url=url):
+                assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
+
+        episode(tool, play, retries=1)
+
+    with service(SERVER, str(port), url=url) as process:
+        scene({"name": "mcp", "url": url}, process)
+
+
+def test_closing_ends_the_program() -> None:
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
+    before = children()
+    (tool,) = build_tools([{"name": "mcp", "command": f"{sys.executable} {SERVER}", "only": ["add"]}])
+    assert len(children() - before) == 1
+    asyncio.run(tool.close())
+    asyncio.run(tool.close())
+    assert children() <= before
+
+
+def test_a_run_that_forgets_to_close_ends_all_the_same() -> None:
+    code = f"""
+from verl.envs.tools.build import build_tools
+tools = build_tools([{{"name": "mcp", "command": {[sys.executable, SERVER]!r}}}])
+print(len(tools))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path.cwd())
+    assert ended.returncode == 0 and ended.stdout.strip() == "5", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({}, ConfigError, "either a command"),
+        ({"command": "a", "url": "b"}, ConfigError, "either a command"),
+        ({"command": "/nowhere/server"}, ServiceDownError, "MCP server /nowhere/server: cannot be reached"),
+        ({"command": [sys.executable, "-c", "raise SystemExit('no key')"]}, ServiceDownError, "it wrote: no key"),
+        ({"url": "http://127.0.0.1:9/mcp"}, ServiceDownError, "cannot be reached .ConnectError"),
+        ({"command": [sys.executable, SERVER], "only": ["sub"]}, ConfigError, "has no tools sub; it has add, refuse"),
+    ],
+)
+def test_servers_that_cannot_be_used_are_told(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    threads = threading.active_count()
+    with pytest.raises(error, match=told):
+        build_tools([{"name": "mcp", **options}])
+    for thread in threading.enumerate():
+        if thread.name == "mcp":
+            thread.join(10)
+    assert threading.active_count() <= threads
