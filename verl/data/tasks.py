@@ -110,7 +110,7 @@ def _without_repeats(task: Task) -> Task:
 
 
 def _from_stored(stored: dict[str, Any]) -> Task:
-    prompt = tuple(Message(**message) for message in stored.pop("prompt"))
+    prompt = tuple(Message(message["role"], message["content"]) for message in stored.pop("prompt"))
     return Task(prompt=prompt, **stored)
 
 
