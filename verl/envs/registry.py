@@ -63,6 +63,8 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
 
 def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Task]:
     """Tasks of an environment that brings its own. Raises ConfigError for a name or options that do not fit."""
+    if name in ENVS and name not in TASKS:
+        raise ConfigError(f"environment {name!r} brings no tasks of its own: name a data file")
     tasks: Iterable[Task] = _made(name, resolve("tasks", name, TASKS), dict(options or {}))
     return list(tasks)
 

@@ -1,0 +1,148 @@
+"""Take the policy's place in an environment:
+
+    python scripts/play.py shop
+    python scripts/play.py bfcl --task-option category=miss_func --task 3
+    python scripts/play.py tau2 --option data=DIR --task-option data=DIR --task-option domain=airline
+    python scripts/play.py single_turn --data train.parquet
+    python scripts/play.py remote --option urls=http://host:8100 --tasks-of shop
+
+Type what the policy would say, or `tool_name {"json": "arguments"}` to call a tool; an empty line shows the tools
+again, the end of the input (Ctrl-D) leaves. At the end the score is told, where the environment gives one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
+
+from verl.data.tasks import TaskSet
+from verl.envs.base import Env, StepResult
+from verl.envs.registry import build_env_factory, build_tasks
+from verl.errors import ConfigError, VerlError
+from verl.registry import option
+from verl.types import Message, Task, ToolCall, ToolSpec
+
+_console = Console(width=120)
+_COLOURS = {"system": "dim", "user": "green", "tool": "cyan"}
+
+
+def read_message(line: str, tools: Iterable[str]) -> Message:
+    """What a person typed, as the policy's message.
+
+    Raises ValueError where it names a tool and what follows is not a JSON object.
+    """
+    name, _, rest = line.strip().partition(" ")
+    if name not in tools:
+        return Message("assistant", line)
+    arguments = json.loads(rest) if rest.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are a JSON object")
+    return Message("assistant", line, (ToolCall(name, arguments),))
+
+
+async def play(env: Env) -> StepResult | None:
+    """One episode; None if the input ended before it did."""
+    opening = await env.reset()
+    tools = {spec.name: spec for spec in opening.tools}
+    _show(opening.messages)
+    _show_tools(tools.values())
+    while (line := await asyncio.to_thread(_ask)) is not None:
+        if not line.strip():
+            _show_tools(tools.values())
+            continue
+        try:
+            message = read_message(line, tools)
+        except ValueError as error:
+            _console.print(f"[red]cannot read the arguments: {escape(str(error))}[/]")
+            continue
+        result = await env.step(message)
+        _show(result.messages)
+        if result.tools:
+            tools |= {spec.name: spec for spec in result.tools}
+            _show_tools(result.tools)
+        if result.done:
+            return result
+    return None
+
+
+def _ask() -> str | None:
+    try:
+        return _console.input("[bold]policy> [/]")
+    except EOFError:
+        return None
+
+
+def _show(messages: Iterable[Message]) -> None:
+    for message in messages:
+        title = f"{message.role} {message.tool or ''}".strip()
+        colour = _COLOURS.get(message.role, "white")
+        _console.print(Panel(escape(message.content), title=escape(title), title_align="left", border_style=colour))
+
+
+def _show_tools(tools: Iterable[ToolSpec]) -> None:
+    for spec in tools:
+        properties = spec.parameters.get("properties", {})
+        needed = spec.parameters.get("required", [])
+        names = ", ".join(name if name in needed else f"{name}?" for name in properties)
+        _console.print(f"[bold]{escape(spec.name)}[/]({escape(names)})  [dim]{escape(spec.description)}[/]")
+
+
+def _tell_end(end: StepResult | None) -> None:
+    if end is None:
+        _console.print("left before the end")
+    elif end.score is None:
+        _console.print("the end; this environment leaves the score to a reward")
+    else:
+        parts = ", ".join(f"{name} {value:g}" for name, value in end.score.parts.items())
+        _console.print(f"the end: score {end.score.total:g} ({escape(parts)})")
+
+
+def _find_task(arguments: argparse.Namespace) -> Task:
+    name = arguments.tasks_of or arguments.env
+    tasks = TaskSet(arguments.data) if arguments.data else build_tasks(name, dict(arguments.task_option))
+    if not 0 <= arguments.task < len(tasks):
+        raise ConfigError(f"there is no task {arguments.task}: they count from 0 to {len(tasks) - 1}")
+    task: Task = tasks[arguments.task]
+    return task
+
+
+async def _play(arguments: argparse.Namespace) -> None:
+    task = _find_task(arguments)
+    factory = build_env_factory(arguments.env, dict(arguments.option))
+    env = factory(task)
+    try:
+        _tell_end(await play(env))
+        await env.close()
+    finally:
+        await factory.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play one episode. Returns 1 for what the user can mend."""
+    parser = argparse.ArgumentParser(prog="python scripts/play.py", description="Take the policy's place.")
+    parser.add_argument("env", help="a known name, package.module:Class or path/to/file.py:Class")
+    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE", help="of the env")
+    parser.add_argument("--data", help="a file of tasks; default: the tasks that the environment brings")
+    parser.add_argument("--tasks-of", metavar="ENV", help="tasks of another environment, for remote and your own")
+    parser.add_argument("--task-option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0")
+    try:
+        asyncio.run(_play(parser.parse_args(argv)))
+    except VerlError as error:
+        _console.print(f"[red]error:[/] {escape(str(error))}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
