@@ -3,11 +3,11 @@
     python bench/async_tools.py [--episodes 512] [--places 64] [--turns 3] [--median-ms 60] [--rounds 3]
 
 Both sides run the same episodes in the same number of places (what a machine's sandboxes or a search server can take
-at a time), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call in
-a hundred takes ten times longer. The barrier's side works off one batch of places after the other, and in it one turn
-after the other, as rollout loops do that call the engine with whole batches. The engine is a script: nothing is computed
-in between, so that the ratio belongs to the loops. With as many episodes as places the ratio of the sum of the turns'
-longest calls to the longest episode, about 1.8, is all that can be had; it is printed as the limit of one batch.
+at a time), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call
+in a hundred takes ten times longer. The barrier's side works off one batch of places after the other, and in it one
+turn after the other, as rollout loops do that call the engine with whole batches. The engine is a script: nothing is
+computed in between, so that the ratio belongs to the loops. With as many episodes as places nobody can win more than
+the turns' longest calls, added up, by the longest episode: about 1.8. That limit is printed, too.
 """
 
 from __future__ import annotations
@@ -162,11 +162,12 @@ def main() -> None:
             arguments.rounds,
             lambda work, wanted=wanted: timed(work, wanted),
         )
-        name = f"{arguments.turns} turns with tools, barrier / ours, {arguments.episodes} episodes in {arguments.places} places"
+        size = f"{arguments.episodes} episodes in {arguments.places} places"
+        slow = f", {slow_share:.0%} of the calls {SLOWER} x slower" if slow_share else ""
         report(
             Result(
                 row=8,
-                name=f"{name}{f', {slow_share:.0%} of the calls {SLOWER} x slower' if slow_share else ''}",
+                name=f"{arguments.turns} turns with tools, barrier / ours, {size}{slow}",
                 ratio=median_ratio(figures["theirs"], figures["ours"]),
                 target=target,
                 ours={"s": min(figures["ours"])},

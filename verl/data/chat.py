@@ -142,16 +142,6 @@ class ChatCodec:
         except DataError as error:
             raise error.at(file=task.id) from error
 
-    def opening_ids(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        return self.prompt_ids(messages)
-
-    def continuation_ids(self, text: str) -> tuple[int, ...]:
-        """A text that goes on in the assistant's own turn."""
-        return self.reply_ids(text)[0]
-
-    def answer_ids(self, messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
-        raise NotImplementedError
-
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -39,8 +39,6 @@ class Dialogue:
     def opening_ids(self, opening: Observation) -> tuple[int, ...]:
         """The prompt. Raises DataError if the chat template refuses the messages."""
         shown = self.codec.opening(opening.messages, opening.tools)
-        if isinstance(shown, str):
-            return tuple(self.chat.tokenizer(shown)["input_ids"])
         return self.chat.opening_ids(shown, opening.tools if self.codec.template_tools else ())
 
     def written(self, token_ids: Sequence[int]) -> str:
