@@ -1,0 +1,112 @@
+"""What a process does between its fork and the first line of untrusted code: it gives everything up."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+
+from . import interpreter, kernel, seccomp
+
+INNER_ID = 1000  # the user that the code is, as it sees it
+MIB = 1024 * 1024
+NUM_FILES = 256  # open at once, by one process
+CELLS = 3  # the descriptor through which a session gets its cells
+FREE = 64  # descriptors from here on are not in use
+
+
+@dataclass(frozen=True)
+class Jail:
+    """How executions are confined, the same for all of a fork server.
+
+    user: id that untrusted code runs as, outside of its own user namespace
+    filter: system calls that are refused, as the kernel reads it
+    """
+
+    isolated: bool
+    user: int
+    filter: bytes
+    virtual_mib: int  # address space of the fork server, which every child begins with
+
+
+def become(jail: Jail, request: dict[str, Any], given: Sequence[int], report: int) -> Never:
+    """Turn this process, just forked, into the one that runs the request's code; does not return.
+
+    given:  standard input, output, error and, for a session, its cells
+    report: where to write why it cannot be done; closed without a word when all is given up
+    """
+    try:
+        _give_up(jail, request["limits"], given, report)
+    except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(report)
+    try:
+        _run(request)
+    except BaseException as error:  # noqa: BLE001  the same
+        os.write(2, f"{error}\n".encode(errors="replace"))
+        os._exit(126)
+
+
+def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: int) -> None:
+    os.setsid()
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FREE) for descriptor in (*given, report)]
+    for number, descriptor in enumerate(above[:-1]):
+        os.dup2(descriptor, number)
+    os.dup2(above[-1], report)
+    os.closerange(len(given), report)
+    os.closerange(report + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _bound(jail, limits)
+    if jail.isolated:
+        _confine(jail, limits["processes"])
+
+
+def _run(request: dict[str, Any]) -> Never:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if request["language"] == "bash":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        os.execv("/bin/bash", ["bash", "-c", request["code"]])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["language"] == "session":
+        interpreter.run_cells(socket.socket(fileno=CELLS))
+    os._exit(interpreter.run_program(request["code"]))
+
+
+def _bound(jail: Jail, limits: dict[str, Any]) -> None:
+    """Bounds of each process; the supervisor adds up time and memory of all of them."""
+    bounds = {
+        resource.RLIMIT_AS: (jail.virtual_mib + limits["memory_mib"]) * MIB,
+        resource.RLIMIT_FSIZE: limits["file_mib"] * MIB,
+        resource.RLIMIT_NOFILE: NUM_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    for name, bound in bounds.items():
+        resource.setrlimit(name, (bound, bound))
+    with contextlib.suppress(OSError):  # a hardened machine may forbid it
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if the machine runs short
+
+
+def _confine(jail: Jail, processes: int) -> None:
+    """Into a user namespace of its own, without a capability in it or anywhere."""
+    with contextlib.suppress(PermissionError):  # an ordinary user's fork server may not
+        os.setgroups([])
+    os.setresgid(jail.user, jail.user, jail.user)
+    os.setresuid(jail.user, jail.user, jail.user)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its own /proc/self would not be its own
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{INNER_ID} {jail.user} 1")
+    Path("/proc/self/gid_map").write_text(f"{INNER_ID} {jail.user} 1")
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))  # counted in this namespace alone from here on
+    kernel.drop_capabilities()
+    seccomp.install(jail.filter)

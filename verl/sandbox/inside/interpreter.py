@@ -1,0 +1,119 @@
+"""Python code in a forked interpreter that behaves like a fresh one."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import gc
+import linecache
+import os
+import socket
+import sys
+import threading
+import traceback
+from types import CodeType, ModuleType
+from typing import Any, Never, TextIO
+
+from . import frames
+
+PROGRAM = "main.py"  # what tracebacks call the code
+
+
+def run_program(code: str) -> int:
+    """Run it as `python main.py` would; its exit code."""
+    namespace = _fresh_main()
+    exit_code = _guarded(lambda: _execute(_compile(code, PROGRAM), namespace))
+    exit_code = max(exit_code, _guarded(_wind_up))
+    return max(exit_code, _guarded(_flush)) & 0xFF
+
+
+def run_cells(channel: socket.socket) -> Never:
+    """Run the cells that come through the channel in one namespace, and answer each with a byte: its exit code."""
+    namespace = _fresh_main()
+    number = 0
+    while request := frames.receive(channel):
+        number += 1
+        code, name = request["code"], f"cell {number}"
+        exit_code = _guarded(lambda code=code, name=name: _run_cell(code, name, namespace))
+        exit_code = max(exit_code, _guarded(_flush))
+        channel.send(bytes([exit_code & 0xFF]))
+    os._exit(0)
+
+
+def _fresh_main() -> dict[str, Any]:
+    """The namespace of a new `__main__`, with what a fork must not share with its siblings made new."""
+    gc.enable()
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = [PROGRAM]
+    sys.path.insert(0, "")
+    reader = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    for name, stream in (("stdin", reader), ("stdout", _writer(1)), ("stderr", _writer(2))):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
+    return main.__dict__
+
+
+def _writer(descriptor: int) -> TextIO:
+    """Line by line, so that what was printed is there if the process is killed."""
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _compile(code: str, name: str) -> CodeType:
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    return compile(code, name, "exec", dont_inherit=True)
+
+
+def _execute(compiled: CodeType, namespace: dict[str, Any]) -> None:
+    exec(compiled, namespace)
+
+
+def _run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
+    """As a notebook does: the value of a last expression is shown."""
+    _compile(code, name)
+    tree = ast.parse(code, name)
+    shown = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
+    _execute(compile(tree, name, "exec", dont_inherit=True), namespace)
+    if shown:
+        _execute(compile(ast.Interactive(list(shown)), name, "single", dont_inherit=True), namespace)
+
+
+def _guarded(action: Any) -> int:
+    """The exit code that a Python process would end with if it did this."""
+    try:
+        action()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)  # noqa: T201  what Python does
+        return 1
+    except BaseException as error:  # noqa: BLE001  whatever untrusted code raises
+        _explain(error)
+        return 1
+    return 0
+
+
+def _explain(error: BaseException) -> None:
+    """Print the traceback, from the first line of the untrusted code on."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    try:
+        traceback.print_exception(type(error), error, frame)
+    except BaseException:  # noqa: BLE001  an exception that cannot be printed, a closed stream, no memory
+        os.write(2, f"{type(error).__name__}\n".encode())
+
+
+def _wind_up() -> None:
+    """What an interpreter does at its end: wait for threads, then functions registered for the exit."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(ValueError, AttributeError):  # the code closed or replaced it
+            stream.flush()  # type: ignore[union-attr]

@@ -1,0 +1,66 @@
+"""The few calls to Linux that Python 3.11 does not have: namespaces, mounts, capabilities."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1 << bit for bit in (0, 1, 2, 3, 5, 12, 14, 18)
+)
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces that `flags` name for fresh ones; of CLONE_NEWPID: the next child does."""
+    _check(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def setns(descriptor: int, kind: int) -> None:
+    """Enter a namespace."""
+    _check(_libc.setns(descriptor, kind), "setns")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    words = (word.encode() or None for word in (source, target, kind))
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
+
+
+def prctl(option: int, value: int = 0, pointer: int | None = None) -> None:
+    """prctl(2)."""
+    _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer), 0, 0), f"prctl({option})")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good, and what setuid programs would give."""
+    for capability in range(64):
+        with contextlib.suppress(OSError):  # this kernel has fewer
+            prctl(PR_CAPBSET_DROP, capability)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)

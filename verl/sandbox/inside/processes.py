@@ -1,0 +1,86 @@
+"""What the processes below this one use, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK")
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of all processes below this one together."""
+
+    cpu_s: float  # of those that have ended, too
+    memory_mib: float  # shared pages in equal parts
+    processes: int
+
+
+def usage() -> Usage:
+    """What they use now."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s, kib, count = ended.ru_utime + ended.ru_stime, 0, 0
+    for pid, stat in _below(os.getpid()):
+        count += 1
+        cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its ended children
+        with contextlib.suppress(OSError):  # it has ended
+            kib += _pss_kib(pid)
+    return Usage(cpu_s, kib / 1024, count)
+
+
+def signal_all(number: int, *, isolated: bool) -> None:
+    """Send a signal to every process below this one: as the first of a pid namespace, or one by one."""
+    if isolated:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
+        return
+    for pid, _ in _below(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_all(main: int, *, isolated: bool) -> int:
+    """Kill and reap every process below this one; the wait status of `main`.
+
+    Orphans come to this process: it is the first of its pid namespace, or a subreaper.
+    """
+    status = 0
+    while True:
+        signal_all(signal.SIGKILL, isolated=isolated)
+        try:
+            pid, its_status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if pid == main:
+            status = its_status
+
+
+def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
+    """Descendants that live, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
+    stats: dict[int, list[str]] = {}
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            stats[int(folder.name)] = fields
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    waiting = children.get(ancestor, [])
+    while waiting:
+        pid = waiting.pop()
+        waiting.extend(children.get(pid, []))
+        if stats[pid][0] != "Z":
+            yield pid, stats[pid]
+
+
+def _pss_kib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1])
+    return 0

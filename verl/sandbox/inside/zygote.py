@@ -1,0 +1,120 @@
+"""The fork server: loads what untrusted code often imports, then forks a supervisor for every channel it is handed.
+
+Standard input is a socket to the pool. A channel comes as a descriptor beside a byte; when the pool is gone, so is this
+process, and with isolation the end of its pid namespace ends everything below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import kernel, seccomp
+from .child import MIB, Jail
+from .supervisor import supervise
+
+# Some are imported lazily by others, which is slow and may need files that a limit keeps from being opened.
+PRELOAD = (
+    "traceback", "linecache", "tokenize", "encodings.idna", "collections", "itertools", "functools", "heapq", "bisect",
+    "math", "cmath", "random", "statistics", "fractions", "decimal", "datetime", "re", "string", "json", "copy",
+    "typing", "subprocess", "tempfile", "concurrent.futures.thread", "multiprocessing",
+)  # fmt: skip
+LEAST_USER = "65534"  # nobody
+FILES = {
+    "/etc/passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp/work:/bin/bash\n",
+    "/etc/group": "root:x:0:\nuser:x:1000:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n",
+}
+
+
+def main() -> None:
+    """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `preload` and `bound`."""
+    settings = json.loads(sys.argv[1])
+    control = socket.socket(fileno=os.dup(0))
+    for number, handling in ((signal.SIGINT, signal.SIG_DFL), (signal.SIGCHLD, signal.SIG_IGN)):
+        signal.signal(number, handling)  # no handler: the first of a pid namespace is deaf to what it does not handle
+    _preload((*PRELOAD, *settings["preload"]))
+    if settings["isolated"]:
+        _finish_root(settings["bound"])
+    else:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    jail = _make_jail(settings["isolated"])
+    control.send(b"!")
+    _serve(control, jail)
+
+
+def _preload(names: Sequence[str]) -> None:
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    gc.collect()
+    gc.disable()
+    gc.freeze()  # a collection in a child would copy every page
+
+
+def _finish_root(bound: Sequence[str]) -> None:
+    """Small files that programs look for; folders above what is bound opened to all; then nobody writes any more."""
+    device = Path("/").stat().st_dev
+    for path in bound:
+        for folder in Path(path).parents:
+            if folder.stat().st_dev == device:
+                folder.chmod(0o755)
+    Path("/etc").chmod(0o755)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("", "/", flags=flags)
+
+
+def _make_jail(isolated: bool) -> Jail:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    user = -1
+    if isolated:
+        mapped = [line.split()[0] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        user = int(LEAST_USER) if LEAST_USER in mapped else 0
+    return Jail(
+        isolated=isolated,
+        user=user,
+        filter=seccomp.program() if isolated else b"",
+        virtual_mib=pages * resource.getpagesize() // MIB + 1,
+    )
+
+
+def _serve(control: socket.socket, jail: Jail) -> None:
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY) if jail.isolated else -1
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        channel = socket.socket(fileno=descriptors[0])
+        if jail.isolated:
+            kernel.unshare(kernel.CLONE_NEWPID)  # the next child is the first of a pid namespace
+        if os.fork() == 0:
+            _become_supervisor(channel, control, own, jail)
+        if jail.isolated:
+            kernel.setns(own, kernel.CLONE_NEWPID)  # or there could not be another one
+        channel.close()
+
+
+def _become_supervisor(channel: socket.socket, control: socket.socket, own: int, jail: Jail) -> None:
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        control.close()
+        if own >= 0:
+            os.close(own)
+        supervise(channel, jail)
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(0)

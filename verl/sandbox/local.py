@@ -1,0 +1,222 @@
+"""Untrusted code on this machine: an execution is a fork of a warm interpreter, in namespaces of its own.
+
+    LocalSandbox -> ForkServer: bwrap -> inside/zygote.py -> inside/supervisor.py -> the code
+                                                             one for each execution or session
+
+The fork server is handed one end of a socket for each execution; a supervisor answers there, and ends everything when
+the other end is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import PurePosixPath
+from typing import Any
+
+from verl.errors import DataError, ServiceDownError
+from verl.sandbox.base import Execution, Limits, Status
+from verl.sandbox.fork_server import MEND, ForkServer, Isolation, check_isolation
+from verl.sandbox.inside import frames
+
+LANGUAGES = ("python", "bash")
+GRACE_S = 15.0  # after an execution's own limit, until its supervisor counts as lost
+DEFAULT_LIMITS = Limits()
+log = logging.getLogger(__name__)
+
+
+class LocalSandbox:
+    """A pool of fork servers.
+
+    workers:   fork servers, and executions at a time; more wait, which their limits do not count
+    isolation: "none" leaves resource limits and the end of all processes, and takes away every other promise
+    preload:   modules that every execution finds loaded; those that are not installed are left out
+    limits:    of executions that name none
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        isolation: Isolation = "bubblewrap",
+        preload: Sequence[str] = ("numpy", "numpy.random", "sympy"),
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        check_isolation(isolation)
+        self.limits = limits
+        self._slots = asyncio.Semaphore(workers)
+        self._servers = [ForkServer(isolation, preload) for _ in range(workers)]
+
+    async def run(
+        self,
+        code: str,
+        language: str = "python",
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        fetch: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> Execution:
+        """One piece of code in processes of its own. DataError for a language or path that cannot be."""
+        if language not in LANGUAGES:
+            raise DataError(f"language {language!r}", f"one of {', '.join(LANGUAGES)}", field="language")
+        start = _start(language, code, stdin, files or {}, limits or self.limits) | {"fetch": _paths(fetch)}
+        for _ in range(2):
+            async with self._slots, self.converse() as conversation:
+                if answer := await conversation.ask(start):
+                    return _execution(answer)
+            log.warning("a supervisor of the sandbox ended without an answer")
+        raise ServiceDownError("sandbox", "its supervisor ended without an answer, twice in a row")
+
+    async def session(self, files: Mapping[str, bytes] | None = None) -> LocalSession:
+        """A fresh interpreter of its own, with files in its working folder."""
+        return LocalSession(self, files or {})
+
+    async def close(self) -> None:
+        """End every process, those of sessions too."""
+        for server in self._servers:
+            server.close()
+
+    @contextlib.asynccontextmanager
+    async def converse(self) -> AsyncIterator[Conversation]:
+        """A fresh supervisor of the server that has least to do; what it has started ends with the block."""
+        server = min(self._servers, key=lambda each: each.num_channels)
+        server.num_channels += 1
+        try:
+            with await server.open() as channel:
+                yield Conversation(channel, server)
+        finally:
+            server.num_channels -= 1
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """What an execution holds while it runs."""
+        return self._slots
+
+
+class Conversation:
+    """What is said to a supervisor and what it answers."""
+
+    def __init__(self, channel: socket.socket, server: ForkServer) -> None:
+        self._channel = channel
+        self._server = server
+
+    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer; None where the supervisor is lost. One that hangs takes its fork server with it."""
+        wall_s = message["limits"]["wall_s"] if "limits" in message else 0.0
+        try:
+            async with asyncio.timeout(wall_s + GRACE_S):
+                await self.tell(message)
+                head = await self._read(frames.LENGTH.size)
+                return frames.decode(await self._read(*frames.LENGTH.unpack(head)))
+        except TimeoutError:
+            log.warning("a fork server of the sandbox hangs; a new one takes its place")
+            self._server.close()
+        except (OSError, EOFError):
+            pass
+        return None
+
+    async def tell(self, message: Mapping[str, Any]) -> None:
+        """Send what is not answered."""
+        await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(message))
+
+    async def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._channel, min(size - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+class LocalSession:
+    """An interpreter that keeps its variables; nothing of it runs between two cells.
+
+    Limits of memory, processes and files are those of the first cell after a start; time is each cell's own. Whether a
+    cell succeeded is told by the session's own process, so its code could tell otherwise, of itself alone.
+    """
+
+    def __init__(self, sandbox: LocalSandbox, files: Mapping[str, bytes]) -> None:
+        self._sandbox = sandbox
+        self._files = files
+        self._stack = contextlib.AsyncExitStack()
+        self._conversation: Conversation | None = None
+        self._alive = False
+        self._lock = asyncio.Lock()
+
+    async def run(self, code: str, limits: Limits | None = None) -> Execution:
+        """The next cell; the value of a last expression is shown, as in a notebook."""
+        bounds = limits or self._sandbox.limits
+        async with self._lock, self._sandbox.slots:
+            if self._conversation is None or not self._alive:
+                await self._begin(bounds)
+            assert self._conversation
+            answer = None
+            try:
+                answer = await self._conversation.ask({"code": code, "limits": asdict(bounds)})
+            finally:
+                self._alive = bool(answer and answer.get("alive"))  # also where nobody waited for the answer
+            if answer is None:
+                await self._end()
+                raise ServiceDownError("sandbox", "a session's supervisor ended without an answer")
+            return _execution(answer)
+
+    async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
+        """Files of the working folder. Ends the interpreter: nothing may change while they are read."""
+        async with self._lock:
+            if self._conversation is None:
+                return {}
+            self._alive = False
+            answer = await self._conversation.ask({"fetch": _paths(paths)})
+            return frames.unpack_files(answer["files"]) if answer else {}
+
+    async def close(self) -> None:
+        """End its process."""
+        async with self._lock:
+            await self._end()
+
+    async def _begin(self, limits: Limits) -> None:
+        await self._end()
+        self._conversation = await self._stack.enter_async_context(self._sandbox.converse())
+        await self._conversation.tell(_start("session", "", "", self._files, limits))
+
+    async def _end(self) -> None:
+        self._conversation, self._alive = None, False
+        await self._stack.aclose()
+
+
+def _start(language: str, code: str, stdin: str, files: Mapping[str, bytes], limits: Limits) -> dict[str, Any]:
+    """The first message to a supervisor."""
+    _paths(files)
+    return {
+        "language": language,
+        "code": code,
+        "stdin": stdin,
+        "files": frames.pack_files(files),
+        "limits": asdict(limits),
+    }
+
+
+def _paths(paths: Iterable[str]) -> list[str]:
+    """The paths, all of them in the working folder."""
+    for text in paths:
+        path = PurePosixPath(text)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text:
+            raise DataError(f"path {text!r}", "a relative path in the working folder, without '..'", field="files")
+    return list(paths)
+
+
+def _execution(answer: Mapping[str, Any]) -> Execution:
+    if "broken" in answer:
+        raise ServiceDownError("sandbox", f"this machine cannot confine an execution: {answer['broken']}. {MEND}")
+    return Execution(
+        status=Status(answer["status"]),
+        stdout=answer["stdout"],
+        stderr=answer["stderr"],
+        return_code=answer["return_code"],
+        seconds=answer["seconds"],
+        files=frames.unpack_files(answer["files"]),
+    )
