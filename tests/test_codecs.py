@@ -344,3 +344,8 @@ def test_bad_settings_are_told(name: str, options: dict[str, Any], said: str) ->
 
 def test_shortened_texts_keep_both_ends() -> None:
     assert shorten("abcdefghij", 4) == "ab...ij" and shorten("abc", 4) == "abc"
+
+
+def test_the_page_tells_of_every_codec() -> None:
+    page = (ROOT / "docs" / "codecs.md").read_text(encoding="utf-8")
+    assert {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")} == set(CODECS)
