@@ -180,7 +180,7 @@ def test_rendered_programs_and_queries_are_read_back_whole_or_not_at_all(name: s
     assert not any(isinstance(codec.parse(text[:length]), Calls) for length in range(len(text)))
 
 
-@pytest.mark.parametrize("name", ["hermes", "xml"])
+@pytest.mark.parametrize("name", ["hermes", "xml", "llama3_json"])
 def test_a_thought_that_the_template_opens_holds_no_calls(name: str) -> None:
     codec = build_codec(name, {"in_thought": True})
     text = codec.render((ToolCall("f", {}),))
