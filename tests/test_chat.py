@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
+from verl.data.codecs.base import build_codec
 from verl.errors import ConfigError, DataError
 from verl.types import Message, ToolCall, ToolSpec
 
@@ -171,6 +172,17 @@ def test_tools_are_told_by_the_template_where_there_are_some() -> None:
 def test_a_plain_text_is_an_opening_without_a_template() -> None:
     codec = codec_of("mini")
     assert text_of(codec, codec.opening_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
+
+
+def test_an_episode_in_one_turn_reads_as_its_texts_end_to_end() -> None:
+    chat, codec = codec_of("mini"), build_codec("fence")
+    opening = codec.opening((QUESTION,), ())
+    said = ["I compute.\n```python\nprint(6 * 7)\n```\n```output", "So \\boxed{42}."]
+    seen = codec.observation((Message("tool", "42\n", tool="python"),), said[0])
+    assert isinstance(opening, str) and isinstance(seen, str)
+    replies = [chat.reply_ids(text)[0] for text in said]
+    ledger = chat.opening_ids(opening) + replies[0] + chat.continuation_ids(seen) + replies[1]
+    assert text_of(chat, ledger) == f"{opening}{said[0]}\n42\n```\n{said[1]}"
 
 
 def test_calls_that_a_codec_read_are_not_told_twice() -> None:

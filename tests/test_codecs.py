@@ -180,7 +180,7 @@ def test_rendered_programs_and_queries_are_read_back_whole_or_not_at_all(name: s
     assert not any(isinstance(codec.parse(text[:length]), Calls) for length in range(len(text)))
 
 
-@pytest.mark.parametrize("name", ["hermes", "xml"])
+@pytest.mark.parametrize("name", ["hermes", "xml", "llama3_json"])
 def test_a_thought_that_the_template_opens_holds_no_calls(name: str) -> None:
     codec = build_codec(name, {"in_thought": True})
     text = codec.render((ToolCall("f", {}),))
@@ -344,3 +344,8 @@ def test_bad_settings_are_told(name: str, options: dict[str, Any], said: str) ->
 
 def test_shortened_texts_keep_both_ends() -> None:
     assert shorten("abcdefghij", 4) == "ab...ij" and shorten("abc", 4) == "abc"
+
+
+def test_the_page_tells_of_every_codec() -> None:
+    page = (ROOT / "docs" / "codecs.md").read_text(encoding="utf-8")
+    assert {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")} == set(CODECS)

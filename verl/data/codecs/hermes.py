@@ -11,29 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
-from verl.types import Message, ToolCall
+from verl.data.codecs.turns import TurnsCodec
+from verl.types import ToolCall
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 
 @dataclass(frozen=True)
-class HermesCodec(Prompted):
-    """One JSON object a block.
-
-    in_thought: the chat template opens `<think>` itself, so that a reply without `</think>` is all thinking
-    """
-
-    in_thought: bool = False
-
-    @property
-    def template_tools(self) -> bool:
-        """Unless a prompt template tells of them."""
-        return self.prompt is None
-
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
+class HermesCodec(TurnsCodec):
+    """One JSON object a block."""
 
     def parse(self, written: str) -> Parsed:
         """All blocks outside thoughts, or what is wrong with the first that cannot be read."""
@@ -46,10 +32,6 @@ class HermesCodec(Prompted):
         except BadCallError as error:
             return Malformed(str(error))
         return Calls(tuple(calls)) if calls else Final()
-
-    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results as they are, side by side; the template puts them into one turn or several."""
-        return tuple(results)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """A block each."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
+from verl.data.codecs.turns import TurnsCodec
 from verl.types import Message, ToolCall
 from verl.utils.reward_score.parsing import THINK, THINK_END
 
@@ -17,21 +17,12 @@ _CALL_KEYS = ('"name"', '"parameters"')
 
 
 @dataclass(frozen=True)
-class Llama3JsonCodec(Prompted):
+class Llama3JsonCodec(TurnsCodec):
     """A reply that is JSON but of no call is an answer, unless the python tag announces a call."""
-
-    @property
-    def template_tools(self) -> bool:
-        """Unless a prompt template tells of them."""
-        return self.prompt is None
-
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
 
     def parse(self, written: str) -> Parsed:
         """The calls that the reply is, thoughts before them left out."""
-        said = written[speech_start(written) :].strip()
+        said = written[speech_start(written, self.in_thought) :].strip()
         if said.startswith(THINK):
             said = said.partition(THINK_END)[2].strip()
         announced = said.startswith(PYTHON_TAG)

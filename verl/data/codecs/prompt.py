@@ -111,6 +111,34 @@ class Prompted:
         return self.prompt.fill(messages[_last_user(messages)].content, tool_lines(tools))
 
 
+@dataclass(frozen=True)
+class SystemPrompted:
+    """A codec that tells of its tools in the system message.
+
+    prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
+    """
+
+    prompt_template: str = ""
+
+    def __post_init__(self) -> None:
+        _ = self.prompt  # a bad file is told before the run begins
+
+    @cached_property
+    def prompt(self) -> PromptTemplate:
+        """The text, read once."""
+        return load_template(self.prompt_template, "{tools}")
+
+    @property
+    def template_tools(self) -> bool:
+        """The system message tells of them."""
+        return False
+
+    def system(self, messages: Sequence[Message], tools: str) -> Message:
+        """The one system message."""
+        said = [message.content for message in messages if message.role == "system"]
+        return Message("system", "\n\n".join([*said, self.prompt.fill("", tools)]))
+
+
 def _last_user(messages: Sequence[Message]) -> int:
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return users[-1] if users else len(messages) - 1

@@ -6,36 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import load_template, tool_lines
+from verl.data.codecs.prompt import SystemPrompted, tool_lines
 from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 
 @dataclass(frozen=True)
-class ToolN1Codec:
-    """A lone object counts as a list of one, and an empty list as no call, as in the paper's reward.
-
-    prompt_template: name or path of what is added to the system message, with `{tools}`
-    """
+class ToolN1Codec(SystemPrompted):
+    """A lone object counts as a list of one, and an empty list as no call, as in the paper's reward."""
 
     prompt_template: str = "tool_n1"
-
-    def __post_init__(self) -> None:
-        load_template(self.prompt_template, "{tools}")
-
-    @property
-    def template_tools(self) -> bool:
-        """The system message tells of them."""
-        return False
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """With the tools in the system message, where there are any."""
         if not tools:
             return tuple(messages)
-        system = [message.content for message in messages if message.role == "system"]
-        system.append(load_template(self.prompt_template, "{tools}").fill("", tool_lines(tools)))
-        return (Message("system", "\n\n".join(system)), *(each for each in messages if each.role != "system"))
+        return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """None: calls end with the turn."""

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import load_template, numbered_tools
+from verl.data.codecs.prompt import SystemPrompted, numbered_tools
 from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
@@ -22,30 +22,17 @@ HISTORY_HEADING = "**Dialogue Records History**"
 
 
 @dataclass(frozen=True)
-class ToolRlCodec:
-    """Whatever it reads as calls, ToolRL's reward reads as the same calls.
-
-    prompt_template: name or path of the system message, with `{tools}`, for messages that do not list tools themselves
-    """
+class ToolRlCodec(SystemPrompted):
+    """Whatever it reads as calls, ToolRL's reward reads as the same calls."""
 
     prompt_template: str = "toolrl"
-
-    def __post_init__(self) -> None:
-        load_template(self.prompt_template, "{tools}")
-
-    @property
-    def template_tools(self) -> bool:
-        """The system message tells of them."""
-        return False
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """ToolRL's own rows as they are; other dialogues in the form of its rows."""
         if not tools or listed_tools(messages) is not None:
             return tuple(messages)
-        system = [message.content for message in messages if message.role == "system"]
-        system.append(load_template(self.prompt_template, "{tools}").fill("", numbered_tools(tools)))
         history = _history([message for message in messages if message.role != "system"])
-        return (Message("system", "\n\n".join(system)), Message("user", f"{HISTORY_HEADING}\n{history}"))
+        return (self.system(messages, numbered_tools(tools)), Message("user", f"{HISTORY_HEADING}\n{history}"))
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """None: calls end with the turn."""

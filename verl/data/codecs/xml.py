@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.text import BadCallError, find_spoken, read_whole_json, skip_space, speech_start, to_json
-from verl.types import Message, ToolCall
+from verl.data.codecs.turns import TurnsCodec
+from verl.types import ToolCall
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -20,24 +20,12 @@ _NAME = re.compile(r"([^<>\n]+)>")
 
 
 @dataclass(frozen=True)
-class XmlCodec(Prompted):
+class XmlCodec(TurnsCodec):
     """`<tool_call>` around a function is allowed and not asked for.
 
     Nothing here knows the tool's schema: a value that is JSON as a whole is what that JSON says (5, true, [1, 2],
     "5"), any other text is a string, without the one newline at each of its ends. So a string like 5 is written "5".
-    in_thought: the chat template opens `<think>` itself, so that a reply without `</think>` is all thinking
     """
-
-    in_thought: bool = False
-
-    @property
-    def template_tools(self) -> bool:
-        """Unless a prompt template tells of them."""
-        return self.prompt is None
-
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
 
     def parse(self, written: str) -> Parsed:
         """All functions outside thoughts, or what is wrong with the first that cannot be read."""
@@ -52,10 +40,6 @@ class XmlCodec(Prompted):
         if not calls and find_spoken(written, TOOL_CALL, beginning) >= 0:
             return Malformed(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
         return Calls(tuple(calls)) if calls else Final()
-
-    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results as they are; the template puts them into turns."""
-        return tuple(results)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """As Qwen3-Coder's template writes them."""

@@ -1,0 +1,32 @@
+"""Formats that the chat templates of models know: calls end the turn, results are turns of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl.data.codecs.prompt import Prompted
+from verl.types import Message
+
+
+@dataclass(frozen=True)
+class TurnsCodec(Prompted):
+    """What such formats share. A prompt template tells of the tools where the chat template cannot.
+
+    in_thought: the chat template opens `<think>` itself, so that a reply without `</think>` is all thinking
+    """
+
+    in_thought: bool = False
+
+    @property
+    def template_tools(self) -> bool:
+        """Unless a prompt template tells of them."""
+        return self.prompt is None
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The results as they are, side by side; the template puts them into one turn or several."""
+        return tuple(results)
