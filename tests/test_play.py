@@ -14,11 +14,11 @@ import pytest
 from scripts.make_env_tasks import main as make_env_tasks
 from scripts.play import main, read_message
 from tests.conftest import ROOT
-from tests.episodes import run
+from tests.episodes import call, run, say
 from tests.test_env_server import buy
 from verl.data.tasks import TaskSet
 from verl.envs.registry import build_env_factory, build_tasks
-from verl.types import Message, ToolCall
+from verl.types import Message, Score, Task, ToolCall
 
 
 def played(lines: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -84,3 +84,17 @@ def test_tasks_of_an_environment_survive_a_data_file(tmp_path: Path) -> None:
         assert found == replace(task, id=f"shop.jsonl#{number}", extra={**task.extra, "id": task.id})
         score = run(build_env_factory("shop"), found, *buy(found))[-1].score
         assert score is not None and score.total == 1.0
+
+
+def test_the_environment_of_the_documentation_works(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "guess.py").write_text(text.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    task = Task("t", (Message("user", "Find it."),), "42", "guess")
+    factory = build_env_factory(f"{tmp_path}/guess.py:GuessEnv")
+    results = run(factory, task, call("guess", number=50), call("guess"), call("guess", number=42), say())
+    assert [result.messages[0].content for result in results[:3]] == [
+        "lower",
+        "Error: number must be an integer",
+        "right",
+    ]
+    assert results[-1].score == Score(1.0, {"right": 1.0})

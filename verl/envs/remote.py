@@ -1,14 +1,16 @@
 """Environments that run in servers (server.py), used like any others.
 
 Requests of concurrent episodes travel together: what is asked within a few milliseconds is one HTTP request for each
-server. The episodes of one task are made by one request, on one server.
+server, whose answers come back as they are ready. The episodes of one task are made by one request, on one server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 import httpx
@@ -17,8 +19,6 @@ from pydantic import BaseModel, ValidationError
 from verl.envs.base import Observation, StepResult
 from verl.envs.wire import (
     Answer,
-    AnswerList,
-    Closed,
     CreateReply,
     CreateRequest,
     EpisodeList,
@@ -29,19 +29,20 @@ from verl.envs.wire import (
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Task
 
+_log = logging.getLogger(__name__)
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
-Reply = TypeVar("Reply", bound=BaseModel)
+Answers = AsyncIterator[tuple[int, Got | Exception]]
 
 
 class Batcher(Generic[Ask, Got]):
     """Collects what is asked within `window_s` seconds and sends it as one.
 
-    `send` returns an answer for each item, or an exception that is raised where that one was asked; what it raises is
-    raised everywhere.
+    `send` gives the answers with the positions of what was asked, in any order and each as soon as it has it. An
+    answer that is an exception is raised where that one was asked; what `send` raises, wherever no answer came.
     """
 
-    def __init__(self, send: Callable[[Sequence[Ask]], Awaitable[Sequence[Got | Exception]]], window_s: float) -> None:
+    def __init__(self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float) -> None:
         self._send, self._window_s = send, window_s
         self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
         self._flushes: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
@@ -59,18 +60,24 @@ class Batcher(Generic[Ask, Got]):
     async def _flush(self) -> None:
         await asyncio.sleep(self._window_s)
         batch, self._waiting = self._waiting, []
-        answers: Sequence[Got | Exception]
         try:
-            answers = await self._send([item for item, _ in batch])
+            async for position, answer in self._send([item for item, _ in batch]):
+                _resolve(batch[position][1], answer)
         except Exception as error:  # noqa: BLE001  told to everybody who waits, and raised there
-            answers = [error] * len(batch)
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if future.done():  # a cancelled episode waits no more
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            problem = error
+        else:
+            problem = ServiceDownError("environment server", "ended its answer early")
+        for _, future in batch:
+            _resolve(future, problem)
+
+
+def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
+    if future.done():  # it has its answer, or its episode was given up
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 class Server:
@@ -87,30 +94,40 @@ class Server:
 
     async def create(self, task: Task, count: int) -> list[str]:
         """Fresh episodes of one task."""
-        return (await self._post("/create", CreateRequest(task=task, count=count), CreateReply)).episodes
+        async with self._post("/create", CreateRequest(task=task, count=count)) as reply:
+            return CreateReply.model_validate_json(await reply.aread()).episodes
 
     async def disconnect(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _reset(self, episodes: Sequence[str]) -> list[Answer]:
-        return (await self._post("/reset", EpisodeList(episodes=list(episodes)), AnswerList)).answers
+    def _reset(self, episodes: Sequence[str]) -> Answers[Answer]:
+        return self._ask("/reset", EpisodeList(episodes=list(episodes)))
 
-    async def _step(self, steps: Sequence[Step]) -> list[Answer]:
-        return (await self._post("/step", StepList(steps=list(steps)), AnswerList)).answers
+    def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
+        return self._ask("/step", StepList(steps=list(steps)))
 
-    async def _close(self, episodes: Sequence[str]) -> list[None]:
-        await self._post("/close", EpisodeList(episodes=list(episodes)), Closed)
-        return [None] * len(episodes)
+    async def _close(self, episodes: Sequence[str]) -> Answers[None]:
+        async with self._post("/close", EpisodeList(episodes=list(episodes))):
+            for position in range(len(episodes)):
+                yield position, None
 
-    async def _post(self, path: str, request: BaseModel, reply: type[Reply]) -> Reply:
+    async def _ask(self, path: str, request: BaseModel) -> Answers[Answer]:
+        async with self._post(path, request) as reply:
+            async for line in reply.aiter_lines():
+                answer = Answer.model_validate_json(line)
+                yield answer.position, answer
+
+    @asynccontextmanager
+    async def _post(self, path: str, request: BaseModel) -> AsyncIterator[httpx.Response]:
+        """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
+        body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
-            answer = await self._client.post(
-                path, content=request.model_dump_json(), headers={"content-type": "application/json"}
-            )
-            if answer.is_error:
-                raise ServiceDownError(f"environment server {self.url}", f"{answer.status_code} {answer.text[:500]}")
-            return reply.model_validate_json(answer.content)
+            async with self._client.stream("POST", path, content=body, headers=headers) as reply:
+                if reply.is_error:
+                    text = (await reply.aread()).decode(errors="replace")
+                    raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
+                yield reply
         except (httpx.HTTPError, ValidationError) as error:
             raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
 
@@ -141,10 +158,14 @@ class RemoteEnv:
         return result
 
     async def close(self) -> None:
-        """Let it go there, too. Raises ServiceDownError like the others; the server forgets idle episodes anyway."""
-        if self._place is not None:
-            server, episode = self._place
+        """Let it go there, too. A server that does not hear it forgets idle episodes anyway."""
+        if self._place is None:
+            return
+        server, episode = self._place
+        try:
             await server.close.ask(episode)
+        except ServiceDownError as error:
+            _log.warning("an episode was not closed: %s", error)
 
 
 class RemoteFactory:
@@ -169,14 +190,15 @@ class RemoteFactory:
         for server in self._servers:
             await server.disconnect()
 
-    async def _create(self, tasks: Sequence[Task]) -> list[Place | Exception]:
+    async def _create(self, tasks: Sequence[Task]) -> Answers[Place]:
         """One request for each different task object, whose episodes share a server."""
-        groups: dict[int, list[Task]] = {}
-        for task in tasks:
-            groups.setdefault(id(task), []).append(task)
-        made = await asyncio.gather(*(self._create_group(alike[0], len(alike)) for alike in groups.values()))
-        places = {key: iter(found) for key, found in zip(groups, made, strict=True)}
-        return [next(places[id(task)]) for task in tasks]
+        groups: dict[int, list[int]] = {}
+        for position, task in enumerate(tasks):
+            groups.setdefault(id(task), []).append(position)
+        made = (self._create_group(tasks[positions[0]], len(positions)) for positions in groups.values())
+        for positions, places in zip(groups.values(), await asyncio.gather(*made), strict=True):
+            for position, place in zip(positions, places, strict=True):
+                yield position, place
 
     async def _create_group(self, task: Task, count: int) -> Sequence[Place | Exception]:
         """On the server that the task's id chooses or, where that is down, on the next."""

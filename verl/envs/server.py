@@ -16,28 +16,32 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory
+from verl.envs.functions import utf8
 from verl.envs.registry import build_env_factory
 from verl.envs.wire import (
     Answer,
-    AnswerList,
     Closed,
     CreateReply,
     CreateRequest,
     EpisodeList,
     Fault,
     Health,
-    Step,
     StepList,
 )
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
-from verl.types import Task
+from verl.types import Message, Task
 
+Question = Callable[[Env], Awaitable[dict[str, Any]]]
+_LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
 
@@ -66,19 +70,26 @@ class Episodes:
         self._open.update(made)
         return list(made)
 
-    async def ask(self, name: str, question: Callable[[Env], Awaitable[Answer]]) -> Answer:
+    async def ask(self, questions: Sequence[tuple[str, Question]]) -> AsyncIterator[str]:
+        """The answers of different episodes, each a line of JSON as soon as it is there."""
+        waiting = [self._ask_one(position, name, question) for position, (name, question) in enumerate(questions)]
+        for line in asyncio.as_completed(waiting):
+            yield await line + "\n"
+
+    async def _ask_one(self, position: int, name: str, question: Question) -> str:
         """One episode's answer; a fault where it is not there or breaks, which leaves the others alone."""
         episode = self._open.get(name)
         if episode is None:
-            return _fault(f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:.0f} s")
+            problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
+            return _fault(position, problem)
         async with episode.turn:
             try:
-                return await question(episode.env)
+                return Answer(position=position, **await question(episode.env)).model_dump_json()
             except ServiceDownError as error:
-                return Answer(fault=Fault(service=error.service, problem=error.problem))
+                return _fault(position, error.problem, error.service)
             except Exception as error:  # noqa: BLE001  environments are anybody's code; one that breaks is one fault
                 _log.exception("an environment broke")
-                return _fault(f"{type(error).__name__}: {error}")
+                return _fault(position, f"{type(error).__name__}: {error}")
             finally:
                 episode.used = time.monotonic()
 
@@ -105,8 +116,16 @@ class Episodes:
                 await self.close(idle)
 
 
-def _fault(problem: str) -> Answer:
-    return Answer(fault=Fault(service="environment server", problem=problem))
+def _fault(position: int, problem: str, service: str = "environment server") -> str:
+    return Answer(position=position, fault=Fault(service=service, problem=utf8(problem))).model_dump_json()
+
+
+async def _reset(env: Env) -> dict[str, Any]:
+    return {"observation": await env.reset()}
+
+
+async def _step(message: Message, env: Env) -> dict[str, Any]:
+    return {"result": await env.step(message)}
 
 
 def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
@@ -135,21 +154,13 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
             raise HTTPException(500, f"task {request.task.id!r}: {type(error).__name__}: {error}") from error
 
     @app.post("/reset")
-    async def reset(request: EpisodeList) -> AnswerList:
-        async def ask(env: Env) -> Answer:
-            return Answer(observation=await env.reset())
-
-        return AnswerList(answers=await asyncio.gather(*(episodes.ask(found, ask) for found in request.episodes)))
+    async def reset(request: EpisodeList) -> StreamingResponse:
+        return StreamingResponse(episodes.ask([(name, _reset) for name in request.episodes]), media_type=_LINES)
 
     @app.post("/step")
-    async def step(request: StepList) -> AnswerList:
-        def take(step: Step) -> Awaitable[Answer]:
-            async def ask(env: Env) -> Answer:
-                return Answer(result=await env.step(step.message))
-
-            return episodes.ask(step.episode, ask)
-
-        return AnswerList(answers=await asyncio.gather(*map(take, request.steps)))
+    async def step(request: StepList) -> StreamingResponse:
+        questions = [(step.episode, partial(_step, step.message)) for step in request.steps]
+        return StreamingResponse(episodes.ask(questions), media_type=_LINES)
 
     @app.post("/close")
     async def close(request: EpisodeList) -> Closed:

@@ -3,8 +3,8 @@
 pydantic reads and writes the dataclasses of verl/types.py and verl/envs/base.py as they are.
 
     POST /create  CreateRequest -> CreateReply     n episodes of one task
-    POST /reset   EpisodeList   -> AnswerList      an observation for each
-    POST /step    StepList      -> AnswerList      a result for each
+    POST /reset   EpisodeList   -> Answer ..       an observation for each: a line of JSON as soon as it is there
+    POST /step    StepList      -> Answer ..       a result for each, in the same way
     POST /close   EpisodeList   -> Closed
     GET  /health                -> Health
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.envs.base import Observation, StepResult
 from verl.envs.functions import utf8
@@ -66,15 +66,16 @@ class Fault(BaseModel):
 class Answer(BaseModel):
     """What came of one item of a request: exactly one of the three."""
 
+    position: int  # of the item in the request
     observation: Observation | None = None
     result: StepResult | None = None
     fault: Fault | None = None
 
-
-class AnswerList(BaseModel):
-    """Answers in the order of the request."""
-
-    answers: list[Answer]
+    @model_validator(mode="after")
+    def _is_one_of_three(self) -> Self:
+        if sum(found is not None for found in (self.observation, self.result, self.fault)) != 1:
+            raise ValueError("an answer is an observation, a result or a fault")
+        return self
 
 
 class Closed(BaseModel):
