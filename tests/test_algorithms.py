@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.conftest import real_data
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.advantage import Rollouts, gae, group_normalised, grpo, whitened
+from verl.algorithms.advantage import Rollouts, gae, group_normalised, grpo, reinforce_pp_baseline, whitened
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KL_ESTIMATORS, k1, k2, k3, penalised
@@ -39,6 +39,30 @@ def test_grpo_by_hand() -> None:
 
 def test_equal_rewards_give_exactly_zero() -> None:
     assert group_normalised(torch.full((7,), 0.1)).tolist() == [0.0] * 7
+
+
+def test_reinforce_pp_baseline_by_hand() -> None:
+    # sums 0 and 2 with mean 1, 5 and 5 with mean 5, so the five tokens hold -1, 1, 1, 0, 0
+    got = reinforce_pp_baseline(rollouts([[0.0], [1.0, 1.0], [5.0], [5.0]], [0, 0, 1, 1]))
+    assert got.returns is None and [len(each) for each in got.advantages] == [1, 2, 1, 1]
+    raw = torch.tensor([-1.0, 1.0, 1.0, 0.0, 0.0])
+    assert torch.cat(got.advantages).tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-6)
+
+
+@given(st.floats(-3, 3), st.floats(0.5, 4))
+def test_reinforce_pp_baseline_does_not_see_where_rewards_lie_or_how_large_they_are(shift: float, scale: float) -> None:
+    rewards = [0.0, 1.0, 0.25, 0.5]
+    moved = [reward * scale + shift for reward in rewards]
+    both = [
+        torch.cat(reinforce_pp_baseline(rollouts([[0.0, each] for each in which], [0, 0, 1, 1])).advantages)
+        for which in (rewards, moved)
+    ]
+    torch.testing.assert_close(both[0], both[1], atol=1e-4, rtol=1e-4)
+
+
+def test_reinforce_pp_baseline_finds_nothing_in_equal_rewards() -> None:
+    got = reinforce_pp_baseline(rollouts([[1.0], [1.0], [3.0, 0.0], [3.0]], [0, 0, 1, 1]))
+    assert torch.cat(got.advantages).tolist() == [0.0] * 5
 
 
 def test_gae_by_hand() -> None:
@@ -137,6 +161,7 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
 def test_advantages_equal_verls(published: Published) -> None:
     batch = Rollouts(published.rows("in/rewards"), published["in/index"], published.rows("in/values"))
     assert_close(torch.cat(grpo(batch).advantages), published["adv/grpo/advantages"])
+    assert_close(torch.cat(reinforce_pp_baseline(batch).advantages), published["adv/reinforce_pp_baseline/advantages"])
     for gamma, lam in ((1.0, 1.0), (0.99, 0.95)):
         got = gae(batch, gamma, lam)
         assert got.returns is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,34 @@ class Forgetful(HFEngine):
 
     async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
         pass
+
+
+class RanksWithinItsGroup(SaysEvenWords):
+    """Trains on ranks instead of scores, and counts how often it saw each task."""
+
+    def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
+        totals = [score.total for score in group.scores]
+        ranks = tuple(float(sum(other < total for other in totals)) for total in totals)
+        return ranks, {**state, group.task.id: state.get(group.task.id, 0) + 1}
+
+
+def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_saved() -> None:
+    learning = trainer(PLAIN)
+    learning.shaping = RanksWithinItsGroup()
+    asyncio.run(learning.train_step())
+    for group in learning.groups:
+        totals = [score.total for score in group.scores]
+        assert group.rewards == tuple(sum(other < total for other in totals) for total in totals)
+        assert max(totals) <= 1.0  # the scores themselves stay as they are
+    assert max(reward for group in learning.groups for reward in group.rewards) > 1.0
+    saved = json.loads(json.dumps(learning.state()))
+    assert saved["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
+
+    resumed = trainer(PLAIN)
+    resumed.shaping = RanksWithinItsGroup()
+    resumed.restore(saved)
+    asyncio.run(resumed.train_step())
+    assert resumed.state()["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
 
 
 def test_a_stale_engine_stops_the_run() -> None:

@@ -5,5 +5,6 @@ from collections.abc import Mapping
 ALGORITHMS: Mapping[str, str] = {
     "grpo": "verl.algorithms.grpo:GRPO",
     "toolrl_grpo": "verl.algorithms.toolrl_grpo:TOOLRL_GRPO",
+    "reinforce_pp_baseline": "verl.algorithms.reinforce_pp_baseline:REINFORCE_PP_BASELINE",
     "ppo": "verl.algorithms.ppo:PPO",
 }

@@ -66,6 +66,15 @@ def grpo(rollouts: Rollouts) -> Advantages:
     return per_group(rollouts, group_normalised)
 
 
+def reinforce_pp_baseline(rollouts: Rollouts) -> Advantages:
+    """REINFORCE++-baseline (arXiv 2501.03262): r - mean(group) on every token, whitened over all tokens of the batch.
+
+    Whitening sees the batch's trained tokens alone. A group of one keeps its reward, as in veRL.
+    """
+    centred = per_group(rollouts, lambda rewards_G: group_normalised(rewards_G, divide_by_std=False))
+    return Advantages(whitened(centred.advantages))
+
+
 def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 

@@ -348,7 +348,7 @@ class Config:
                 f"actor.max_tokens_per_pack ({self.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
                 f"data.max_response_length ({longest}), so the longest sample would fit no pack"
             )
-        if self.algorithm.name in ("grpo", "toolrl_grpo") and self.rollout.n < 2:
+        if self.algorithm.name in ("grpo", "toolrl_grpo", "reinforce_pp_baseline") and self.rollout.n < 2:
             raise ConfigError(
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"

@@ -44,7 +44,7 @@ from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
 from verl.transfer.bucket import Layout
 from verl.types import Task
-from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
@@ -159,6 +159,7 @@ def build_trainer(
     )
     packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
     policy = Policy(Member(workers.trainer, "policy"), packing)
+    reward = build_reward(config.reward.name, config.reward.options)
     return PPOTrainer(
         step_settings(config),
         algorithm,
@@ -169,6 +170,7 @@ def build_trainer(
         reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,
         critic=Critic(Member(workers.trainer, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
+        shaping=reward if isinstance(reward, GroupReward) else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -28,6 +28,7 @@ from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
 from verl.trainer.weights import Publisher
 from verl.types import Sample, Task, TrajectoryGroup
+from verl.utils.reward_score.base import GroupReward
 
 _log = logging.getLogger(__name__)
 _SHOWN_FAULTS = 3
@@ -68,6 +69,8 @@ class PPOTrainer:
     reference: Policy | None = None
     critic: Critic | None = None
     kl_control: AdaptiveKL | None = None
+    shaping: GroupReward | None = None
+    shaping_state: Mapping[str, Any] = field(default_factory=dict)
     meter: Meter | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     step: int = 0
@@ -203,7 +206,13 @@ class PPOTrainer:
         kept = [group for group in groups if len(group.trajectories) >= enough]
         if not kept:
             raise RewardFaultError(f"step {self.step + 1}: no group has {enough} scored replies left to learn from")
-        return kept
+        return [self._shaped(group) for group in kept]
+
+    def _shaped(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        if self.shaping is None:
+            return group
+        rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
+        return replace(group, rewards=rewards)
 
     def _check_faults(self, faults: Sequence[str]) -> None:
         shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
@@ -223,10 +232,12 @@ class PPOTrainer:
             "step": self.step,
             "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
             "kl_coefficient": coefficient,
+            "shaping": dict(self.shaping_state),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
         self.step = state["step"]
+        self.shaping_state = state["shaping"]
         if self.kl_control is not None and state["kl_coefficient"] is not None:
             self.kl_control.coefficient = state["kl_coefficient"]

@@ -9,11 +9,20 @@ from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError
 from verl.registry import resolve
-from verl.types import Score, Task, Trajectory
+from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 REWARDS: Mapping[str, str] = {
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
     "env": "verl.utils.reward_score.env:EnvReward",
+    "torl": "verl.utils.reward_score.torl:TorlReward",
+    "retool": "verl.utils.reward_score.retool:RetoolReward",
+    "otc_ppo": "verl.utils.reward_score.otc:OtcPpoReward",
+    "otc_grpo": "verl.utils.reward_score.otc:OtcGrpoReward",
+    "tool_n1": "verl.utils.reward_score.tool_n1:ToolN1Reward",
+    "artist_math": "verl.utils.reward_score.artist:ArtistMathReward",
+    "artist_tools": "verl.utils.reward_score.artist:ArtistToolsReward",
+    "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
+    "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
 }
 
 
@@ -21,6 +30,17 @@ class Reward(Protocol):
     """Scores one finished trajectory. `step` is the global training step, for rewards that follow a schedule."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score: ...
+
+
+@runtime_checkable
+class GroupReward(Reward, Protocol):
+    """A reward that judges the rollouts of a prompt against each other, and may remember what it saw of the prompt."""
+
+    def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
+        """([G] the rewards to train on, the new state). Pure: `state` is left as it was.
+
+        The state is plain JSON, empty in a new run and kept in checkpoints. Validation is not shaped.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,11 @@ class LabReward(Reward, Protocol):
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         """Replies that do not deserve it."""
+
+
+def written(trajectory: Trajectory) -> str:
+    """All that the policy wrote, on a new line after every observation; of what it observed there is nothing."""
+    return "".join(f"{turn.message.content}\n" if turn.replies else turn.message.content for turn in trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)

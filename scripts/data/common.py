@@ -1,0 +1,156 @@
+"""What the data scripts share: reading, checking, a seeded split, writing, and a table of what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl.data.files import replacing
+from verl.data.rows import RowStore, read_rows
+from verl.data.sft import to_demonstration
+from verl.data.tasks import to_task
+from verl.errors import DataError, VerlError
+
+Row = dict[str, Any]
+Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the rows it makes
+
+_WRITE_ROWS = 1000
+_MESSAGES = pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))
+TASKS = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", _MESSAGES),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("id", pa.string()), ("index", pa.int64()), ("split", pa.string())])),
+    ]
+)
+DEMONSTRATIONS = pa.schema([("messages", _MESSAGES)])
+
+
+def task(data_source: str, ability: str, prompt: Sequence[Mapping[str, str]], answer: str, id: str) -> Row:
+    """A row of TASKS; the place in its split is added when it is written."""
+    return {
+        "data_source": data_source,
+        "prompt": [dict(message) for message in prompt],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"id": id},
+    }
+
+
+def text(row: Any, *names: str) -> str:
+    """The first of these fields that the row has. Raises DataError where there is none or it is no text."""
+    for name in names:
+        if isinstance(row, Mapping) and name in row:
+            if not isinstance(row[name], str) or not row[name].strip():
+                raise DataError("is empty or no text", "a text", field=name)
+            found: str = row[name]
+            return found
+    raise DataError("is missing", "a text", field=" or ".join(names))
+
+
+def read(source: str) -> Iterator[Any]:
+    """The rows of a file as verl.data.rows reads them, or of a gzipped jsonl file."""
+    if not source.endswith(".jsonl.gz"):
+        yield from read_rows(source)
+        return
+    try:
+        with gzip.open(source, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"cannot be read ({error})", "gzipped lines of JSON", file=source) from error
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every data script has."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--input", required=True, action="append", metavar="FILE", help="may be given several times")
+    options.add_argument("--output", required=True, metavar="FILE.parquet")
+    options.add_argument("--test-fraction", type=float, default=0.0, help="held out, in <output>_test.parquet")
+    options.add_argument("--seed", type=int, default=0, help="of the split")
+    options.add_argument("--skip-bad-rows", action="store_true", help="count rows that cannot be used, do not stop")
+    return options
+
+
+def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TASKS) -> int:
+    """Convert every row of every input; returns the exit code."""
+    console = Console(stderr=True)
+    dropped: Counter[str] = Counter()
+    output = Path(arguments.output)
+    try:
+        store = RowStore(_converted(arguments, convert, dropped))
+        if not len(store):
+            raise DataError("has no usable row", "at least one", file=", ".join(arguments.input))
+        order = list(range(len(store)))
+        num_held_out = round(len(order) * arguments.test_fraction)
+        if num_held_out:
+            random.Random(arguments.seed).shuffle(order)
+        splits = {output: order[: len(order) - num_held_out]}
+        if num_held_out:
+            splits[output.with_stem(f"{output.stem}_test")] = order[len(order) - num_held_out :]
+        for path, rows in splits.items():
+            _write(path, (store[row] for row in rows), schema, "train" if path == output else "test")
+    except VerlError as error:
+        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    table = Table("what", "rows", title="Summary")
+    for path, rows in splits.items():
+        table.add_row(escape(str(path)), str(len(rows)))
+    for why, count in dropped.most_common():
+        table.add_row(f"dropped: {escape(why)}", str(count))
+    console.print(table)
+    return 0
+
+
+def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter[str]) -> Iterator[Row]:
+    for source in arguments.input:
+        for number, row in enumerate(read(source)):
+            try:
+                yield from _checked(row, convert, arguments)
+            except DataError as error:
+                if not arguments.skip_bad_rows:
+                    error.mend = error.mend or "Correct or drop the row, or leave out all such rows: --skip-bad-rows"
+                    raise error.at(file=source, row=number) from error
+                dropped[f"{error.field} {error.problem}".strip()] += 1
+
+
+def _checked(row: Any, convert: Convert, arguments: argparse.Namespace) -> list[Row]:
+    """The rows that one published row makes, after what training will ask of them."""
+    if isinstance(row, DataError):
+        raise row
+    try:
+        made = list(convert(row, arguments))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"is not of the expected form ({type(error).__name__}: {error})") from error
+    for each in made:
+        to_demonstration(each) if "messages" in each else to_task(each, "")
+    return made
+
+
+def _write(path: Path, rows: Iterator[Row], schema: pa.Schema, split: str) -> None:
+    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
+        batch = []
+        for index, row in enumerate(rows):
+            if "extra_info" in row:
+                row["extra_info"] |= {"index": index, "split": split}
+            batch.append(row)
+            if len(batch) == _WRITE_ROWS:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+                batch = []
+        writer.write_table(pa.Table.from_pylist(batch, schema))

@@ -1,0 +1,94 @@
+r"""Code-integrated demonstrations in ReTool's form, from GSM8K's worked solutions.
+
+    python scripts/data/retool_sft.py --input gsm8k_train.jsonl.gz --output dataset/retool/sft.parquet --skip-bad-rows
+
+A calculation that a solution notes as <<48/2=24>> becomes code and what Python prints for it, in place:
+
+    Natalia sold 48/2 = <code>print(48/2)</code> <interpreter>24.0</interpreter> 24 clips in May.
+
+(with the fence and the line breaks that ReTool's rollouts have). What the interpreter says is masked in training
+(verl/data/sft.py). Left out are solutions without such notes, those whose notes are not what Python computes, and those
+of which no result is the answer. ReTool's own data was rewritten by a language model; this is done by rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import operator
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
+
+from scripts.data.common import DEMONSTRATIONS, Row, parser, run, text
+from verl.errors import DataError
+from verl.utils.reward_score.math import math_correct
+
+_NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_STEP = "\n<code>\n```python\nprint({code})\n```\n</code>\n<interpreter>\n{output}\n</interpreter>\n\n"
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def calculated(code: str) -> int | float:
+    """What Python makes of plain arithmetic, and of nothing else. Raises DataError for anything else."""
+    try:
+        return _value(ast.parse(code, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise DataError("notes what is no calculation", "numbers and + - * / ( )", field="solution") from error
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        number: int | float = node.value
+        return number
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result: int | float = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        return result
+    raise DataError("notes what is no calculation", "numbers and + - * / ( )", field="solution")
+
+
+def demonstration(solution: str, answer: str) -> str:
+    """The reply with code. Raises DataError for a solution that cannot be one."""
+    worked = solution.partition("####")[0].strip()
+    pieces = _NOTE.split(worked)  # words, code, result, words, ..
+    if len(pieces) == 1:
+        raise DataError("notes no calculation", field="solution")
+    said, outputs = pieces[0].rstrip(), []
+    for code, noted, words in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        output = calculated(code.strip())
+        decimals = len(noted.partition(".")[2])
+        if abs(output - float(noted)) > 0.5 * 10**-decimals + 1e-9:
+            raise DataError("notes a result that is not Python's", field="solution")
+        outputs.append(output)
+        said += _STEP.format(code=code.strip(), output=output) + words.strip(" ")
+    reply = f"{said.rstrip()}\n<answer>\n\\boxed{{{answer}}}\n</answer>"
+    if "<<" in reply or ">>" in reply:
+        raise DataError("has a note that cannot be read", field="solution")
+    if not math_correct(reply, answer) or not any(abs(output - _number(answer)) < 1e-6 for output in outputs):
+        raise DataError("does not calculate its answer", field="solution")
+    return reply
+
+
+def _number(answer: str) -> float:
+    return float(answer.replace(",", ""))
+
+
+def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
+    """The one conversation of a row."""
+    reply = demonstration(text(row, "solution"), text(row, "answer"))
+    yield {"messages": [{"role": "user", "content": text(row, "problem")}, {"role": "assistant", "content": reply}]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the conversion; returns the exit code."""
+    return run(parser(__doc__).parse_args(argv), convert, DEMONSTRATIONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""REINFORCE++-baseline (arXiv 2501.03262) as ZeroTIR runs it (arXiv 2505.07773).
+
+A = r - mean(group), whitened over all trained tokens of the batch; clip-higher, dual clip, token mean, no KL.
+"""
+
+from functools import partial
+
+from verl.algorithms.advantage import reinforce_pp_baseline
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.policy_loss import clipped
+
+REINFORCE_PP_BASELINE = Algorithm(
+    name="reinforce_pp_baseline",
+    paper="arXiv 2501.03262",
+    advantage=reinforce_pp_baseline,
+    policy_loss=partial(clipped, clip_low=0.22, clip_high=0.28, dual_clip=3.0),
+    aggregation=Aggregation.TOKEN_MEAN,
+)

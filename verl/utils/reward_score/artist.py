@@ -1,0 +1,97 @@
+"""ARTIST's composite rewards (arXiv 2505.01441). No code is public and accounts of the constants differ, so all of
+them are options; the defaults are those on which most accounts agree.
+
+Mathematics: answer + format + execution
+    answer       2 where it is right
+    format       up to 0.5: a half for the tags (share of think and answer that are opened and closed), a half for the
+                 strict order thought, code, output, .. , thought, answer
+    execution    successful calls / calls; `no_calls` where there were none
+
+Function calls: state + calls + format
+    state        0.5 * share of state variables that end as they should; the environment tells it (score.parts["state"])
+    calls        0.5 * share of the gold calls that were made; the gold answer is a JSON list of {name, arguments}
+    format       `format` * share of turns that begin with a closed thought
+
+There is no lab for these: the maximum takes an episode with calls that succeed, which no text is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from verl.errors import ConfigError, DataError
+from verl.types import Score, Task, ToolStatus, Trajectory
+from verl.utils.reward_score.base import written
+from verl.utils.reward_score.math import last_box, same_answer
+from verl.utils.reward_score.search_r1 import follows_cycle, last_answer
+from verl.utils.reward_score.tool_n1 import gold_calls
+
+
+def _share_of_tags(reply: str) -> float:
+    pairs = [("<think>", "</think>"), ("<answer>", "</answer>")]
+    return sum(0 < reply.count(opening) == reply.count(closing) for opening, closing in pairs) / len(pairs)
+
+
+@dataclass(frozen=True)
+class ArtistMathReward:
+    """Options: the weights of the three parts, what an episode without calls gets of the third, the tags."""
+
+    answer: float = 2.0
+    format: float = 0.5
+    execution: float = 1.0
+    no_calls: float = 0.0  # contested: with 0 a right answer without code is worth less than one with it
+    code_tag: str = "python"
+    output_tag: str = "output"
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        reply = written(trajectory)
+        found = last_answer(reply)
+        said = found and (last_box(found) or found)
+        ordered = follows_cycle(trajectory, self.code_tag, self.output_tag)
+        uses = trajectory.tool_uses
+        succeeded = sum(use.status is ToolStatus.SUCCESS for use in uses)
+        parts = {
+            "answer": self.answer * bool(said and same_answer(said, task.answer)),
+            "format": self.format * (0.5 * _share_of_tags(reply) + 0.5 * ordered),
+            "execution": self.execution * (succeeded / len(uses) if uses else self.no_calls),
+        }
+        return Score(sum(parts.values()), parts)
+
+
+@dataclass(frozen=True)
+class ArtistToolsReward:
+    """Options: the weights of the three parts."""
+
+    state: float = 0.5
+    calls: float = 0.5
+    format: float = 0.5
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        """An episode that ended before the environment judged it has no state. Raises DataError for a bad gold."""
+        try:
+            gold = Counter(gold_calls(task.answer))
+        except DataError as error:
+            raise error.at(file=task.id) from error
+        made = Counter(
+            (call.name, json.dumps(dict(call.arguments), sort_keys=True))
+            for turn in trajectory.turns
+            for call in turn.message.tool_calls
+        )
+        matched = (gold & made).total() / gold.total() if gold else float(not made)
+        thoughtful = [turn.message.content.lstrip() for turn in trajectory.turns]
+        thinking = sum(text.startswith("<think>") and "</think>" in text for text in thoughtful)
+        parts = {
+            "state": self.state * self._state(trajectory),
+            "calls": self.calls * matched,
+            "format": self.format * thinking / max(1, len(thoughtful)),
+        }
+        return Score(sum(parts.values()), parts)
+
+    def _state(self, trajectory: Trajectory) -> float:
+        if trajectory.score is None:
+            return 0.0
+        if "state" not in trajectory.score.parts:
+            raise ConfigError('reward artist_tools needs an environment whose score has a part "state" (0 to 1)')
+        return trajectory.score.parts["state"]

@@ -1,0 +1,128 @@
+r"""Whether the answer in the last `\boxed{}` of a reply equals the gold one, by math-verify.
+
+A few pairs of harmless texts keep sympy busy for ever (log 2 / (log 2 - log 3) and a wrong integer, say). Equality that
+is not shown within seconds counts as wrong; the alarm behind that works in the main thread of a process alone, which is
+where scoring runs (verl/rollout/scoring.py), and what no alarm interrupts ends at that process's own deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from functools import cache, lru_cache
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.utils.reward_score.base import Mutation
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_LONGEST_ANSWER = 512  # characters; the time of a parser of LaTeX grows much faster than its text
+_SECONDS = 5  # for one comparison
+
+
+def last_box(reply: str) -> str | None:
+    r"""The inside of the `\boxed{}` that closes last, braces in it balanced; None where none does. One linear pass."""
+    open_braces: list[int | None] = []  # where the inside of a box begins; None for any other brace
+    found = None
+    for match in _BRACES.finditer(reply):
+        brace = match.group()
+        if brace == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None:
+                found = reply[start : match.start()]
+        elif brace == "{":
+            open_braces.append(None)
+        elif brace.startswith("\\boxed"):
+            open_braces.append(match.end())
+    return found
+
+
+def math_correct(reply: str, gold: str) -> bool:
+    r"""Whether the last box of the reply holds the gold answer; several values match in any order.
+
+    Raises ConfigError where math-verify is not installed.
+    """
+    answer = last_box(reply)
+    return answer is not None and same_answer(answer, gold)
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Whether two texts, LaTeX or plain, stand for the same number, expression, set, or list of such."""
+    answer, gold = answer.strip().removesuffix("."), gold.strip().removesuffix(".")
+    if answer == gold:
+        return bool(gold)
+    if len(answer) > _LONGEST_ANSWER:
+        return False
+    return _equal(answer, gold) or _same_lists(_parts(answer), _parts(gold))
+
+
+def _same_lists(answers: list[str], golds: list[str]) -> bool:
+    if len(answers) != len(golds) or len(golds) < 2:
+        return False
+    for gold in golds:
+        match = next((each for each in answers if each == gold or _equal(each, gold)), None)
+        if match is None:
+            return False
+        answers.remove(match)
+    return True
+
+
+def _parts(text: str) -> list[str]:
+    """The text cut at commas outside all brackets: "221,$8$" holds "221" and "8"."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part.replace("$", "").strip() for part in (*parts, text[start:])]
+
+
+def _equal(answer: str, gold: str) -> bool:
+    _, verify = _math_verify()
+    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=_seconds()))
+
+
+@lru_cache(maxsize=4096)  # a gold answer meets the replies of its whole group
+def _parsed(text: str) -> Any:
+    parse, _ = _math_verify()
+    return parse(f"\\boxed{{{text}}}", parsing_timeout=_seconds())
+
+
+def _seconds() -> int | None:
+    return _SECONDS if threading.current_thread() is threading.main_thread() else None
+
+
+@cache
+def _math_verify() -> tuple[Any, Any]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(f"rewards of math need math-verify ({error}): pip install math-verify") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every deadline, missed or missing
+    return parse, verify
+
+
+def boxed(answer: str) -> str:
+    """A reply that ends in the answer."""
+    return f"So the answer is \\boxed{{{answer}}}."
+
+
+def spoiled_boxes(answer: str) -> dict[str, str]:
+    """`boxed(answer)` spoiled in every way that costs the answer, by name."""
+    wrong = "-987654321"
+    return {
+        "empty text": "",
+        "wrong answer": boxed(wrong),
+        "no box": f"So the answer is {answer}.",
+        "box unclosed": f"So the answer is \\boxed{{{answer}",
+        "empty box": boxed(""),
+        "another box after it": f"{boxed(answer)} No: {boxed(wrong)}",
+        "a list of guesses": boxed(f"{answer}, {wrong}"),
+    }
+
+
+def as_mutations(spoiled: dict[str, str]) -> list[Mutation]:
+    """Named texts as mutations."""
+    return [Mutation(name, text) for name, text in spoiled.items()]

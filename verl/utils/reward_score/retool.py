@@ -1,0 +1,35 @@
+r"""ReTool's reward (arXiv 2504.11536): +1 where the boxed answer is right, else -1; code itself earns nothing.
+
+`shaped` is the form of veRL's recipe, in which a wrong answer is less bad the more often tools were asked, up to -0.6:
+    min(-0.6, -1 + 0.1 * rounds)        rounds = (num_turns - 2) / 2 in veRL's count of turns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.base import Mutation, written
+from verl.utils.reward_score.math import as_mutations, boxed, math_correct, spoiled_boxes
+
+
+@dataclass(frozen=True)
+class RetoolReward:
+    """Option `shaped`: veRL's form."""
+
+    shaped: bool = False
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        correct = math_correct(written(trajectory), task.answer)
+        rounds = sum(1 for turn in trajectory.turns if turn.replies)
+        wrong = min(-0.6, -1.0 + 0.1 * rounds) if self.shaped else -1.0
+        return Score(1.0 if correct else wrong, {"correct": float(correct)})
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+    def gold(self, task: Task, step: int) -> str:
+        return f"<answer>\n{boxed(task.answer)}\n</answer>"
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        return as_mutations(spoiled_boxes(task.answer))

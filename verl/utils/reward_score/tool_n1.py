@@ -1,0 +1,135 @@
+"""Tool-N1's reward (arXiv 2505.00024): a single decision, right or not.
+
+    <think> .. </think> .. <tool_call>[{"name": .., "arguments": {..}}, ..]</tool_call>
+
+Right means that the last block holds the gold calls, in any order; arguments are compared as JSON with sorted keys, so
+1, 1.0 and "1" differ. "Thinking" is the presence of both think tags anywhere, as published. Rewards by version:
+
+    v0 (the paper's), llama   right and thinking: 1, else 0; llama reads a reply without a block as no calls
+    v1     right and thinking 1.2, right 1, wrong and thinking -0.2, else 0
+    v2     right: 1
+    v3     0.2 for thinking, 0.8 for right
+    v4     v3, and 0.2 where the names alone are right
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import ConfigError, DataError
+from verl.registry import nearest
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.base import Mutation
+from verl.utils.reward_score.math import as_mutations
+from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+
+Call = tuple[str, str]  # name, arguments as JSON with sorted keys
+Total = Callable[[bool, bool, bool], float]  # (right, names right, thinking)
+
+_TOTALS: Mapping[str, Total] = {
+    "v0": lambda right, _, thinking: float(right and thinking),
+    "v1": lambda right, _, thinking: (1.2 if thinking else 1.0) if right else (-0.2 if thinking else 0.0),
+    "v2": lambda right, _, thinking: float(right),
+    "v3": lambda right, _, thinking: 0.2 * thinking + 0.8 * right,
+    "v4": lambda right, names, thinking: 0.2 * thinking + (0.8 if right else 0.2 * names),
+    "llama": lambda right, _, thinking: float(right and thinking),
+}
+
+
+def read_calls(text: str) -> list[Call] | None:
+    """The calls of a JSON list, of one call, or of a JSON text of either; None where it is something else."""
+    try:
+        found = json.loads(text)
+        if isinstance(found, str):
+            found = json.loads(found)
+        found = [found] if isinstance(found, dict) else found
+        return [(_name(call), json.dumps(call["arguments"], sort_keys=True)) for call in found]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+
+
+def _name(call: Any) -> str:
+    if not isinstance(call["name"], str):
+        raise TypeError
+    name: str = call["name"]
+    return name
+
+
+def last_block(reply: str) -> str | None:
+    """The inside of the last tool_call block; None where there is none."""
+    closed = [piece for piece in reply.split(TOOL_CALL_END)[:-1] if TOOL_CALL in piece]
+    return closed[-1].partition(TOOL_CALL)[2] if closed else None
+
+
+def gold_calls(answer: str) -> list[Call]:
+    """The gold calls. Raises DataError where they cannot be read."""
+    calls = read_calls(answer)
+    if calls is None:
+        raise DataError(
+            f"the gold calls cannot be read: {answer[:80]!r}",
+            'a JSON list of {"name": text, "arguments": object}',
+            field="reward_model.ground_truth",
+        )
+    return calls
+
+
+@dataclass(frozen=True)
+class ToolN1Reward:
+    """Option `version`: v0 to v4, or llama."""
+
+    version: str = "v0"
+
+    def __post_init__(self) -> None:
+        if self.version not in _TOTALS:
+            raise ConfigError(f"reward option version={self.version!r}; {nearest(self.version, list(_TOTALS))}")
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        """Raises DataError that names the task if its gold answer cannot be read."""
+        try:
+            gold = gold_calls(task.answer)
+        except DataError as error:
+            raise error.at(file=task.id) from error
+        reply = trajectory.reply
+        block = last_block(reply)
+        absent: list[Call] | None = [] if self.version == "llama" else None
+        calls = absent if block is None else read_calls(block)
+        right = calls is not None and Counter(calls) == Counter(gold)
+        names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in gold)
+        thinking = THINK in reply and THINK_END in reply
+        parts = {"correct": float(right), "names": float(names), "format": float(thinking)}
+        return Score(_TOTALS[self.version](right, names, thinking), parts)
+
+    def maximum(self, task: Task, step: int) -> float:
+        return _TOTALS[self.version](True, True, True)
+
+    def gold(self, task: Task, step: int) -> str:
+        return f"{THINK}I know what to do.{THINK_END}\n{TOOL_CALL}{task.answer}{TOOL_CALL_END}"
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        """Those that every version notices."""
+        calls, reply = json.loads(task.answer), self.gold(task, step)
+        calls = [calls] if isinstance(calls, dict) else calls
+
+        def saying(calls: Any) -> str:
+            return reply.replace(task.answer, json.dumps(calls))
+
+        spoiled = {
+            "empty text": "",
+            "over-calling": saying([*calls, {"name": "a_tool_nobody_asked_for", "arguments": {}}]),
+            "malformed JSON": saying(calls)[: -len(TOOL_CALL_END) - 1] + TOOL_CALL_END,
+            "a number for calls": saying(1),
+            "block unclosed": reply.replace(TOOL_CALL_END, ""),
+        }
+        if calls:
+            first, *others = calls
+            spoiled["missing call"] = saying(others)
+            spoiled["wrong name"] = saying([first | {"name": f"{first['name']}_x"}, *others])
+            spoiled["invented argument"] = saying([first | {"arguments": first["arguments"] | {"x_": 1}}, *others])
+            spoiled["another block after it"] = f"{reply}{TOOL_CALL}[]{TOOL_CALL_END}"
+        if not calls and self.version == "llama":
+            del spoiled["block unclosed"]
+        return as_mutations(spoiled)

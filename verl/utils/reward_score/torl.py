@@ -1,0 +1,40 @@
+r"""ToRL's reward (arXiv 2503.23383): +1 where the last box holds the right answer, else -1.
+
+The published code takes its executability penalty off replies without any code and looks at the last round alone; here,
+as in the paper, it is for replies in which code was run and failed. Off by default, as in the paper's main runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.types import Score, Task, ToolStatus, Trajectory
+from verl.utils.reward_score.base import Mutation, written
+from verl.utils.reward_score.math import as_mutations, boxed, last_box, math_correct, spoiled_boxes
+
+FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # what is the policy's fault; an unavailable sandbox is not
+
+
+@dataclass(frozen=True)
+class TorlReward:
+    """Options: what a failed execution costs (0.5 in the paper), and the reward of a wrong box (-0.5 in the code)."""
+
+    executability_penalty: float = 0.0
+    wrong_box: float = -1.0
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        reply = written(trajectory)
+        correct = math_correct(reply, task.answer)
+        answer = 1.0 if correct else -1.0 if last_box(reply) is None else self.wrong_box
+        failed = any(use.status in FAILED for use in trajectory.tool_uses)
+        penalty = -self.executability_penalty if failed else 0.0
+        return Score(answer + penalty, {"correct": float(correct), "executability": penalty})
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+    def gold(self, task: Task, step: int) -> str:
+        return boxed(task.answer)
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        return as_mutations(spoiled_boxes(task.answer))

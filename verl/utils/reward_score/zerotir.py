@@ -1,0 +1,96 @@
+r"""ZeroTIR's reward (arXiv 2505.07773): 1 for a right box in a reply of good form that ended by itself, else 0.
+
+The prompt opens the thought, so a reply in good form is  .. </think> .. <answer> .. \boxed{} .. </answer>, each of
+these tags once, and at most five words after it (tokens in the published code).
+
+With `format_penalties` bad form costs as published: no answer block -3, no box in it -2, a tag missing or repeated -1,
+a long tail -0.5. The published form with tools adds 0.5 for the tail; its twin without tools subtracts it, as here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.errors import ConfigError
+from verl.types import FinishReason, Score, Task, Trajectory
+from verl.utils.reward_score.base import Mutation, written
+from verl.utils.reward_score.math import as_mutations, boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.search_r1 import last_answer
+from verl.utils.reward_score.torl import FAILED
+
+_MAX_TAIL_WORDS = 5
+
+
+def format_penalty(reply: str, loose: bool = False) -> float:
+    """0 in good form, else what the worst fault costs. `loose` lets the thought go unclosed or be closed twice."""
+    answer = last_answer(reply)
+    if answer is None:
+        return -3.0
+    if last_box(answer) is None:
+        return -2.0
+    tags = ("<answer>", "</answer>") if loose else ("</think>", "<answer>", "</answer>")
+    if any(reply.count(tag) != 1 for tag in tags):
+        return -1.0
+    return -0.5 if len(reply.rpartition("</answer>")[2].split()) > _MAX_TAIL_WORDS else 0.0
+
+
+def overlong_penalty(length: int, longest: int, margin: int) -> float:
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to longest - margin tokens, falling to -1 at longest."""
+    return max(-1.0, min(0.0, (longest - margin - length) / margin))
+
+
+@dataclass(frozen=True)
+class ZeroTirReward:
+    """Options, all off by default as published.
+
+    format_penalties: bad form costs; loose: the thought is not checked
+    failing_code_penalty: off a right answer for which more than 90 % of several executions failed (0.1 as published)
+    longest, margin: tokens of DAPO's soft punishment of long replies
+    """
+
+    format_penalties: bool = False
+    loose: bool = False
+    failing_code_penalty: float = 0.0
+    longest: int | None = None
+    margin: int = 512
+
+    def __post_init__(self) -> None:
+        if self.margin < 1:
+            raise ConfigError(f"reward option margin must be at least 1, got {self.margin!r}")
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        reply = written(trajectory)
+        penalty = format_penalty(reply, self.loose)
+        finished = bool(trajectory.turns) and trajectory.turns[-1].completion.finish_reason is FinishReason.STOP
+        correct = penalty == 0.0 and finished and math_correct(reply, task.answer)
+        parts = {"correct": float(correct), "format": penalty if self.format_penalties else 0.0}
+        if correct and self._mostly_fails(trajectory):
+            parts["failing_code"] = -self.failing_code_penalty
+        if self.longest is not None:
+            length = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
+            parts["overlong"] = overlong_penalty(length, self.longest, self.margin)
+        return Score(sum(parts.values()), parts)
+
+    def _mostly_fails(self, trajectory: Trajectory) -> bool:
+        uses = trajectory.tool_uses
+        return len(uses) > 1 and sum(use.status in FAILED for use in uses) > 0.9 * len(uses)
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+    def gold(self, task: Task, step: int) -> str:
+        return f"I know this.</think> <answer>{boxed(task.answer)}</answer>"
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        reply = self.gold(task, step)
+        spoiled = {
+            name: f"I know this.</think> <answer>{text}</answer>"
+            for name, text in spoiled_boxes(task.answer).items()
+            if name != "box unclosed"
+        }
+        spoiled["answer unclosed"] = reply.removesuffix("</answer>")
+        spoiled["two answers"] = f"{reply} <answer>{boxed(task.answer)}</answer>"
+        spoiled["long tail"] = f"{reply} and here I go on for more than five words"
+        if not self.loose:
+            spoiled["thought unclosed"] = reply.replace("</think>", "")
+        return as_mutations(spoiled)
