@@ -244,14 +244,17 @@ def _scratch(jail: Jail, limits: dict[str, Any]) -> Any:
 
 
 def _isolate(file_mib: int) -> None:
-    """Fresh namespaces, and in them a private /tmp, /dev/shm and /proc. The pid namespace is fresh already."""
+    """Fresh namespaces, and in them a private /tmp, /dev/shm and /proc. The pid namespace is fresh already.
+
+    This /proc has processes alone, and of them those that the reader may trace: the supervisor is not there.
+    """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     socket.sethostname("sandbox")
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     private = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", "/tmp", "tmpfs", private, f"size={file_mib}m,nr_inodes=16k,mode=1777")
     kernel.mount("/tmp", "/dev/shm", flags=kernel.MS_BIND)
-    kernel.mount("proc", "/proc", "proc", private | kernel.MS_NOEXEC, "subset=pid")
+    kernel.mount("proc", "/proc", "proc", private | kernel.MS_NOEXEC, "subset=pid,hidepid=ptraceable")
 
 
 def _write(work: Path, files: dict[str, bytes], jail: Jail) -> None:
