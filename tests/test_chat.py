@@ -149,13 +149,27 @@ def test_an_end_token_that_comes_after_a_space_or_is_one_of_several_is_found() -
         ("{{ messages[-1].content + '<|im_end|>' }}", "rather than with a stop token"),
         (
             "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}",
-            r"refuses messages of the roles user, assistant, tool \(no tools here\); choose another codec",
+            r"refuses messages of the roles user, assistant, user, tool \(no tools here\); choose another codec",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}",
+            "leaves out messages of the roles tool; choose another codec",
         ),
     ],
 )
 def test_templates_that_cannot_go_on_are_told(template: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        with_template(template).answer_ids((ONE,), ended=True)
+        with_template(template).answer_ids((Message("user", "So?"), ONE), ended=True)
+
+
+def test_a_template_that_opens_a_thought_is_known() -> None:
+    assert not codec_of("qwen3").opens_thought
+    opening = (
+        (TEMPLATES / "qwen3.jinja")
+        .read_text()
+        .replace("assistant\\n' }}\n{%- endif", "assistant\\n<think>\\n' }}\n{%- endif")
+    )
+    assert with_template(opening).opens_thought
 
 
 def test_tools_are_told_by_the_template_where_there_are_some() -> None:

@@ -21,6 +21,7 @@ from verl.types import Message, Task, ToolSpec
 
 # two dialogues that differ in nothing but what the assistant says; what follows that is alike
 _QUESTION, _SAID = Message("user", "a"), (Message("assistant", "b"), Message("assistant", "c"))
+_MEND = "choose another codec, or a tokenizer whose template has them"
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,17 @@ class ChatCodec:
         Marks of special tokens in the messages are broken up, so that nobody ends a turn from inside of it.
 
         ended: the policy wrote its end token; otherwise it is added here
-        Raises ConfigError if the template does not end the assistant's turn with a stop token or refuses the messages.
+        Raises ConfigError if the template does not end the assistant's turn with a stop token, or refuses the messages
+        or leaves them out.
         """
         messages = [replace(message, content=self._without_marks(message.content)) for message in messages]
         try:
             one, other = (self.prompt_ids((_QUESTION, said, *messages)) for said in _SAID)
+            unheard = [role for role in dict.fromkeys(message.role for message in messages) if not self._hears(role)]
         except DataError as error:
-            raise ConfigError(
-                f"{error.problem}; choose another codec, or a tokenizer whose template has them"
-            ) from error
+            raise ConfigError(f"{error.problem}; {_MEND}") from error
+        if unheard:
+            raise ConfigError(f"the chat template leaves out messages of the roles {', '.join(unheard)}; {_MEND}")
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
         after = one[len(one) - len(list(alike)) :]
         end = next((place for place, token in enumerate(after) if token in self.stop_token_ids), len(after))
@@ -120,6 +123,17 @@ class ChatCodec:
                 f"({self.tokenizer.decode(self.stop_token_ids)}); episodes of several turns need one that does"
             )
         return after[end + 1 :] if ended else after[end:]
+
+    def _hears(self, role: str) -> bool:
+        """Whether what the role says after the assistant makes a difference: some templates skip unknown roles."""
+        one, other = (self.prompt_ids((_QUESTION, _SAID[0], Message(role, text))) for text in ("d", "e"))
+        return one != other
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the chat template itself opens a thought, so that replies begin inside of it."""
+        prompt: str = self.tokenizer.decode(self.prompt_ids((_QUESTION,)))
+        return prompt.rstrip().endswith("<think>")
 
     def continuation_ids(self, text: str) -> tuple[int, ...]:
         """A text that goes on in the assistant's own turn; marks of special tokens in it are text like any other."""
