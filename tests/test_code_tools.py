@@ -62,7 +62,8 @@ def test_an_interpreter_of_the_episode_keeps_variables_in_order() -> None:
 @pytest.mark.parametrize("name", ["python", "python_session"])
 def test_code_that_runs_too_long_is_stopped(name: str) -> None:
     stopped, after = talk({"name": name, "limits": {"wall_s": 0.3}}, [["while True: pass"], ["print('alive')"]])
-    assert stopped == [("The code was stopped after 0.3 s.", ToolStatus.TIMEOUT)]
+    ((said, status),) = stopped
+    assert "The code was stopped after 0." in said and status is ToolStatus.TIMEOUT
     assert after == [("alive\n", ToolStatus.SUCCESS)]
 
 

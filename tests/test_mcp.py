@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 
 from tests.service import free_port, service
 from verl.envs.tool_env import ToolEnv, ToolEnvFactory
+from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import build_tools
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Task, ToolCall, ToolStatus
 
@@ -25,32 +27,30 @@ TASK = Task("t", (Message("user", "?"),), "", "test")
 Said = list[tuple[str, ToolStatus]]
 
 
-@contextmanager
-def over_stdio() -> Iterator[dict[str, Any]]:
-    yield {"name": "mcp", "command": [sys.executable, SERVER], "env": {"PLACE": "here"}}
+STDIO = {"name": "mcp", "command": [sys.executable, SERVER], "env": {"PLACE": "here"}}
 
 
-@contextmanager
-def over_http() -> Iterator[dict[str, Any]]:
-    port = free_port()
-    with service(SERVER, str(port), url=f"http://127.0.0.1:{port}/mcp"):
-        yield {"name": "mcp", "url": f"http://127.0.0.1:{port}/mcp"}
+@pytest.fixture(scope="module", params=["stdio", "http"])
+def reached(request: pytest.FixtureRequest) -> Iterator[list[Tool | EpisodeTool]]:
+    """The tools of a server, by either way."""
+    with ExitStack() as stack:
+        options = STDIO
+        if request.param == "http":
+            port = free_port()
+            url = f"http://127.0.0.1:{port}/mcp"
+            stack.enter_context(service(SERVER, str(port), url=url))
+            options = {"name": "mcp", "url": url}
+        tools = build_tools([options])
+        yield tools
+        asyncio.run(tools[0].close())
 
 
-def episode(tool: dict[str, Any], play: Callable[[ToolEnv], Coroutine[Any, Any, None]], **limits: Any) -> None:
-    """Plays one episode with the tools of a server."""
-    factory = ToolEnvFactory.from_options([tool], {"deadline_s": 20, "backoff_s": 0.01, **limits})
-
-    async def scene() -> None:
-        env = factory(TASK)
-        try:
-            await env.reset()
-            await play(env)
-        finally:
-            await env.close()
-            await factory.close()
-
-    asyncio.run(scene())
+def episode(
+    tools: list[Tool | EpisodeTool], play: Callable[[ToolEnv], Coroutine[Any, Any, None]], **limits: Any
+) -> None:
+    """Plays one episode, whose calls have 20 s."""
+    runner = ToolRunner(ToolLimits(**{"deadline_s": 20, "backoff_s": 0.01, **limits}))
+    asyncio.run(play(ToolEnvFactory(tools, runner)(TASK)))
 
 
 async def say(env: ToolEnv, *calls: ToolCall) -> Said:
@@ -58,8 +58,7 @@ async def say(env: ToolEnv, *calls: ToolCall) -> Said:
     return [(message.content, use.status) for message, use in zip(result.messages, result.tool_uses, strict=True)]
 
 
-@pytest.mark.parametrize("reached", [over_stdio, over_http])
-def test_tools_are_told_called_side_by_side_and_may_refuse(reached: Any) -> None:
+def test_tools_are_told_called_side_by_side_and_may_refuse(reached: list[Tool | EpisodeTool]) -> None:
     async def play(env: ToolEnv) -> None:
         specs = {spec.name: spec for spec in (await env.reset()).tools}
         assert list(specs) == ["add", "refuse", "meet", "hang", "die"] and specs["add"].description == "Adds."
@@ -74,18 +73,15 @@ def test_tools_are_told_called_side_by_side_and_may_refuse(reached: Any) -> None
         meetings = await say(env, ToolCall("meet", {"name": "a"}), ToolCall("meet", {"name": "b"}))
         assert [text for text, _ in meetings] == ["a", "b"]
 
-    with reached() as tool:
-        episode(tool, play)
+    episode(reached, play)
 
 
-@pytest.mark.parametrize("reached", [over_stdio, over_http])
-def test_a_hanging_call_is_stopped_and_the_connection_lives_on(reached: Any) -> None:
+def test_a_hanging_call_is_stopped_and_the_connection_lives_on(reached: list[Tool | EpisodeTool]) -> None:
     async def play(env: ToolEnv) -> None:
         assert [status for _, status in await say(env, ToolCall("hang", {}))] == [ToolStatus.TIMEOUT]
         assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
 
-    with reached() as tool:
-        episode(tool, play, deadline_s=1.0)
+    episode(reached, play, deadline_s=2.0)
 
 
 def test_a_program_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +91,9 @@ def test_a_program_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytes
         assert await say(env, ToolCall("die", {})) == [("alive in here", ToolStatus.SUCCESS)]
         assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
 
-    with over_stdio() as tool:
-        episode(tool, play)
+    tools = build_tools([STDIO])
+    episode(tools, play)
+    asyncio.run(tools[0].close())
     assert (tmp_path / "died").exists()
 
 
@@ -104,7 +101,7 @@ def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> No
     port = free_port()
     url = f"http://127.0.0.1:{port}/mcp"
 
-    def scene(tool: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
+    def scene(process: subprocess.Popen[bytes]) -> None:
         async def play(env: ToolEnv) -> None:
             threading.Timer(0.5, process.kill).start()
             with pytest.raises(ServiceDownError, match=f"tool 'hang': MCP server {url}"):
@@ -114,10 +111,12 @@ def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> No
             with service(SERVER, str(port), url=url):
                 assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
 
-        episode(tool, play, retries=1)
+        tools = build_tools([{"name": "mcp", "url": url}])
+        episode(tools, play, retries=1)
+        asyncio.run(tools[0].close())
 
     with service(SERVER, str(port), url=url) as process:
-        scene({"name": "mcp", "url": url}, process)
+        scene(process)
 
 
 def test_closing_ends_the_program() -> None:
@@ -154,10 +153,9 @@ print(len(tools))
     ],
 )
 def test_servers_that_cannot_be_used_are_told(options: dict[str, Any], error: type[Exception], told: str) -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(error, match=told):
         build_tools([{"name": "mcp", **options}])
-    for thread in threading.enumerate():
-        if thread.name == "mcp":
-            thread.join(10)
-    assert threading.active_count() <= threads
+    for thread in set(threading.enumerate()) - before:  # nothing of the attempt stays
+        thread.join(10)
+        assert not thread.is_alive() or thread.name != "mcp"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -212,3 +214,25 @@ def test_whatever_is_calculated_ends_in_a_number_or_a_tool_error(expression: str
         assert isinstance(evaluate(expression), int | float)
     except ToolError as error:
         assert str(error)
+
+
+def test_a_process_ends_although_a_thread_of_a_tool_hangs() -> None:
+    code = """
+import asyncio, threading
+from verl.envs.tools.function import tool
+
+@tool
+def hang() -> str:
+    "Hangs."
+    threading.Event().wait()
+
+async def main():
+    try:
+        await asyncio.wait_for(hang.call({}), 0.1)
+    except TimeoutError:
+        print("stopped", hang.num_abandoned)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "stopped 1\n"), ended.stderr

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from verl.envs.base import StepResult
 from verl.envs.tool_env import ToolEnv, ToolEnvFactory
+from verl.envs.tools import runner
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.function import tool
-from verl.envs.tools.runner import NOTE_CHARS, ToolLimits, ToolRunner, shortened
+from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
@@ -175,7 +177,11 @@ def test_a_stopped_call_may_put_away_what_it_holds() -> None:
     assert one(Does(tidy))[1] is ToolStatus.TIMEOUT and ended == ["tidied"]
 
 
-def test_a_call_that_does_not_heed_being_cancelled_is_left_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_does_not_heed_being_cancelled_is_left_and_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "GRACE_S", 0.05)
+
     async def scene() -> None:
         release = asyncio.Event()
 
@@ -187,12 +193,12 @@ def test_a_call_that_does_not_heed_being_cancelled_is_left_and_counted(caplog: p
                     continue
             raise ValueError("nobody hears it")
 
-        runner = ToolRunner(QUICK)
+        made = ToolRunner(QUICK)
         for left in (1, 2):
-            ((_, use),) = await runner.run([ToolCall("does", {})], {"does": Does(deaf)})
-            assert use.status is ToolStatus.TIMEOUT and runner.num_abandoned == left
+            ((_, use),) = await made.run([ToolCall("does", {})], {"does": Does(deaf)})
+            assert use.status is ToolStatus.TIMEOUT and made.num_abandoned == left
         release.set()
-        while runner.num_abandoned:
+        while made.num_abandoned:
             await asyncio.sleep(0.01)
 
     asyncio.run(scene())
@@ -240,9 +246,9 @@ def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
             await began.wait()
             raise ServiceDownError("x", "gone")
 
-        runner = ToolRunner(ToolLimits(retries=0))
+        calls = ToolRunner(ToolLimits(retries=0))
         with pytest.raises(ServiceDownError):
-            await runner.run([ToolCall("long", {}), ToolCall("dies", {})], {"long": Does(long), "dies": Does(dies)})
+            await calls.run([ToolCall("long", {}), ToolCall("dies", {})], {"long": Does(long), "dies": Does(dies)})
         assert stopped.is_set()
 
     asyncio.run(scene())
@@ -268,6 +274,14 @@ def test_limits_that_cannot_work_are_refused() -> None:
         ToolLimits(max_concurrent=0)
     with pytest.raises(ConfigError, match="unexpected keyword argument 'deadline'"):
         ToolEnvFactory.from_options([], limits={"deadline": 3})
+    with pytest.raises(ConfigError, match="no tool 'calculate'; did you mean 'calculator'"):
+        ToolEnvFactory.from_options(["calculator"], per_tool={"calculate": {"retries": 0}})
+
+
+def test_limits_of_one_tool_stand_in_for_the_common_ones() -> None:
+    factory = ToolEnvFactory.from_options(["calculator"], {"retries": 5}, {"calculator": {"max_chars": 200}})
+    limits = factory._runner._limits_of("calculator")
+    assert (limits.retries, limits.max_chars) == (5, 200) and factory._runner._limits_of("other").max_chars == 8192
 
 
 class Counter:
@@ -340,6 +354,13 @@ def test_a_tool_that_does_not_open_is_an_infrastructure_fault_and_one_that_does_
             await factory(TASK).reset()
         await factory.close()
         assert other.closed
+
+        async def broken(_: Task) -> Tool:
+            raise KeyError("files")
+
+        stuck.open = broken  # type: ignore[method-assign]
+        with pytest.raises(ServiceDownError, match="tool 'count': raised KeyError"):
+            await factory(TASK).reset()
 
     asyncio.run(scene())
     assert "tool 'count' did not close: OSError: no" in caplog.text

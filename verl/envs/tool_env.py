@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from verl.envs.base import Observation, StepResult
+from verl.envs.tools.arguments import check_schema
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import build_tools
-from verl.envs.tools.runner import ToolLimits, ToolRunner, check_schema
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError
+from verl.registry import nearest
 from verl.sandbox.base import Sandbox
 from verl.types import Message, Task
 
@@ -84,7 +86,11 @@ class ToolEnvFactory:
             )
         except TypeError as error:
             raise ConfigError(f"limits of tools: {error}; there are {', '.join(ToolLimits.__slots__)}") from error
-        return cls(build_tools(tools, sandbox), runner)
+        built = build_tools(tools, sandbox)
+        names = [tool.spec.name for tool in built]
+        for name in set(per_tool or ()) - set(names):
+            raise ConfigError(f"limits of tools: there is no tool {name!r}; {nearest(name, names)}")
+        return cls(built, runner)
 
     def __call__(self, task: Task) -> ToolEnv:
         return ToolEnv(task, tuple(self._tools.values()), self._runner)

@@ -16,6 +16,7 @@ class ToolTimeoutError(ToolError):
     """The call took longer than it may; the text is what the policy gets to see."""
 
 
+@runtime_checkable
 class Tool(Protocol):
     """Something that a policy can call. Concurrent calls of one tool must not disturb each other."""
 

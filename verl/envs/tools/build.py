@@ -36,12 +36,16 @@ def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | No
         entry = {"name": one} if isinstance(one, str) else dict(one)
         if not isinstance(entry.get("name"), str):
             raise ConfigError(f"tools: {entry} has no `name`; known are {', '.join(TOOLS)}")
-        made = _make(entry.pop("name"), entry, sandbox)
-        tools.extend(made.tools if isinstance(made, Toolset) else [made])
+        name = entry.pop("name")
+        made = _make(name, entry, sandbox)
+        for tool in made.tools if isinstance(made, Toolset) else [made]:
+            if not isinstance(tool, Tool | EpisodeTool):
+                raise ConfigError(f"{name!r} is no tool, but an object of {type(tool).__name__}")
+            tools.append(tool)
     return tools
 
 
-def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> Tool | EpisodeTool | Toolset:
+def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
     found = resolve("tool", name, TOOLS)
     if isinstance(found, type):
         return _instance(name, found, options, sandbox)
@@ -51,12 +55,10 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> Too
         from verl.envs.tools.function import FunctionTool  # where no function is a tool, pydantic is not needed
 
         return FunctionTool(found)
-    return found  # type: ignore[no-any-return]  # a tool already
+    return found
 
 
-def _instance(
-    name: str, made_by: type, options: Mapping[str, Any], sandbox: Sandbox | None
-) -> Tool | EpisodeTool | Toolset:
+def _instance(name: str, made_by: type, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
     given = dict(options)
     if "sandbox" in signature(made_by).parameters:
         if sandbox is None:
@@ -67,4 +69,4 @@ def _instance(
     except TypeError as error:
         takes = [parameter for parameter in signature(made_by).parameters if parameter != "sandbox"]
         raise ConfigError(f"tool {name!r}: {error}; its options are {', '.join(takes) or 'none'}") from error
-    return made_by(**given)  # type: ignore[no-any-return]
+    return made_by(**given)

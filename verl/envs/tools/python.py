@@ -26,8 +26,8 @@ class PythonTool:
     """Runs code in a process of its own and answers what it printed. An exception is answered with its traceback.
 
     print_last: print the value of the last line, too, if that is an expression with another value than None
-    limits:     fields of verl.sandbox.base.Limits. `wall_s` should be below the deadline of calls, so that what was
-                printed until then is answered
+    limits:     fields of verl.sandbox.base.Limits; the sandbox's own if left out. `wall_s` should be below the deadline
+                of calls, so that what was printed until then is answered
 
     Raises ConfigError for unknown limits.
     """
@@ -40,7 +40,7 @@ class PythonTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
-        return answer(await self._sandbox.run(code, limits=self._limits), self._limits)
+        return answer(await self._sandbox.run(code, limits=self._limits))
 
     async def close(self) -> None:
         """Nothing to end: the sandbox is the run's."""
@@ -66,7 +66,7 @@ class PythonSessions:
 class PythonSession:
     """One episode's interpreter, started by its first call."""
 
-    def __init__(self, spec: ToolSpec, sandbox: Sandbox, print_last: bool, limits: Limits) -> None:
+    def __init__(self, spec: ToolSpec, sandbox: Sandbox, print_last: bool, limits: Limits | None) -> None:
         self.spec = spec
         self._sandbox = sandbox
         self._print_last = print_last
@@ -78,7 +78,7 @@ class PythonSession:
         if self._session is None:
             self._session = await self._sandbox.session()
         try:
-            return answer(await self._session.run(code, self._limits), self._limits)
+            return answer(await self._session.run(code, self._limits))
         except asyncio.CancelledError:  # past its deadline: the next call finds a fresh one, not this one at work
             await self.close()
             raise
@@ -89,21 +89,21 @@ class PythonSession:
             await session.close()
 
 
-def limits_of(fields: Mapping[str, Any] | None) -> Limits:
-    """Limits with these fields; the others as they are by default. Raises ConfigError for fields there are not."""
+def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
+    """Limits with these fields, None for those of the sandbox. Raises ConfigError for fields there are not."""
     try:
-        return Limits(**(fields or {}))
+        return None if fields is None else Limits(**fields)
     except TypeError as error:
         raise ConfigError(f"limits of code: {error}; there are {', '.join(Limits.__slots__)}") from error
 
 
-def answer(execution: Execution, limits: Limits) -> str:
+def answer(execution: Execution) -> str:
     """What was printed. Raises ToolError with the error's words, ToolTimeoutError for code that was stopped."""
     if execution.status is Status.FINISHED:
         return execution.stdout
     printed = "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip()) if part)
     if execution.status is Status.TIMEOUT:
-        raise ToolTimeoutError(f"{printed}\nThe code was stopped after {limits.wall_s:g} s.".lstrip())
+        raise ToolTimeoutError(f"{printed}\nThe code was stopped after {execution.seconds:.1f} s.".lstrip())
     raise ToolError(printed or f"The code ended with exit code {execution.return_code}.")
 
 

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, relevance
-from referencing import Registry
-
+from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
+from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError, VerlError
 from verl.registry import nearest
-from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
+from verl.types import Message, Task, ToolCall, ToolStatus, ToolUse
 
 log = logging.getLogger(__name__)
 
 Answer = tuple[ToolStatus, str, float]  # what came of a call, its text, the seconds it took
 
 GRACE_S = 1.0  # for a call that was stopped to put away what it holds
-MAX_PROBLEMS = 3  # of one call's arguments that are told
-MAX_PROBLEM_CHARS = 300
-NOTE_CHARS = 60  # more than the note in a shortened answer ever has
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +54,7 @@ class ToolRunner:
         self._limits = limits
         self._per_tool = dict(per_tool or {})
         self._places: dict[str, asyncio.Semaphore] = {}
-        self._validators: dict[str, Draft202012Validator] = {}
-        self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._arguments = ArgumentChecker()
         self._abandoned: defaultdict[str, set[asyncio.Task[str]]] = defaultdict(set)
 
     @property
@@ -71,13 +63,17 @@ class ToolRunner:
         return sum(map(len, self._abandoned.values()))
 
     async def open(self, tool: EpisodeTool, task: Task) -> Tool:
-        """The episode's own instance. Raises ServiceDownError if it is not there in time."""
-        deadline_s = self._limits_of(tool.spec.name).deadline_s
+        """The episode's own instance. Raises ServiceDownError if it cannot be had in time."""
+        service, deadline_s = f"tool {tool.spec.name!r}", self._limits_of(tool.spec.name).deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 return await tool.open(task)
+        except VerlError:
+            raise
         except TimeoutError as error:
-            raise ServiceDownError(f"tool {tool.spec.name!r}", f"did not open within {deadline_s:g} s") from error
+            raise ServiceDownError(service, f"did not open within {deadline_s:g} s") from error
+        except Exception as error:
+            raise ServiceDownError(service, f"raised {type(error).__name__}: {error}") from error
 
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], in_order: Collection[str] = ()
@@ -117,30 +113,9 @@ class ToolRunner:
         if tool is None:
             known = nearest(call.name, list(tools)) if tools else "there are no tools"
             return ToolStatus.USER_ERROR, f"There is no tool {call.name!r}; {known}", 0.0
-        if problem := self._misfit(tool.spec, call.arguments):
+        if problem := self._arguments.problem(tool.spec, call.arguments):
             return ToolStatus.USER_ERROR, problem, 0.0
         return await self._attempts(tool, call)
-
-    def _misfit(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-        """What is wrong with the arguments, in words; empty if nothing is."""
-        try:
-            json.dumps(dict(arguments), ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no service would take
-            return f"Wrong arguments of {spec.name!r}: a text that is not valid Unicode."
-        errors = sorted(self._validator(spec).iter_errors(dict(arguments)), key=relevance, reverse=True)
-        problems = [
-            f"{shortened(error.message, MAX_PROBLEM_CHARS)}{f' (at {error.json_path})' if error.path else ''}"
-            for error in errors[:MAX_PROBLEMS]
-        ]
-        return f"Wrong arguments of {spec.name!r}: {'; '.join(problems)}." if problems else ""
-
-    def _validator(self, spec: ToolSpec) -> Draft202012Validator:
-        if self._schemas.get(spec.name) is not spec.parameters:
-            check_schema(spec)
-            # an empty registry: a schema must not make us fetch what it refers to
-            self._validators[spec.name] = Draft202012Validator(spec.parameters, registry=Registry())
-            self._schemas[spec.name] = spec.parameters
-        return self._validators[spec.name]
 
     async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
         """One attempt, and more as long as the service is down."""
@@ -195,22 +170,6 @@ class ToolRunner:
 
     def _limits_of(self, name: str) -> ToolLimits:
         return self._per_tool.get(name, self._limits)
-
-
-def check_schema(spec: ToolSpec) -> None:
-    """Raises ConfigError if the parameters of a tool are not told by a JSON schema of an object."""
-    try:
-        Draft202012Validator.check_schema(spec.parameters)
-    except SchemaError as error:
-        raise ConfigError(f"tool {spec.name!r}: its parameters are not a JSON schema ({error.message})") from error
-
-
-def shortened(text: str, max_chars: int) -> str:
-    """At most so many characters of a text, taken from its start and its end, in a form that can be encoded."""
-    if len(text) > max_chars:
-        half = (max_chars - NOTE_CHARS) // 2
-        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-    return text.encode(errors="replace").decode()  # half a surrogate pair would break tokenizers
 
 
 async def _call(tool: Tool, call: ToolCall) -> str:

@@ -31,7 +31,7 @@ exit $ended
 class ShellTool:
     """Bash in a folder that an episode keeps. It opens with the files of the task (`extra["files"]`: path -> text).
 
-    limits: fields of verl.sandbox.base.Limits; `file_mib` must hold the folder twice
+    limits: fields of verl.sandbox.base.Limits, the sandbox's own if left out; `file_mib` must hold the folder twice
 
     Raises ConfigError for unknown limits.
     """
@@ -55,7 +55,7 @@ class ShellTool:
 class Shell:
     """One episode's folder and the commands in it."""
 
-    def __init__(self, spec: ToolSpec, sandbox: Sandbox, limits: Limits, folder: bytes) -> None:
+    def __init__(self, spec: ToolSpec, sandbox: Sandbox, limits: Limits | None, folder: bytes) -> None:
         self.spec = spec
         self.folder = folder  # a tar file
         self._sandbox = sandbox
@@ -68,10 +68,10 @@ class Shell:
         if "after.tar" not in execution.files:
             lost = "\nFiles are as they were before this command."
             try:
-                answer(execution, self._limits)
+                answer(execution)
             except ToolError as error:
                 raise type(error)(f"{error}{lost}") from error
-            raise ToolError(f"The folder could not be kept; it may have {self._limits.file_mib} MiB at most.{lost}")
+            raise ToolError(f"The folder could not be kept: it has too much in it.{lost}")
         self.folder = execution.files["after.tar"]
         ended = "" if execution.status is Status.FINISHED else f"[exit code {execution.return_code}]"
         return "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip(), ended) if part)
@@ -83,8 +83,8 @@ class Shell:
 def packed(task: Task) -> bytes:
     """The files of a task as a tar file. Raises DataError for paths that lead out of the folder."""
     files: Mapping[str, str] = task.extra.get("files", {})
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
+    folder = io.BytesIO()
+    with tarfile.open(fileobj=folder, mode="w") as tar:
         for path, text in files.items():
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or not isinstance(text, str):
@@ -95,4 +95,4 @@ def packed(task: Task) -> bytes:
             content = text.encode()
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
+    return folder.getvalue()

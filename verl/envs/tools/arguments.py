@@ -1,0 +1,56 @@
+"""Do the arguments of a call fit the tool's schema? What does not is told in words that help the policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, relevance
+from referencing import Registry
+
+from verl.envs.tools.text import shortened
+from verl.errors import ConfigError
+from verl.types import ToolSpec
+
+MAX_PROBLEMS = 3  # of one call that are told
+MAX_PROBLEM_CHARS = 300
+
+
+class ArgumentChecker:
+    """Checks arguments; the schema of each tool is read once."""
+
+    def __init__(self) -> None:
+        self._validators: dict[str, tuple[Mapping[str, Any], Draft202012Validator]] = {}
+
+    def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+        """What is wrong with them; empty if nothing is. Raises ConfigError for a schema that is none."""
+        try:
+            json.dumps(dict(arguments), ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no service would take
+            return f"Wrong arguments of {spec.name!r}: a text that is not valid Unicode."
+        errors = sorted(self._validator(spec).iter_errors(dict(arguments)), key=relevance, reverse=True)
+        problems = [
+            f"{shortened(error.message, MAX_PROBLEM_CHARS)}{f' (at {error.json_path})' if error.path else ''}"
+            for error in errors[:MAX_PROBLEMS]
+        ]
+        return f"Wrong arguments of {spec.name!r}: {'; '.join(problems)}." if problems else ""
+
+    def _validator(self, spec: ToolSpec) -> Draft202012Validator:
+        """The tool's; another tool of the same name has another schema object."""
+        schema, validator = self._validators.get(spec.name, (None, None))
+        if schema is not spec.parameters:
+            check_schema(spec)
+            # an empty registry: a schema must not make us fetch what it refers to
+            validator = Draft202012Validator(spec.parameters, registry=Registry())
+            self._validators[spec.name] = (spec.parameters, validator)
+        return validator
+
+
+def check_schema(spec: ToolSpec) -> None:
+    """Raises ConfigError if the parameters of a tool are not told by a JSON schema."""
+    try:
+        Draft202012Validator.check_schema(spec.parameters)
+    except SchemaError as error:
+        raise ConfigError(f"tool {spec.name!r}: its parameters are not a JSON schema ({error.message})") from error
