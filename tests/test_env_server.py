@@ -317,6 +317,8 @@ class Broken(ShopEnv):
             raise KeyError("bug")
         if message.content == "nothing":
             return None
+        if message.content == "unclosable":
+            self.close = None
         if message.content == "down":
             raise ServiceDownError("index", "not there")
         return await super().step(message)
@@ -330,16 +332,18 @@ def test_an_environment_that_breaks_is_a_fault_of_its_own_episode(tmp_path: Path
 
         async def ask() -> list[Any]:
             remote = RemoteFactory(url)
-            episodes = [remote(task) for _ in range(4)]
+            episodes = [remote(task) for _ in range(5)]
             await asyncio.gather(*(env.reset() for env in episodes))
-            told = zip(episodes, ("bug", "nothing", "down", "Done."), strict=True)
+            told = zip(episodes, ("bug", "nothing", "down", "unclosable", "Done."), strict=True)
             results = await asyncio.gather(*(env.step(say(text)) for env, text in told), return_exceptions=True)
+            await asyncio.gather(*(env.close() for env in episodes))
+            assert httpx.get(f"{url}/health", trust_env=False).json()["episodes"] == 0
             with pytest.raises(ServiceDownError, match="KeyError: 'products'"):
                 await remote(Task("t", (), "", "shop")).reset()
             await remote.close()
             return results
 
-        bug, nothing, down, fine = asyncio.run(ask())
+        bug, nothing, down, _, fine = asyncio.run(ask())
     assert isinstance(bug, ServiceDownError) and "KeyError: 'bug'" in str(bug)
     assert isinstance(nothing, ServiceDownError) and "a result or a fault" in str(nothing)
     assert isinstance(down, ServiceDownError) and str(down) == f"index at {url}: not there"

@@ -104,6 +104,16 @@ def test_wrong_calls_are_answers(name: str, arguments: dict[str, object], told: 
     assert uses[0].status is ToolStatus.USER_ERROR
 
 
+def test_arguments_that_cannot_be_shown_are_an_answer() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    for odd in (deep, 10**5000, "x" * 10**6):
+        with pytest.raises(ToolError) as found:
+            Toolbox.of(Desk).check(ToolCall("book", {"legs": odd}))
+        assert len(str(found.value)) < 400
+
+
 def test_calls_are_answered_in_their_order_and_texts_stay_texts() -> None:
     toolbox = Toolbox.of(Desk)
     assert list(toolbox.specs) == ["book", "note"]

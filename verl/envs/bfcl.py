@@ -60,11 +60,11 @@ class Api:
     def call(self, call: ToolCall) -> str:
         """Call one function. What it raises is its answer: the simulators raise anything for odd arguments."""
         try:
-            result = getattr(self._owners[call.name], call.name)(**copy.deepcopy(dict(call.arguments)))
+            answer = _text(getattr(self._owners[call.name], call.name)(**copy.deepcopy(dict(call.arguments))))
         except Exception as error:  # noqa: BLE001  the simulators are not ours, and raise anything for odd arguments
-            result = f"Error during execution: {error}"
-        self.answers.append(_text(result))
-        return self.answers[-1]
+            answer = f"Error during execution: {error}"
+        self.answers.append(answer)
+        return answer
 
     def bound(self, call: ToolCall) -> str:
         """The call with the defaults of its function, as a text that tells equal calls."""

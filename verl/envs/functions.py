@@ -18,6 +18,7 @@ from verl.envs.tools.base import ToolError
 from verl.registry import nearest
 from verl.types import Message, ToolCall, ToolSpec, ToolStatus, ToolUse
 
+_LONGEST_PROBLEM = 300  # characters; the problem quotes what the policy wrote
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -39,10 +40,13 @@ class Toolbox:
         validator = self._validators.get(call.name)
         if validator is None:
             raise ToolError(f"there is no function {call.name!r}; {nearest(call.name, list(self.specs))}")
-        error = best_match(validator.iter_errors(dict(call.arguments)))
+        try:
+            error = best_match(validator.iter_errors(dict(call.arguments)))
+        except (RecursionError, ValueError) as odd:  # what cannot even be shown: too deep, too many digits
+            raise ToolError(f"{call.name}: the arguments cannot be read ({odd})") from odd
         if error is not None:
             place = ".".join(str(step) for step in error.absolute_path)
-            raise ToolError(f"{call.name}: {f'{place}: ' if place else ''}{error.message}")
+            raise ToolError(f"{call.name}: {f'{place}: ' if place else ''}{error.message[:_LONGEST_PROBLEM]}")
 
     def call(self, target: object, call: ToolCall) -> Any:
         """`target.name(**arguments)` after `check`. The functions raise ToolError for what is the policy's fault."""

@@ -95,10 +95,14 @@ class Episodes:
 
     async def close(self, names: Sequence[str]) -> None:
         """Close these, as far as they are open; the last questions to them come first."""
-        for name in names:
-            if (episode := self._open.pop(name, None)) is not None:
-                async with episode.turn:
-                    await episode.env.close()
+        await asyncio.gather(*(self._close_one(found) for name in names if (found := self._open.pop(name, None))))
+
+    async def _close_one(self, episode: Episode) -> None:
+        async with episode.turn:
+            try:
+                await episode.env.close()
+            except Exception:  # noqa: BLE001  anybody's code; the reaper and the other episodes go on
+                _log.exception("an environment could not be closed")
 
     async def close_all(self) -> None:
         """Close every episode and what they share."""
