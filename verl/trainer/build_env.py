@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.config.schema import EnvConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import build_codec
 from verl.data.codecs.prompt import Prompted
+from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
 from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory
@@ -37,6 +39,8 @@ def build_interaction(
     if prompt_template is not None:
         options = {**options, "prompt_template": prompt_template}
     codec = build_codec(env.codec, options)
+    if isinstance(codec, TurnsCodec) and chat.opens_thought:
+        codec = replace(codec, in_thought=True)
     box = build_sandbox(sandbox) if _needs_sandbox(env) else None
     return Interaction(
         _build_envs(env, box),
