@@ -33,9 +33,10 @@ fi
     data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
     data.seed="$seed" trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
 
-model="$("$VERL_PYTHON" scripts/tool_loop/last_model.py "$out/tool_loop")"
+models=("$out"/tool_loop/checkpoints/step-*/hf)
 echo "the same questions without the tool:"
 "$VERL_PYTHON" -m verl.trainer.main_generation \
-    model.path="$model" files=["$out/data/test.jsonl"] output="$out/without_tool.jsonl" \
-    max_prompt_length=64 max_response_length=96 dtype=float32 reward.name=retool \
-    env.name=tool env.codec=retool env.codec_options="{prompt_template: null}" env.tools=[python] env.max_tool_calls=0
+    model.path="${models[-1]}" files=["$out/data/test.jsonl"] output="$out/without_tool.jsonl" \
+    max_prompt_length=64 max_response_length=80 dtype=float32 \
+    reward.name=scripts/tool_loop/reward.py:ToolLoopReward env.name=tool env.codec=tags env.tools=[python] \
+    env.max_tool_calls=0

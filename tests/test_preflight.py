@@ -27,6 +27,8 @@ from verl.trainer.validate import Validator
 from verl.types import FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 
+REWARD = build_reward("rlla")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -97,20 +99,20 @@ class Deaf:
 
 def test_a_tokenizer_that_changes_replies_is_found() -> None:
     with pytest.raises(ConfigError, match="does not give back what it was given"):
-        check_round_trip(Deaf(), TaskSet(str(MINI / "train.parquet"))[:2], 999)  # type: ignore[arg-type]
+        check_round_trip(Deaf(), REWARD, TaskSet(str(MINI / "train.parquet"))[:2], 999)  # type: ignore[arg-type]
 
 
 def test_a_golden_reply_that_no_policy_could_end_is_found(model: Path) -> None:
     codec, tasks = load_codec(ModelConfig(path=str(model))), TaskSet(str(MINI / "train.parquet"))[:2]
     inside = codec.reply_ids(tasks[1].answer.strip())[0][5]
     with pytest.raises(ConfigError, match=rf"golden reply of train.parquet#\d holds a token .* \({inside}\)"):
-        check_round_trip(replace(codec, more_stops=(inside,)), tasks, 999)
+        check_round_trip(replace(codec, more_stops=(inside,)), REWARD, tasks, 999)
 
 
 def test_too_little_room_for_replies_is_found(model: Path) -> None:
     codec = load_codec(ModelConfig(path=str(model)))
     with pytest.raises(ConfigError, match=r"4 of 4 golden replies have more than data\.max_response_length=16"):
-        check_round_trip(codec, TaskSet(str(MINI / "train.parquet"))[:4], 16)
+        check_round_trip(codec, REWARD, TaskSet(str(MINI / "train.parquet"))[:4], 16)
 
 
 def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:

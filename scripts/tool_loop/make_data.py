@@ -43,10 +43,8 @@ def task(question: str, a: int, b: int) -> dict[str, object]:
 
 def demonstration(question: str, a: int, b: int) -> dict[str, object]:
     """A conversation; what the interpreter says in it is not learned."""
-    code = f"<code>\n```python\nprint({a} * {b})\n```\n</code>"
-    heard = f"\n<interpreter>\n{a * b}\n</interpreter>\n\n"
-    answer = f"<answer>\n\\boxed{{{a * b}}}\n</answer>"
-    reply = {"role": "assistant", "content": code + heard + answer}
+    heard = f"\n<interpreter>\n{a * b}\n</interpreter>\n"
+    reply = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{heard}\\boxed{{{a * b}}}"}
     return {"messages": [{"role": "user", "content": question}, reply]}
 
 

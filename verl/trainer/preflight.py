@@ -57,7 +57,7 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
     assert config.model.path is not None
     shape = AutoConfig.from_pretrained(config.model.path)
     for name, said in (
-        ("template", check_round_trip(codec, tasks, config.data.max_response_length)),
+        ("template", check_round_trip(codec, reward, tasks, config.data.max_response_length)),
         ("reward", check_reward(reward, tasks)),
         ("step", check_step(tiny(shape), codec, reward, tasks, config)),
         ("batch", config.batch_arithmetic()),
@@ -66,12 +66,17 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
         console.print(f"preflight {name:9}{said}", markup=False, soft_wrap=True)
 
 
-def check_round_trip(codec: ChatCodec, tasks: Sequence[Task], max_response_length: int) -> str:
+def golden(reward: Reward, task: Task) -> str:
+    """The reply that a task asks for: the reward's own where it knows one, else the task's answer."""
+    return reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer
+
+
+def check_round_trip(codec: ChatCodec, reward: Reward, tasks: Sequence[Task], max_response_length: int) -> str:
     """Replies must come back from their tokens as they were, or the reward would judge another text; and there must be
     room for most of them."""
     lengths = []
     for task in tasks:
-        text = task.answer.strip()
+        text = golden(reward, task).strip()
         ids, _ = codec.reply_ids(text)
         lengths.append(len(ids) + 1)
         stops = sorted(set(ids) & set(codec.stop_token_ids))
@@ -128,11 +133,13 @@ def tiny(shape: PretrainedConfig) -> PretrainedConfig:
 
 def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks: Sequence[Task], config: Config) -> str:
     """Golden and spoiled replies through scoring, advantages, packing, one update: the golden ones must gain."""
+    if config.env.several_turns and not isinstance(reward, LabReward):
+        return "not tried: the reward knows no golden replies, and an episode is more than one"
     by_prompt = {codec.prompt_ids(task.prompt): task for task in tasks[:4]}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
-        text = task.answer if number % 2 == 0 else "I do not know."
+        text = golden(reward, task) if number % 2 == 0 else "I do not know."
         return (*codec.reply_ids(text)[0], codec.end_token_id)
 
     sampling = Sampling(config.data.max_response_length, config.rollout.temperature)

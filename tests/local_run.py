@@ -1,0 +1,69 @@
+"""A run in one process: a trainer rank and a transformers engine side by side, with nothing but Ray left out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.config.schema import Config
+from verl.data.tasks import TaskStream
+from verl.rollout.scoring import DirectScorer
+from verl.single_controller.group import Seat
+from verl.single_controller.local import LocalGroup
+from verl.trainer.build import build_trainer, load_inputs
+from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.build_env import build_interaction
+from verl.trainer.build_workers import start_workers
+from verl.trainer.ppo import PPOTrainer
+from verl.utils.reward_score.base import build_reward
+
+
+class Here(LocalGroup):
+    """A group of one, as a cluster would describe it."""
+
+    nodes: Sequence[str] = ("here",)
+    gpus: Sequence[Sequence[str]] = ((),)
+
+
+class OneProcess:
+    """What `start_workers` needs of a cluster."""
+
+    def pool(self, *_: Any) -> None:
+        """There is one place."""
+
+    def group(self, role: str, make: Callable[[Seat], Any], *_: Any) -> Here:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            made = make(Seat(0, 1, "127.0.0.1", free.getsockname()[1]))
+        return Here(asyncio.run(made) if inspect.isawaitable(made) else made)
+
+
+@contextmanager
+def local_trainer(config: Config) -> Iterator[PPOTrainer]:
+    """The trainer of a configuration; its process group ends with the block."""
+    inputs = load_inputs(config)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    stream = TaskStream(inputs.train, config.data.weights, config.data.seed)
+    data = config.data
+    interaction = build_interaction(
+        config.env,
+        config.sandbox,
+        inputs.codec,
+        data.max_prompt_length,
+        data.max_response_length,
+        data.prompt_template,
+    )
+    scorer = DirectScorer(build_reward(config.reward.name, config.reward.options))
+    workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
+    try:
+        yield build_trainer(config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], interaction)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
