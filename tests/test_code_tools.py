@@ -26,7 +26,7 @@ def talk(tool: dict[str, Any], turns: Sequence[Sequence[str]], task: Task = task
 
     async def episode() -> list[Said]:
         sandbox = PlainSandbox()
-        factory = ToolEnvFactory.from_options([tool], {"deadline_s": 5, "retries": 0}, sandbox=sandbox)
+        factory = ToolEnvFactory.from_options([tool], {"deadline_s": 20, "retries": 0}, sandbox=sandbox)
         env = factory(task)
         try:
             spec = (await env.reset()).tools[0]
@@ -61,16 +61,16 @@ def test_an_interpreter_of_the_episode_keeps_variables_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["python", "python_session"])
 def test_code_that_runs_too_long_is_stopped(name: str) -> None:
-    stopped, after = talk({"name": name, "limits": {"wall_s": 0.3}}, [["while True: pass"], ["print('alive')"]])
+    stopped, after = talk({"name": name, "limits": {"wall_s": 1.0}}, [["while True: pass"], ["print('alive')"]])
     ((said, status),) = stopped
-    assert "The code was stopped after 0." in said and status is ToolStatus.TIMEOUT
+    assert "The code was stopped after " in said and status is ToolStatus.TIMEOUT
     assert after == [("alive\n", ToolStatus.SUCCESS)]
 
 
 def test_a_session_past_the_calls_deadline_is_ended_and_begun_anew() -> None:
     async def scene() -> None:
         sandbox = PlainSandbox()
-        factory = ToolEnvFactory.from_options(["python_session"], {"deadline_s": 0.5}, sandbox=sandbox)
+        factory = ToolEnvFactory.from_options(["python_session"], {"deadline_s": 1.5}, sandbox=sandbox)
         env = factory(task())
         await env.reset()
         for code, status in (("while True: pass", ToolStatus.TIMEOUT), ("print(1)", ToolStatus.SUCCESS)):
@@ -118,7 +118,7 @@ def test_the_shell_keeps_files_and_tells_exit_codes() -> None:
 
 
 def test_a_command_that_is_stopped_leaves_the_folder_as_it_was() -> None:
-    tool = {"name": "shell", "limits": {"wall_s": 0.5}}
+    tool = {"name": "shell", "limits": {"wall_s": 1.5}}
     (stopped,), (after,) = talk(tool, [["touch half; sleep 30"], ["ls; rm -rf ../after.tar"]])
     assert stopped[1] is ToolStatus.TIMEOUT and stopped[0].endswith("Files are as they were before this command.")
     assert after == ("", ToolStatus.SUCCESS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
-QUICK = ToolLimits(deadline_s=0.2, max_chars=1000, retries=2, backoff_s=0.001)
+LIMITS = ToolLimits(deadline_s=20, max_chars=1000, retries=2, backoff_s=0.001)
+HASTY = replace(LIMITS, deadline_s=0.2)
 TASK = Task("t", (Message("user", "?"),), "", "test")
 SCHEMA = {
     "type": "object",
@@ -59,11 +60,11 @@ async def hang(_: Mapping[str, Any]) -> str:
     return ""
 
 
-def run(tools: Mapping[str, Tool], *calls: ToolCall, limits: ToolLimits = QUICK) -> list[tuple[Message, ToolUse]]:
+def run(tools: Mapping[str, Tool], *calls: ToolCall, limits: ToolLimits = LIMITS) -> list[tuple[Message, ToolUse]]:
     return asyncio.run(ToolRunner(limits).run(calls, tools))
 
 
-def one(tool: Tool, arguments: Mapping[str, Any] | None = None, limits: ToolLimits = QUICK) -> tuple[str, ToolStatus]:
+def one(tool: Tool, arguments: Mapping[str, Any] | None = None, limits: ToolLimits = LIMITS) -> tuple[str, ToolStatus]:
     ((message, use),) = run({"does": tool}, ToolCall("does", arguments or {}), limits=limits)
     assert message.role == "tool" and message.tool == use.name == "does"
     return message.content, use.status
@@ -78,7 +79,7 @@ def test_answers_come_in_the_order_of_the_calls_and_calls_run_side_by_side() -> 
             return str(arguments["who"])
 
         calls = [ToolCall("does", {"who": who}) for who in ("first", "second")]
-        answers = await ToolRunner(QUICK).run(calls, {"does": Does(meet)})
+        answers = await ToolRunner(LIMITS).run(calls, {"does": Does(meet)})
         assert [message.content for message, _ in answers] == ["first", "second"]
         assert [use.status for _, use in answers] == [ToolStatus.SUCCESS] * 2
 
@@ -112,7 +113,7 @@ def test_a_text_that_cannot_be_encoded_reaches_no_tool() -> None:
 
 def test_a_schema_that_is_none_or_refers_elsewhere_is_the_runs_fault() -> None:
     with pytest.raises(ConfigError, match="'does': its parameters are not a JSON schema"):
-        ToolEnvFactory([Does(hang, ToolSpec("does", "", {"type": "thing"}))], ToolRunner(QUICK))
+        ToolEnvFactory([Does(hang, ToolSpec("does", "", {"type": "thing"}))], ToolRunner(LIMITS))
     elsewhere = Does(hang, ToolSpec("does", "", {"$ref": "http://127.0.0.1:9/schema"}))
     with pytest.raises(ServiceDownError, match="tool 'does'"):
         one(elsewhere)
@@ -159,9 +160,11 @@ def test_a_hanging_call_is_stopped_and_blocks_no_other() -> None:
         return "fine"
 
     tools = {"hangs": Does(hang), "works": Does(fine)}
-    (hung, use), (worked, _) = run(tools, ToolCall("hangs", {}), ToolCall("works", {}))
-    assert hung.content == "The call of 'hangs' was stopped after 0.2 s." and use.status is ToolStatus.TIMEOUT
-    assert use.seconds >= 0.2 and worked.content == "fine"
+    (hung, use), (worked, _) = run(
+        tools, ToolCall("hangs", {}), ToolCall("works", {}), limits=replace(HASTY, deadline_s=1)
+    )
+    assert hung.content == "The call of 'hangs' was stopped after 1 s." and use.status is ToolStatus.TIMEOUT
+    assert use.seconds >= 1 and worked.content == "fine"
 
 
 def test_a_stopped_call_may_put_away_what_it_holds() -> None:
@@ -174,7 +177,7 @@ def test_a_stopped_call_may_put_away_what_it_holds() -> None:
             await asyncio.sleep(0.01)
             ended.append("tidied")
 
-    assert one(Does(tidy))[1] is ToolStatus.TIMEOUT and ended == ["tidied"]
+    assert one(Does(tidy), limits=HASTY)[1] is ToolStatus.TIMEOUT and ended == ["tidied"]
 
 
 def test_a_call_that_does_not_heed_being_cancelled_is_left_and_counted(
@@ -193,7 +196,7 @@ def test_a_call_that_does_not_heed_being_cancelled_is_left_and_counted(
                     continue
             raise ValueError("nobody hears it")
 
-        made = ToolRunner(QUICK)
+        made = ToolRunner(HASTY)
         for left in (1, 2):
             ((_, use),) = await made.run([ToolCall("does", {})], {"does": Does(deaf)})
             assert use.status is ToolStatus.TIMEOUT and made.num_abandoned == left
@@ -212,7 +215,7 @@ def test_a_sync_tool_that_sleeps_is_left_in_its_thread() -> None:
         time.sleep(1.0)
         return ""
 
-    assert one(does)[1] is ToolStatus.TIMEOUT and does.num_abandoned == 1
+    assert one(does, limits=HASTY)[1] is ToolStatus.TIMEOUT and does.num_abandoned == 1
 
 
 def test_waiting_for_a_place_is_not_charged() -> None:
@@ -221,14 +224,14 @@ def test_waiting_for_a_place_is_not_charged() -> None:
     async def slow(_: Mapping[str, Any]) -> str:
         running.append(1)
         seen = len(running)
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.4)
         running.pop()
         return str(seen)
 
-    limits = ToolLimits(deadline_s=0.25, max_concurrent=1)
-    answers = run({"does": Does(slow)}, *[ToolCall("does", {})] * 4, limits=limits)  # the last waits for 0.45 s
+    limits = ToolLimits(deadline_s=1.0, max_concurrent=1)
+    answers = run({"does": Does(slow)}, *[ToolCall("does", {})] * 4, limits=limits)  # the last waits for 1.2 s
     assert [(message.content, use.status) for message, use in answers] == [("1", ToolStatus.SUCCESS)] * 4
-    assert all(use.seconds < 0.25 for _, use in answers)
+    assert all(use.seconds < 1.0 for _, use in answers)
 
 
 def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
@@ -315,7 +318,7 @@ def test_an_episode_calls_until_it_says_something_without_a_call() -> None:
     async def scene() -> None:
         counter, never = Counter(), Does(hang)
         assert isinstance(counter, EpisodeTool) and not isinstance(never, EpisodeTool)
-        factory = ToolEnvFactory([counter, never], ToolRunner(QUICK))
+        factory = ToolEnvFactory([counter, never], ToolRunner(LIMITS))
         one, two = factory(TASK), factory(TASK)
         opening = await one.reset()
         assert opening == await two.reset()
@@ -349,7 +352,7 @@ def test_a_tool_that_does_not_open_is_an_infrastructure_fault_and_one_that_does_
 
     async def scene() -> None:
         stuck, other = Stuck(), Does(hang)
-        factory = ToolEnvFactory([stuck, other], ToolRunner(QUICK))
+        factory = ToolEnvFactory([stuck, other], ToolRunner(HASTY))
         with pytest.raises(ServiceDownError, match="tool 'count': did not open within"):
             await factory(TASK).reset()
         await factory.close()
@@ -368,4 +371,4 @@ def test_a_tool_that_does_not_open_is_an_infrastructure_fault_and_one_that_does_
 
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two tools have the same name"):
-        ToolEnvFactory([Does(hang), Does(hang)], ToolRunner(QUICK))
+        ToolEnvFactory([Does(hang), Does(hang)], ToolRunner(LIMITS))
