@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from verl.config.schema import EnvConfig, SandboxConfig
@@ -16,7 +17,10 @@ from verl.data.dialogue import Cut, Dialogue
 from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.build import TOOLS, build_tools
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError
+from verl.registry import resolve
 from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
 
@@ -41,9 +45,10 @@ def build_interaction(
     codec = build_codec(env.codec, options)
     if isinstance(codec, TurnsCodec) and chat.opens_thought:
         codec = replace(codec, in_thought=True)
-    box = build_sandbox(sandbox) if _needs_sandbox(env) else None
+    box = build_sandbox(sandbox) if any(_runs_code(each) for each in env.tools) else None
+    num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
     return Interaction(
-        _build_envs(env, box),
+        _build_envs(env, box, num_places),
         Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut)),
         Budgets(
             max_turns=env.max_turns,
@@ -76,25 +81,32 @@ def build_sandbox(config: SandboxConfig) -> Sandbox:
         return RemoteSandbox(config.urls, limits=limits)
     from verl.sandbox.local import LocalSandbox
 
-    workers = config.num_workers or len(os.sched_getaffinity(0))
-    return LocalSandbox(workers, config.isolation, limits=limits)  # type: ignore[arg-type]  # checked by the schema
+    return LocalSandbox(_workers(config), config.isolation, limits=limits)  # type: ignore[arg-type]  # checked before
 
 
-def _needs_sandbox(env: EnvConfig) -> bool:
-    names = [each if isinstance(each, str) else each["name"] for each in env.tools]
-    return not {"python", "python_session", "shell"}.isdisjoint(names)
+def _workers(config: SandboxConfig) -> int:
+    return config.num_workers or len(os.sched_getaffinity(0))
 
 
-def _build_envs(env: EnvConfig, sandbox: Sandbox | None) -> EnvFactory:
+def _runs_code(tool: str | Mapping[str, Any]) -> bool:
+    found = resolve("tool", tool if isinstance(tool, str) else tool["name"], TOOLS)
+    return isinstance(found, type) and "sandbox" in signature(found).parameters
+
+
+def _build_envs(env: EnvConfig, sandbox: Sandbox | None, num_places: int) -> EnvFactory:
+    """num_places: pieces of code that run at a time"""
     if env.name != "tool":
         if env.tools:
             raise ConfigError(f"env.tools are for env.name=tool; env.name={env.name} brings its own")
         return build_env_factory(env.name, env.options)
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool takes its tools from env.tools")
-    limits = {
-        "deadline_s": env.tool_timeout_s,
-        "max_concurrent": env.max_concurrent_calls,
-        "retries": env.retries,
-    }
-    return ToolEnvFactory.from_options(env.tools, limits, sandbox=sandbox)
+    limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
+    # A call that has to wait for the sandbox waits before its deadline begins.
+    few = replace(limits, max_concurrent=min(limits.max_concurrent, num_places))
+    tools, of_code = [], {}
+    for each in env.tools:
+        made = build_tools([each], sandbox)
+        tools += made
+        of_code |= {tool.spec.name: few for tool in made} if _runs_code(each) else {}
+    return ToolEnvFactory(tools, ToolRunner(limits, of_code))

@@ -60,9 +60,11 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def _mean_seconds(uses: Iterable[ToolUse]) -> dict[str, float]:
+    """Of calls that tools answered: others may bear any name that a policy makes up."""
     by_tool: dict[str, list[float]] = defaultdict(list)
     for use in uses:
-        by_tool[use.name].append(use.seconds)
+        if use.status in (ToolStatus.SUCCESS, ToolStatus.TIMEOUT):
+            by_tool[use.name].append(use.seconds)
     return {name: sum(seconds) / len(seconds) for name, seconds in by_tool.items()}
 
 
