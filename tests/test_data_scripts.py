@@ -181,9 +181,12 @@ def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: P
     assert retool_sft.main(["--input", str(source), "--output", str(output)]) == 0
     (shown,) = read_demonstrations(str(output))
     assert [message.content for message in shown.messages] == ["How many?", reply]
-    assert (
-        build_reward("retool").score(episode(Task("t", (), "25", "m"), reply), Task("t", (), "25", "m"), 0).total == 1
-    )
+    template = tmp_path / "prompt.txt"
+    template.write_text("Solve: {question}\n")
+    assert retool_sft.main(["--input", str(source), "--output", str(output), "--template", str(template)]) == 0
+    assert read_demonstrations(str(output))[0].messages[0].content == "Solve: How many?"
+    asked = Task("t", (), "25", "math")
+    assert build_reward("retool").score(episode(asked, reply), asked, 0).total == 1.0
 
 
 @pytest.mark.parametrize(

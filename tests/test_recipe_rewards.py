@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import pi, sin, sqrt
 from typing import Any
@@ -22,7 +23,6 @@ from verl.types import (
     Outcome,
     Score,
     Task,
-    ToolCall,
     ToolStatus,
     ToolUse,
     Trajectory,
@@ -51,7 +51,6 @@ def episode(
     uses: Sequence[ToolStatus] = (),
     seen: str = "seen",
     finish: FinishReason = FinishReason.STOP,
-    calls: tuple[ToolCall, ...] = (),
     score: Score | None = None,
     tokens: int = 0,
 ) -> Trajectory:
@@ -59,7 +58,7 @@ def episode(
     done = Completion((0,) * tokens, (0.0,) * tokens, finish, 0)
     last = len(said) - 1
     turns = tuple(
-        Turn((), done, Message("assistant", text, calls), (Message("tool", seen),) if number < last else ())
+        Turn((), done, Message("assistant", text), (Message("tool", seen),) if number < last else ())
         for number, text in enumerate(said)
     )
     used = tuple(ToolUse("python", status, 0.1) for status in uses)
@@ -356,15 +355,13 @@ def test_artist_math() -> None:
     assert total("artist_math", episode(FIVE, "")) == 0.0
 
 
-def test_artist_tools() -> None:
-    made = (ToolCall("f", {"b": {"d": None, "c": [2]}, "a": 1}),)
-    state = Score(0.0, {"state": 0.5})
-    half = episode(task(CALLS), "<think>t</think> f", calls=made, score=state)
-    assert total("artist_tools", half) == 0.5 * 0.5 + 0.5 * 0.5 + 0.5
-    assert total("artist_tools", replace(half, score=None)) == 0.75  # it ended before it was judged
-    assert total("artist_tools", episode(task("[]"), "bye", score=state)) == 0.25 + 0.5
-    with pytest.raises(ConfigError, match="environment whose score has a part"):
-        total("artist_tools", replace(half, score=Score(1.0, {})))
+def test_artist_tools_takes_the_environments_word() -> None:
+    judged = Score(0.0, {"state": 0.5, "functions": 0.25})
+    told = episode(FIVE, "<think>t</think> f()", "no thought", score=judged)
+    assert total("artist_tools", told) == 0.5 * 0.5 + 0.5 * 0.25 + 0.5 * 0.5
+    assert total("artist_tools", replace(told, score=None)) == 0.25  # it ended before it was judged
+    with pytest.raises(ConfigError, match="environment whose score has parts"):
+        total("artist_tools", replace(told, score=Score(1.0, {})))
 
 
 MATH_GOLDS = ["5", r"\frac{1}{2}", "1,2", r"\text{Evelyn}", r"(-\infty, 3]"]
@@ -400,3 +397,13 @@ def test_the_lab_on_published_problems() -> None:
 def test_every_known_reward_can_be_made() -> None:
     for name in REWARDS:
         build_reward(name)
+
+
+def test_what_sympy_never_finishes_is_wrong_and_not_a_hang() -> None:
+    assert not same_answer("-987654321", r"\frac{\log 2}{\log 2-\log 3}")
+    assert not math_correct("\\boxed{" * 50_000 + "5" + "}" * 50_000, "6")
+
+
+def test_answers_are_compared_in_threads_too() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(same_answer, "0.5", "1/2").result()

@@ -82,12 +82,24 @@ def _number(answer: str) -> float:
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     """The one conversation of a row."""
     reply = demonstration(text(row, "solution"), text(row, "answer"))
-    yield {"messages": [{"role": "user", "content": text(row, "problem")}, {"role": "assistant", "content": reply}]}
+    asked = text(row, "problem")
+    if arguments.template:
+        asked = arguments.template.replace("{question}", asked)
+    yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
-    return run(parser(__doc__).parse_args(argv), convert, DEMONSTRATIONS)
+    options = parser(__doc__)
+    options.add_argument("--template", type=_text_of, help="file with {question}: the prompt that RL will use")
+    return run(options.parse_args(argv), convert, DEMONSTRATIONS)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
 
 
 if __name__ == "__main__":

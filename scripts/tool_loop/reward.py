@@ -1,4 +1,4 @@
-"""The reward of scripts/train_tool_loop.sh, and an example of one's own: half for asking rightly, half for the answer."""
+"""The reward of scripts/train_tool_loop.sh, and an example of one's own: half for asking, half for the answer."""
 
 from __future__ import annotations
 

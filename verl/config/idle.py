@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from verl.config.schema import Config, GenerationConfig, SFTConfig
+from verl.config.schema import WITHOUT_CRITIC, Config, GenerationConfig, SFTConfig
 from verl.errors import ConfigError
-
-WITHOUT_CRITIC = ("grpo", "toolrl_grpo")
 
 
 class Rule(NamedTuple):

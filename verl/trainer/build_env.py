@@ -17,6 +17,7 @@ from verl.data.dialogue import Cut, Dialogue
 from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError
@@ -104,7 +105,8 @@ def _build_envs(env: EnvConfig, sandbox: Sandbox | None, num_places: int) -> Env
     limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
     # A call that has to wait for the sandbox waits before its deadline begins.
     few = replace(limits, max_concurrent=min(limits.max_concurrent, num_places))
-    tools, of_code = [], {}
+    tools: list[Tool | EpisodeTool] = []
+    of_code: dict[str, ToolLimits] = {}
     for each in env.tools:
         made = build_tools([each], sandbox)
         tools += made

@@ -7,26 +7,23 @@ Mathematics: answer + format + execution
                  strict order thought, code, output, .. , thought, answer
     execution    successful calls / calls; `no_calls` where there were none
 
-Function calls: state + calls + format
-    state        0.5 * share of state variables that end as they should; the environment tells it (score.parts["state"])
-    calls        0.5 * share of the gold calls that were made; the gold answer is a JSON list of {name, arguments}
-    format       `format` * share of turns that begin with a closed thought
+Function calls: state + functions + format
+    state        0.5 * share of state variables that end as they should
+    functions    0.5 * share of the gold calls that were made; the environment tells both, in its score's parts
+    format       up to 0.5: share of turns that begin with a closed thought
 
 There is no lab for these: the maximum takes an episode with calls that succeed, which no text is.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import dataclass
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
 from verl.types import Score, Task, ToolStatus, Trajectory
 from verl.utils.reward_score.base import written
 from verl.utils.reward_score.math import last_box, same_answer
 from verl.utils.reward_score.search_r1 import follows_cycle, last_answer
-from verl.utils.reward_score.tool_n1 import gold_calls
 
 
 def _share_of_tags(reply: str) -> float:
@@ -65,33 +62,19 @@ class ArtistToolsReward:
     """Options: the weights of the three parts."""
 
     state: float = 0.5
-    calls: float = 0.5
+    functions: float = 0.5
     format: float = 0.5
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """An episode that ended before the environment judged it has no state. Raises DataError for a bad gold."""
-        try:
-            gold = Counter(gold_calls(task.answer))
-        except DataError as error:
-            raise error.at(file=task.id) from error
-        made = Counter(
-            (call.name, json.dumps(dict(call.arguments), sort_keys=True))
-            for turn in trajectory.turns
-            for call in turn.message.tool_calls
-        )
-        matched = (gold & made).total() / gold.total() if gold else float(not made)
-        thoughtful = [turn.message.content.lstrip() for turn in trajectory.turns]
-        thinking = sum(text.startswith("<think>") and "</think>" in text for text in thoughtful)
+        """An episode that ended before the environment judged it has the format part alone."""
+        judged = {"state": 0.0, "functions": 0.0} if trajectory.score is None else trajectory.score.parts
+        if not {"state", "functions"} <= judged.keys():
+            raise ConfigError('reward artist_tools needs an environment whose score has parts "state" and "functions"')
+        said = [turn.message.content.lstrip() for turn in trajectory.turns]
+        thinking = sum(text.startswith("<think>") and "</think>" in text for text in said)
         parts = {
-            "state": self.state * self._state(trajectory),
-            "calls": self.calls * matched,
-            "format": self.format * thinking / max(1, len(thoughtful)),
+            "state": self.state * judged["state"],
+            "functions": self.functions * judged["functions"],
+            "format": self.format * thinking / max(1, len(said)),
         }
         return Score(sum(parts.values()), parts)
-
-    def _state(self, trajectory: Trajectory) -> float:
-        if trajectory.score is None:
-            return 0.0
-        if "state" not in trajectory.score.parts:
-            raise ConfigError('reward artist_tools needs an environment whose score has a part "state" (0 to 1)')
-        return trajectory.score.parts["state"]
