@@ -146,7 +146,6 @@ class RolloutConfig:
             _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
 
 
-<<<<<<< HEAD
 @dataclass(frozen=True)
 class EnvConfig:
     """What the policy acts in. With name=single_turn and no codec an episode is a prompt and one reply."""
@@ -208,9 +207,7 @@ class SandboxConfig:
         _require(workers is None or workers >= 1, "sandbox.num_workers", "at least 1", workers)
 
 
-=======
 WITHOUT_CRITIC = ("grpo", "toolrl_grpo", "reinforce_pp_baseline")  # they compare the replies of a prompt instead
->>>>>>> 33d9838396127268b49e7432311122b5735c274f
 _NAMES = {  # spelled out here, because the algorithms' own enumerations need torch; a test compares them
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     "old_logprobs": ("trainer", "rollout"),
