@@ -42,6 +42,10 @@ TESTED: dict[str, tuple[str | None, str | None]] = {
     "gguf": (">=0.19", ">=0.19"),
     "psutil": (">=6.0", ">=6.0"),
     "packaging": (">=24.2", ">=24.2"),
+    "httpx": (">=0.28,<1", ">=0.28,<1"),
+    "pydantic": (">=2.11,<3", ">=2.11,<3"),
+    "fastapi": (">=0.115", ">=0.115"),
+    "uvicorn": (">=0.30", ">=0.30"),
 }
 # what the tests and linters need on top
 TESTED_DEV: dict[str, str] = {
