@@ -34,6 +34,7 @@ measure publish.py
 measure controller.py
 measure reward.py
 measure plan_memory.py
+measure sandbox.py
 "$python" bench/results.py "$lines" || failed+=("results.py $lines")
 
 if ((${#failed[@]})); then

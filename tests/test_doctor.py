@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.sandbox_host import need_bubblewrap
 from verl import doctor
 from verl.utils import versions
 from verl.utils.versions import TESTED, TESTED_DEV, Check, Distribution
@@ -241,10 +242,33 @@ def test_an_engine_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.Monke
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
+def test_a_sandbox_that_works_is_a_note() -> None:
+    need_bubblewrap()
+    check = doctor.check_sandbox()
+    assert check.status == "note"
+    assert re.fullmatch(r"bubblewrap works: \d+ ms for an execution", check.found)
+
+
+def test_a_missing_or_broken_bubblewrap_is_a_note_with_its_mend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = doctor.check_sandbox()
+    assert (missing.status, missing.found) == ("note", "no program `bwrap`")
+    assert "apt-get install bubblewrap" in missing.mend
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    broken = doctor.check_sandbox()
+    assert broken.status == "note"
+    assert "No permissions to create new namespace" in broken.found
+    assert "user.max_user_namespaces" in broken.mend
+
+
 def test_the_whole_examination_ends_with_a_sum(capsys: pytest.CaptureFixture[str]) -> None:
     broken = Check("torch", "fail", "missing", "install it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "check_all", lambda flavour, dev: [broken])
+        patch.setattr(doctor, "check_sandbox", lambda: Check("sandbox", "note", "there"))
         assert doctor.examine("cpu", dev=False, with_vllm=False) == 1
     output = capsys.readouterr().out
     assert "-> install it" in output

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.local_run import local_trainer
-from tests.sandboxes import needs_sandbox
+from tests.sandbox_host import need_bubblewrap
 from tests.tiny import save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -149,7 +149,7 @@ def smoke(recipe: str, model: Path, folder: Path) -> Config:
 def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> None:
     call = CALLS[recipe]
     if call is CODE:
-        needs_sandbox()
+        need_bubblewrap()
     config = smoke(recipe, model, tmp_path)
     reward = build_reward(config.reward.name, config.reward.options)
     answer = N1_ANSWER if recipe == "tool_n1" else NUMBER

@@ -8,6 +8,7 @@ can be examined too; vLLM is started in a process of its own, with a deadline.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib
 import json
@@ -28,6 +29,12 @@ DISK_WARN_GIB = 10  # an environment and one checkpoint of a small model
 DISK_FAIL_GIB = 1
 MEMORY_WARN_GIB = 8
 SHM_WARN_GIB = 1  # weights go from the trainer to vLLM through it
+SANDBOX_DEADLINE_S = 60.0
+INSTALL_SANDBOX = "only recipes that run code need it: apt-get install bubblewrap"
+ALLOW_SANDBOX = (
+    "only recipes that run code need it. A container needs a seccomp profile that allows user namespaces; "
+    "on a host see user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns in sysctl"
+)
 VLLM_DEADLINE_S = 300.0  # a start takes 15 to 60 s, more on a busy machine
 TINY_QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -94,27 +101,36 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Check:
     )
 
 
-def check_isolation() -> list[Check]:
-    """What could confine untrusted code. For information: the sandbox says itself what it found and used."""
-    packages = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-linux"}
-    return [*(_check_tool(tool, package) for tool, package in packages.items()), _check_user_namespaces()]
-
-
-def _check_tool(tool: str, package: str) -> Check:
-    path = shutil.which(tool)
-    if path:
-        return Check(tool, "note", path)
-    return Check(tool, "note", "not found", f"for a tighter sandbox: install the system package {package}")
-
-
-def _check_user_namespaces() -> Check:
+def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
+    """Run a line of code as recipes with a code tool would; never a failure, because other recipes need none."""
+    if shutil.which("bwrap") is None:
+        return Check("sandbox", "note", "no program `bwrap`", INSTALL_SANDBOX)
+    command = [sys.executable, "-m", "verl.doctor", "--probe-sandbox"]
     try:
-        tried = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False, timeout=10)
-        works = tried.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        works = False
-    mend = "a container needs a seccomp profile that allows them; on a host see user.max_user_namespaces in sysctl"
-    return Check("user namespaces", "note", "work" if works else "not allowed", "" if works else mend)
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        return Check("sandbox", "note", f"no answer in {deadline_s:.0f} s", "is the machine overloaded?")
+    if tried.returncode == 0:
+        return Check("sandbox", "note", tried.stdout.strip())
+    reason = (tried.stderr.strip().splitlines() or ["no output"])[-1]
+    return Check("sandbox", "note", f"does not work: {reason}", ALLOW_SANDBOX)
+
+
+def probe_sandbox() -> None:
+    """Runs in the process that `check_sandbox` starts: confine an execution and tell how long it took."""
+    local: Any = importlib.import_module("verl.sandbox.local")
+
+    async def run() -> float:
+        sandbox = local.LocalSandbox(workers=1)
+        try:
+            await sandbox.run("pass")  # starts the fork server
+            started = time.monotonic()
+            await sandbox.run("pass")
+            return time.monotonic() - started
+        finally:
+            await sandbox.close()
+
+    print(f"bubblewrap works: {asyncio.run(run()) * 1000:.0f} ms for an execution")
 
 
 def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
@@ -205,7 +221,7 @@ def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
     """Make every check, print it as it comes, and sum up."""
     failed = 0
     checks = [*check_all(flavour, dev=dev), check_device(flavour), check_disk(Path.cwd()), check_memory(), check_shm()]
-    for check in [*checks, *check_isolation()]:
+    for check in [*checks, check_sandbox()]:
         _tell(check)
         failed += check.status == "fail"
     if with_vllm:
@@ -229,7 +245,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dev", action="store_true", help="ask for the tools of the tests and linters too")
     parser.add_argument("--no-vllm", action="store_true", help="do not start a vLLM engine")
     parser.add_argument("--probe", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--probe-sandbox", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.probe_sandbox:
+        probe_sandbox()
+        return 0
     if options.probe:
         probe(options.probe)
         return 0

@@ -1,0 +1,105 @@
+"""SandboxFusion's HTTP protocol, as its server and clients speak it: POST /run_code and /run_jupyter.
+
+Files travel as base64. What goes wrong in user code is status "Failed"; "SandboxError" is the server's own fault. See
+https://github.com/bytedance/SandboxFusion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from verl.sandbox.base import Execution, Limits, Status
+
+RUN_STATUS = {Status.FINISHED: "Finished", Status.ERROR: "Error", Status.TIMEOUT: "TimeLimitExceeded"}
+STATUS_OF = {name: status for status, name in RUN_STATUS.items()}
+
+
+class RunCodeRequest(BaseModel):
+    """POST /run_code."""
+
+    code: str
+    language: str
+    compile_timeout: float = 10.0
+    run_timeout: float = 10.0
+    memory_limit_MB: int = -1
+    stdin: str | None = None
+    files: dict[str, str | None] = Field(default_factory=dict)
+    fetch_files: list[str] = Field(default_factory=list)
+
+
+class CommandRunResult(BaseModel):
+    """What came of one program."""
+
+    status: str
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeResponse(BaseModel):
+    """The answer of /run_code."""
+
+    status: str  # Success | Failed | SandboxError
+    message: str = ""
+    compile_result: CommandRunResult | None = None
+    run_result: CommandRunResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = Field(default_factory=dict)
+
+
+class RunJupyterRequest(BaseModel):
+    """POST /run_jupyter: cells of one fresh interpreter."""
+
+    cells: list[str]
+    cell_timeout: float = 0.0  # of each; 0: none but the total
+    total_timeout: float = 45.0
+    memory_limit_MB: int = -1
+    kernel: str = "python3"
+    files: dict[str, str | None] = Field(default_factory=dict)
+    fetch_files: list[str] = Field(default_factory=list)
+
+
+class CellResult(BaseModel):
+    """What came of one cell; `error` has an entry where it failed."""
+
+    stdout: str = ""
+    stderr: str = ""
+    display: list[dict[str, Any]] = Field(default_factory=list)
+    error: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class RunJupyterResponse(BaseModel):
+    """The answer of /run_jupyter. Cells after a timeout are missing."""
+
+    status: str
+    message: str = ""
+    driver: CommandRunResult | None = None
+    cells: list[CellResult] = Field(default_factory=list)
+    files: dict[str, str] = Field(default_factory=dict)
+
+
+def limits_of(wall_s: float, memory_mib: int, default: Limits) -> Limits:
+    """A request's limits; the protocol has no more than these two."""
+    memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
+    return Limits(
+        wall_s=wall_s,
+        cpu_s=wall_s,
+        memory_mib=memory_mib,
+        processes=default.processes,
+        file_mib=default.file_mib,
+        output_kib=default.output_kib,
+    )
+
+
+def run_result(done: Execution) -> CommandRunResult:
+    """An execution as the protocol tells it."""
+    return CommandRunResult(
+        status=RUN_STATUS[done.status],
+        execution_time=done.seconds,
+        return_code=done.return_code,
+        stdout=done.stdout,
+        stderr=done.stderr,
+    )

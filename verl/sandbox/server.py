@@ -1,0 +1,158 @@
+"""`python -m verl.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
+
+Whoever reaches the port may run code, and there is no password: it listens to this machine alone unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.sandbox.base import Execution, Limits, Status
+from verl.sandbox.inside import frames
+from verl.sandbox.local import LANGUAGES, LocalSandbox
+from verl.sandbox.protocol import (
+    CellResult,
+    CommandRunResult,
+    RunCodeRequest,
+    RunCodeResponse,
+    RunJupyterRequest,
+    RunJupyterResponse,
+    limits_of,
+    run_result,
+)
+
+log = logging.getLogger(__name__)
+
+
+def make_app(sandbox: LocalSandbox) -> FastAPI:
+    """The server's application; it ends the sandbox when it is shut down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await sandbox.close()
+
+    app = FastAPI(title="sandbox", lifespan=lifespan)
+
+    @app.exception_handler(DataError)
+    async def refuse(_: Request, error: DataError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=400)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Runs a line of code, so that "ok" means that code can be run."""
+        try:
+            done = await sandbox.run("print('ok')")
+        except ServiceDownError as error:
+            raise HTTPException(503, str(error)) from error
+        return {"status": done.stdout.strip()}
+
+    @app.post("/run_code")
+    async def run_code(request: RunCodeRequest) -> RunCodeResponse:
+        """One program."""
+        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits)
+        try:
+            done = await sandbox.run(
+                request.code,
+                request.language,
+                request.stdin or "",
+                _files(request.files),
+                request.fetch_files,
+                limits,
+            )
+        except ServiceDownError as error:
+            return RunCodeResponse(status="SandboxError", message=str(error))
+        return RunCodeResponse(
+            status="Success" if done.status is Status.FINISHED else "Failed",
+            run_result=run_result(done),
+            files=frames.pack_files(done.files),
+        )
+
+    @app.post("/run_jupyter")
+    async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
+        """Cells of one interpreter, one after another. A cell that fails does not keep the next ones from running."""
+        try:
+            return await _run_cells(sandbox, request)
+        except ServiceDownError as error:
+            return RunJupyterResponse(status="SandboxError", message=str(error))
+
+    return app
+
+
+async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest) -> RunJupyterResponse:
+    started = time.monotonic()
+    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits)
+    session = await sandbox.session(_files(request.files))
+    results: list[Execution] = []
+    left_s = request.total_timeout
+    try:
+        for code in request.cells:
+            wall_s = min(left_s, request.cell_timeout or left_s)
+            results.append(await session.run(code, replace(limits, wall_s=wall_s, cpu_s=wall_s)))
+            left_s -= results[-1].seconds
+            if results[-1].return_code is None or left_s <= 0:  # killed, and the variables with it
+                break
+        files = await session.fetch(request.fetch_files)
+    finally:
+        await session.close()
+    ended = len(results) == len(request.cells) and all(done.return_code is not None for done in results)
+    timed_out = any(done.status is Status.TIMEOUT for done in results) or left_s <= 0
+    status = "Finished" if ended else "TimeLimitExceeded" if timed_out else "Error"
+    return RunJupyterResponse(
+        status="Success" if ended else "Failed",
+        driver=CommandRunResult(status=status, execution_time=time.monotonic() - started),
+        cells=[_cell(done) for done in results],
+        files=frames.pack_files(files),
+    )
+
+
+def _cell(done: Execution) -> CellResult:
+    """A cell; a traceback is told as stderr and as an error, where notebooks and where programs look for it."""
+    failed = done.status is not Status.FINISHED
+    last = done.stderr.strip().rpartition("\n")[2]
+    name, _, value = last.partition(": ")
+    error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
+    return CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
+
+
+def _files(files: dict[str, str | None]) -> dict[str, bytes]:
+    try:
+        return frames.unpack_files({path: data or "" for path, data in files.items()})
+    except ValueError as error:
+        raise DataError("a file that is no base64", "base64", field="files") from error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen to (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--workers", type=int, default=2, help="executions at a time")
+    parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
+    parser.add_argument(
+        "--memory-mib", type=int, default=Limits().memory_mib, help="of an execution that asks for none"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
+    limits = Limits(memory_mib=options.memory_mib)
+    try:
+        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+    log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
+    uvicorn.run(make_app(sandbox), host=options.host, port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
