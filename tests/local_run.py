@@ -41,7 +41,8 @@ class OneProcess:
     def group(self, role: str, make: Callable[[Seat], Any], *_: Any) -> Here:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            made = make(Seat(0, 1, "127.0.0.1", free.getsockname()[1]))
+            port = free.getsockname()[1]
+        made = make(Seat(0, 1, "127.0.0.1", port))
         return Here(asyncio.run(made) if inspect.isawaitable(made) else made)
 
 
