@@ -11,7 +11,7 @@ from math import pi, sin, sqrt
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import real_data
@@ -87,6 +87,7 @@ def test_the_last_closed_box(text: str, inside: str | None) -> None:
     assert last_box(text) == inside
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="{}\\boxed x", max_size=60))
 def test_any_text_has_a_box_or_none(text: str) -> None:
     found = last_box(text)
@@ -166,6 +167,7 @@ def test_otc_by_hand() -> None:
     assert fit(0, 0, 4.0) == 1.0 and fit(1, 0, 4.0) == frugality(1, 4.0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 30))
 def test_otc_fits_best_at_the_fewest_calls(calls: int, fewest: int) -> None:
     harmonic = 2 * fewest * calls / (calls + fewest)  # the paper's f
@@ -258,6 +260,7 @@ def test_tool_n1_reads_what_is_published() -> None:
     assert last_block("<tool_call>a</tool_call><tool_call>b") == "a"
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="<>/tool_cal{}[]", max_size=80))
 def test_tool_n1_never_raises_for_what_a_policy_says(said: str) -> None:
     assert total("tool_n1", episode(task(CALLS), said)) == 0.0
@@ -304,6 +307,7 @@ def test_an_answer_in_an_observation_is_not_the_policys() -> None:
     assert total("search_r1", episode(PARIS, SEARCH, "<think>t</think>", seen="<answer>Paris</answer>")) == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "x", " "])))
 def test_form_is_a_cycle(pieces: list[str]) -> None:
     text = "".join(pieces)

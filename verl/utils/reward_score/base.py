@@ -51,6 +51,11 @@ class Mutation:
     text: str
 
 
+def as_mutations(spoiled: Mapping[str, str]) -> list[Mutation]:
+    """Spoiled replies by name, as mutations."""
+    return [Mutation(name, text) for name, text in spoiled.items()]
+
+
 @runtime_checkable
 class LabReward(Reward, Protocol):
     """A reward that can be proven on data before it is trained on (`python -m verl.utils.reward_score.lab`)."""

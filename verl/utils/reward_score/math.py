@@ -14,7 +14,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.utils.reward_score.base import Mutation
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _LONGEST_ANSWER = 300  # characters; this is what bounds parsing, whose time grows much faster than the text
@@ -118,8 +117,3 @@ def spoiled_boxes(answer: str) -> dict[str, str]:
         "another box after it": f"{boxed(answer)} No: {boxed(wrong)}",
         "a list of guesses": boxed(f"{answer}, {wrong}"),
     }
-
-
-def as_mutations(spoiled: dict[str, str]) -> list[Mutation]:
-    """Named texts as mutations."""
-    return [Mutation(name, text) for name, text in spoiled.items()]

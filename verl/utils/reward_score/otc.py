@@ -20,8 +20,8 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.base import Mutation, written
-from verl.utils.reward_score.math import as_mutations, boxed, math_correct, spoiled_boxes
+from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.math import boxed, math_correct, spoiled_boxes
 from verl.utils.reward_score.search_r1 import answer_reply, exact_match, spoiled_answers
 
 

@@ -18,8 +18,7 @@ import string
 from dataclasses import dataclass
 
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, written
-from verl.utils.reward_score.math import as_mutations
+from verl.utils.reward_score.base import Mutation, as_mutations, written
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -23,8 +23,7 @@ from typing import Any
 from verl.errors import ConfigError, DataError
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation
-from verl.utils.reward_score.math import as_mutations
+from verl.utils.reward_score.base import Mutation, as_mutations
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
 Call = tuple[str, str]  # name, arguments as JSON with sorted keys

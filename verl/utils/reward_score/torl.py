@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.types import Score, Task, ToolStatus, Trajectory
-from verl.utils.reward_score.base import Mutation, written
-from verl.utils.reward_score.math import as_mutations, boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.math import boxed, last_box, math_correct, spoiled_boxes
 
 FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # what is the policy's fault; an unavailable sandbox is not
 

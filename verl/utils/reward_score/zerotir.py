@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from verl.errors import ConfigError
 from verl.types import FinishReason, Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, written
-from verl.utils.reward_score.math import as_mutations, boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.math import boxed, last_box, math_correct, spoiled_boxes
 from verl.utils.reward_score.search_r1 import last_answer
 from verl.utils.reward_score.torl import FAILED
 
