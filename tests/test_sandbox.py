@@ -132,6 +132,12 @@ def test_an_unknown_language_is_refused(run: Callable[..., Execution]) -> None:
         run("pass", "cobol")
 
 
+@pytest.mark.parametrize("name", ["wall_s", "cpu_s", "memory_mib", "processes", "file_mib", "output_kib"])
+def test_a_limit_of_nothing_is_refused(run: Callable[..., Execution], name: str) -> None:
+    with pytest.raises(DataError, match=f"field '{name}': a limit of 0; expected more than 0"):
+        run("pass", limits=Limits(**{name: 0}))
+
+
 def test_time_is_limited_and_what_was_printed_is_kept(run: Callable[..., Execution]) -> None:
     done = run("print('before', flush=False)\nimport time\ntime.sleep(60)", limits=Limits(wall_s=0.5))
     assert (done.status, done.stdout, done.return_code) == (Status.TIMEOUT, "before\n", None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,6 +139,14 @@ def test_open_without_isolation(outside: Place, probe: Probe) -> None:
         pytest.skip("only root gets out this way")
     done = outside.run(probe.program(outside.host))
     assert done.stdout.startswith("ESCAPED"), done
+
+
+def test_the_page_lists_every_probe() -> None:
+    page = (Path(__file__).parents[1] / "docs/sandbox.md").read_text()
+    _, _, table = page.partition("| probe | without isolation |\n| --- | --- |\n")
+    listed = re.findall(r"^\| (.+?) \| (.*?) ?\|$", table, re.MULTILINE)
+    without = {"anyone": "open", "root": "open to root", "never": ""}
+    assert listed == [(probe.name, without[probe.outside]) for probe in PROBES]
 
 
 def test_every_refused_system_call_is_refused(inside: Place) -> None:

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -135,7 +136,7 @@ class ForkServer:
         variables = ENVIRONMENT | {"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         if isolated:
             return _in_bubblewrap(command, variables, control, said)
-        return subprocess.Popen(command, stdin=control, stdout=said, stderr=said, env=variables)
+        return subprocess.Popen(command, stdin=control, stdout=said, stderr=said, env=variables, start_new_session=True)
 
 
 def _in_bubblewrap(
@@ -149,15 +150,16 @@ def _in_bubblewrap(
     arguments = ["bwrap", *_confinement()]
     for name, value in variables.items():
         arguments += ["--setenv", name, value]
+    start: Callable[..., subprocess.Popen[bytes]] = partial(
+        subprocess.Popen, stdin=control, stdout=said, stderr=said, start_new_session=True
+    )
     if os.geteuid() != 0:
-        return subprocess.Popen([*arguments, "--", *command], stdin=control, stdout=said, stderr=said)
+        return start([*arguments, "--", *command])
     told, tells = os.pipe()
     go, goes = os.pipe()
     arguments += ["--info-fd", str(tells), "--userns-block-fd", str(go)]
     try:
-        process = subprocess.Popen(
-            [*arguments, "--", *command], stdin=control, stdout=said, stderr=said, pass_fds=(tells, go)
-        )
+        process = start([*arguments, "--", *command], pass_fds=(tells, go))
         os.close(tells)
         first = _first_process(told)
         for name in ("uid_map", "gid_map"):

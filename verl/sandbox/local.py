@@ -154,14 +154,15 @@ class LocalSession:
             if self._conversation is None or not self._alive:
                 await self._begin(bounds)
             assert self._conversation
-            answer = None
             try:
                 answer = await self._conversation.ask({"code": code, "limits": asdict(bounds)})
-            finally:
-                self._alive = bool(answer and answer.get("alive"))  # also where nobody waited for the answer
+            except BaseException:  # nobody waits for it any more
+                await self._end()
+                raise
             if answer is None:
                 await self._end()
                 raise ServiceDownError("sandbox", "a session's supervisor ended without an answer")
+            self._alive = answer.get("alive", False)
             return _execution(answer)
 
     async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
@@ -189,8 +190,11 @@ class LocalSession:
 
 
 def _start(language: str, code: str, stdin: str, files: Mapping[str, bytes], limits: Limits) -> dict[str, Any]:
-    """The first message to a supervisor."""
+    """The first message to a supervisor. DataError for what cannot be."""
     _paths(files)
+    for name, bound in asdict(limits).items():
+        if bound <= 0:
+            raise DataError(f"a limit of {bound}", "more than 0", field=name)
     return {
         "language": language,
         "code": code,
