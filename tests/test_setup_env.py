@@ -51,7 +51,7 @@ class Checkout:
         locks = self.root / "scripts" / "requirements"
         locks.mkdir(parents=True)
         shutil.copy(ROOT / "scripts" / "setup_env.sh", self.root / "scripts")
-        for name in ("cpu", "cpu-nodeps", "gpu", "dev"):
+        for name in ("cpu", "cpu-nodeps", "gpu", "dev", "dev-nodeps"):
             (locks / f"{name}.txt").write_text(f"{name}-package==1.0\n")
         bin_folder = folder / "bin"
         bin_folder.mkdir()
@@ -125,6 +125,7 @@ def test_a_fresh_build_installs_every_set_in_order(checkout: Checkout) -> None:
         f"-r {locks}/cpu.txt",
         f"--no-deps -r {locks}/cpu-nodeps.txt",
         f"-r {locks}/dev.txt",
+        f"--no-deps -r {locks}/dev-nodeps.txt",
         f"--no-deps --no-build-isolation -e {checkout.root}",
     ]
     assert_complete(checkout)
@@ -178,7 +179,7 @@ def test_what_is_half_made_or_outdated_is_built_again(built: Checkout, spoil: Ca
     (built.venv / "leftover").touch()
     spoil(built)
     assert built.run().returncode == 0
-    assert len(built.installs()) == 5
+    assert len(built.installs()) == 6
     assert not (built.venv / "leftover").exists()
     assert_complete(built)
 
