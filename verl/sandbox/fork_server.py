@@ -12,10 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from verl.errors import ConfigError, ServiceDownError
 from verl.sandbox.inside import seccomp
@@ -136,7 +135,12 @@ class ForkServer:
         variables = ENVIRONMENT | {"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         if isolated:
             return _in_bubblewrap(command, variables, control, said)
-        return subprocess.Popen(command, stdin=control, stdout=said, stderr=said, env=variables, start_new_session=True)
+        return _popen(command, control, said, env=variables)
+
+
+def _popen(command: Sequence[str], control: int, said: IO[bytes], **settings: Any) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is the owner's to hear, who ends it in order."""
+    return subprocess.Popen(command, stdin=control, stdout=said, stderr=said, start_new_session=True, **settings)
 
 
 def _in_bubblewrap(
@@ -150,16 +154,13 @@ def _in_bubblewrap(
     arguments = ["bwrap", *_confinement()]
     for name, value in variables.items():
         arguments += ["--setenv", name, value]
-    start: Callable[..., subprocess.Popen[bytes]] = partial(
-        subprocess.Popen, stdin=control, stdout=said, stderr=said, start_new_session=True
-    )
     if os.geteuid() != 0:
-        return start([*arguments, "--", *command])
+        return _popen([*arguments, "--", *command], control, said)
     told, tells = os.pipe()
     go, goes = os.pipe()
     arguments += ["--info-fd", str(tells), "--userns-block-fd", str(go)]
     try:
-        process = start([*arguments, "--", *command], pass_fds=(tells, go))
+        process = _popen([*arguments, "--", *command], control, said, pass_fds=(tells, go))
         os.close(tells)
         first = _first_process(told)
         for name in ("uid_map", "gid_map"):

@@ -29,7 +29,7 @@ def run_program(code: str) -> int:
 
 
 def run_cells(channel: socket.socket) -> Never:
-    """Run the cells that come through the channel in one namespace, and answer each with a byte: its exit code."""
+    """Run the cells that come through the channel in one namespace, and answer each with its token and exit code."""
     namespace = _fresh_main()
     number = 0
     while request := frames.receive(channel):
@@ -37,7 +37,7 @@ def run_cells(channel: socket.socket) -> Never:
         code, name = request["code"], f"cell {number}"
         exit_code = _guarded(lambda code=code, name=name: _run_cell(code, name, namespace))
         exit_code = max(exit_code, _guarded(_flush))
-        channel.send(bytes([exit_code & 0xFF]))
+        channel.send(request["token"].encode() + bytes([exit_code & 0xFF]))
     os._exit(0)
 
 

@@ -69,6 +69,7 @@ class Child:
         limits = request["limits"]
         bound = limits["output_kib"] * 1024
         self.cells: socket.socket | None = None
+        self.token = self.heard = b""
         given = [sealed(request["stdin"].encode(errors="replace"))]
         ours = []
         for _ in range(2):
@@ -111,11 +112,29 @@ class Child:
             "alive": self.alive,
         }
 
-    def answer(self) -> int | None:
-        """The byte with which a cell ends."""
+    def ask(self, code: str, patience_s: float) -> None:
+        """Give a session its next cell, with a word that the answer must begin with: no other is taken for it."""
         assert self.cells
-        byte = self.cells.recv(1)
-        return byte[0] if byte else None
+        self.token, self.heard = os.urandom(8).hex().encode(), b""
+        self.cells.settimeout(patience_s)
+        with contextlib.suppress(OSError):  # it does not listen, which `watch` will find
+            frames.send(self.cells, {"code": code, "token": self.token.decode()})
+        self.cells.setblocking(False)
+
+    def listen(self) -> bool:
+        """Take in what a session says; False where it has closed its end."""
+        assert self.cells
+        try:
+            said = self.cells.recv(CHUNK)
+        except ConnectionResetError:  # closed before it had read all
+            said = b""
+        self.heard = (self.heard + said)[-CHUNK:]
+        return bool(said)
+
+    def answer(self) -> int | None:
+        """The exit code of the cell that was asked for, once it has been told."""
+        told = self.heard.partition(self.token)[2]
+        return told[0] if told else None
 
     def end(self) -> int:
         """Kill it with all that it has started; its wait status."""
@@ -148,9 +167,10 @@ def _wait(child: Child, limits: dict[str, Any], owner: socket.socket, deadline: 
             if owner.fileno() in ready:
                 return End("error", reason="nobody waits for it any more")
             if child.cells and child.cells.fileno() in ready:
-                if (code := child.answer()) is not None:
+                if not child.listen():
+                    selector.unregister(child.cells.fileno())  # the code has closed it, and most likely ends now
+                elif (code := child.answer()) is not None:
                     return End("answer", code)
-                selector.unregister(child.cells.fileno())  # the code has closed it, and most likely ends now
             if child.descriptor in ready:
                 return End("exit")
     return End("timeout", reason=f"more than {limits['wall_s']:g} s of time")
@@ -213,13 +233,7 @@ def _serve_cells(child: Child, owner: socket.socket, work: Path) -> None:
             frames.send(owner, {"files": _collect(work, request["fetch"])})
             continue
         child.pause(signal.SIGCONT)
-        with contextlib.suppress(BlockingIOError):  # answers that no cell was asked for
-            while child.answer() is not None:
-                pass
-        child.cells.settimeout(request["limits"]["wall_s"])
-        with contextlib.suppress(OSError):  # it does not listen, which `watch` will find
-            frames.send(child.cells, {"code": request["code"]})
-        child.cells.setblocking(False)
+        child.ask(request["code"], request["limits"]["wall_s"])
         frames.send(owner, child.watch(request["limits"], owner) | {"files": {}})
         child.pause(signal.SIGSTOP)
 
