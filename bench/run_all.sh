@@ -31,6 +31,7 @@ measure padding.py "${model[@]}" "${data[@]}"
 measure loss_memory.py
 measure rollout.py
 measure publish.py
+measure async_tools.py
 measure controller.py
 measure reward.py
 measure plan_memory.py
