@@ -25,7 +25,7 @@ measure() {  # SCRIPT ARGUMENT...
 mkdir -p "$out"
 measure step.py --rollout hf "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm "${model[@]}" "${data[@]}"
-measure step.py --rollout vllm --n 8 "${model[@]}" "${data[@]}"
+measure step.py --rollout vllm --n 8 --prompts 1 "${model[@]}" "${data[@]}"
 measure shared_prompt.py "${model[@]}"
 measure padding.py "${model[@]}" "${data[@]}"
 measure loss_memory.py
