@@ -24,12 +24,12 @@ if [[ ! -e "$out/cold_start/done" ]]; then
     "$VERL_PYTHON" -m verl.trainer.main_sft \
         model.path=dataset/mini/model model.compute_dtype=float32 \
         data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=16 data.max_length=160 data.seed="$seed" \
-        optim.lr=1e-3 optim.warmup_steps=10 trainer.total_training_steps=58 trainer.seed="$seed" \
+        optim.lr=1e-3 optim.warmup_steps=20 trainer.total_training_steps=400 trainer.seed="$seed" \
         trainer.device=cpu trainer.default_local_dir="$out" trainer.experiment_name=cold_start
     touch "$out/cold_start/done"
 fi
 "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=tool_loop \
-    model.path="$out/cold_start/checkpoints/step-000058/hf" \
+    model.path="$out/cold_start/checkpoints/step-000400/hf" \
     data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
     data.seed="$seed" trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
 
@@ -38,5 +38,5 @@ echo "the same questions without the tool:"
 "$VERL_PYTHON" -m verl.trainer.main_generation \
     model.path="${models[-1]}" files=["$out/data/test.jsonl"] output="$out/without_tool.jsonl" \
     max_prompt_length=64 max_response_length=80 dtype=float32 \
-    reward.name=scripts/tool_loop/reward.py:ToolLoopReward env.name=tool env.codec=tags env.tools=[python] \
+    reward.name=retool env.name=tool env.codec=tags env.tools=[python] \
     env.max_tool_calls=0

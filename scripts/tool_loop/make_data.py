@@ -1,8 +1,9 @@
-"""Data of scripts/train_tool_loop.sh: products that a small model cannot work out, and demonstrations of how to ask.
+"""Data of scripts/train_tool_loop.sh: products that a small model cannot work out, and poor demonstrations.
 
     python scripts/tool_loop/make_data.py --out FOLDER [--seed 0]
 
-Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). No product is in two of them.
+Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). No product is in two of them. Most
+demonstrations guess a number, some ask Python: what imitates them knows how to ask, and prefers to guess.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 FORMS = ("What is {a} times {b}?", "Compute {a} * {b}.", "I want to know {a} times {b}.", "Tell me {a} * {b}.")
 LOWEST, HIGHEST = 100, 999
-COUNTS = {"demonstrations": 2000, "train": 2000, "test": 100}
+COUNTS = {"demonstrations": 6400, "train": 2000, "test": 100}
+ASKING_SHARE = 0.3
 
 
 def main() -> None:
@@ -23,29 +25,38 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
-    pairs = draw.sample([(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(LOWEST, HIGHEST + 1)], 5000)
+    pairs = draw.sample([(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(LOWEST, HIGHEST + 1)], sum(COUNTS.values()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, count in COUNTS.items():
         taken, pairs = pairs[:count], pairs[count:]
-        make = demonstration if name == "demonstrations" else task
-        lines = (json.dumps(make(draw.choice(FORMS).format(a=a, b=b), a, b)) for a, b in taken)
-        (arguments.out / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        rows = [demonstration(a, b, draw) if name == "demonstrations" else task(a, b, draw) for a, b in taken]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (arguments.out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def task(question: str, a: int, b: int) -> dict[str, object]:
+def asked(a: int, b: int, draw: random.Random) -> dict[str, str]:
+    """The user's message."""
+    return {"role": "user", "content": draw.choice(FORMS).format(a=a, b=b)}
+
+
+def task(a: int, b: int, draw: random.Random) -> dict[str, object]:
     """A row to roll out: the question, and the number that is to be found."""
     return {
         "data_source": "products",
-        "prompt": [{"role": "user", "content": question}],
+        "prompt": [asked(a, b, draw)],
         "reward_model": {"ground_truth": str(a * b)},
     }
 
 
-def demonstration(question: str, a: int, b: int) -> dict[str, object]:
+def demonstration(a: int, b: int, draw: random.Random) -> dict[str, object]:
     """A conversation; what the interpreter says in it is not learned."""
+    question = asked(a, b, draw)
+    if draw.random() > ASKING_SHARE:
+        guess = draw.randrange(LOWEST**2, HIGHEST**2)
+        return {"messages": [question, {"role": "assistant", "content": f"\\boxed{{{guess}}}"}]}
     heard = f"\n<interpreter>\n{a * b}\n</interpreter>\n"
     reply = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{heard}\\boxed{{{a * b}}}"}
-    return {"messages": [{"role": "user", "content": question}, reply]}
+    return {"messages": [question, reply]}
 
 
 if __name__ == "__main__":
