@@ -148,8 +148,8 @@ class Trajectory:
     stop_reason: StopReason
     outcome: Outcome
     tool_uses: tuple[ToolUse, ...] = ()
-    num_malformed_calls: int = 0  # texts that meant to be calls, but could not be read
     score: Score | None = None  # the environment's own, where it has one
+    num_malformed_calls: int = 0  # texts that meant to be calls, but could not be read
 
     @property
     def num_tool_calls(self) -> int:

@@ -2,8 +2,8 @@
 
     python scripts/tool_loop/make_data.py --out FOLDER [--seed 0]
 
-Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). No product is in two of them. Most
-demonstrations guess a number, some ask Python: what imitates them knows how to ask, and prefers to guess.
+Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). No product is in two of them.
+Most demonstrations guess a number, some ask Python: what imitates them knows how to ask, and prefers to guess.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
-    pairs = draw.sample([(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(LOWEST, HIGHEST + 1)], sum(COUNTS.values()))
+    numbers = range(LOWEST, HIGHEST + 1)
+    pairs = draw.sample([(a, b) for a in numbers for b in numbers], sum(COUNTS.values()))
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, count in COUNTS.items():
         taken, pairs = pairs[:count], pairs[count:]

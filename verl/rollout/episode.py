@@ -112,8 +112,8 @@ class _Episode:
             stop_reason,
             Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
             tuple(self._uses),
-            self._num_malformed,
             self._score,
+            self._num_malformed,
         )
 
     async def _play(self, env: Env) -> StopReason:
