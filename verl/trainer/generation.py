@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
@@ -27,7 +27,7 @@ from verl.trainer.build_env import build_interaction
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.ppo import RewardFaultError
 from verl.trainer.threads import num_threads
-from verl.types import Message, Task
+from verl.types import Message, Score, Task
 
 
 @asynccontextmanager
@@ -92,9 +92,20 @@ async def generate(config: GenerationConfig, console: Console) -> None:
         console.print(f"not scored, left out: {fault}", markup=False)
     if len(faults) > reward.max_fault_share * (len(faults) + len(scores)):
         raise RewardFaultError(f"{len(faults)} replies could not be scored, more than reward.max_fault_share allows")
-    mean = sum(score.total for score in scores) / len(scores) if scores else float("nan")
-    console.print(f"{len(scores)} replies to {len(groups)} prompts, mean reward {mean:.3f}", markup=False)
+    console.print(f"{len(scores)} replies to {len(groups)} prompts, {_means(scores)}", markup=False)
     console.print(f"transcripts {config.output}", markup=False)
+
+
+def _means(scores: Sequence[Score]) -> str:
+    """Of the rewards and of their parts, in words."""
+    if not scores:
+        return "none of them scored"
+    mean = sum(score.total for score in scores) / len(scores)
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    parts = ", ".join(
+        f"{name} {sum(score.parts.get(name, 0.0) for score in scores) / len(scores):.3f}" for name in names
+    )
+    return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
 
 
 def _tasks(source: str, config: GenerationConfig) -> list[Task]:
