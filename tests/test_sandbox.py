@@ -159,7 +159,8 @@ def test_memory_is_limited(run: Callable[..., Execution]) -> None:
     done = run("try: bytearray(256 << 20)\nexcept MemoryError: print('caught')", limits=limits)
     assert done.stdout == "caught\n"
     done = run("x = []\nwhile True: x.append(bytearray(1 << 20))", limits=limits)
-    assert (done.status, done.stderr.splitlines()[-1]) == (Status.ERROR, "MemoryError")
+    assert done.status is Status.ERROR  # by the process's own limit, or by whoever adds up what all of them hold
+    assert done.stderr.splitlines()[-1] in ("MemoryError", "killed: more than 128 MiB of memory")
 
 
 def test_memory_is_that_of_all_processes(run: Callable[..., Execution]) -> None:
