@@ -342,6 +342,25 @@ def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -
     assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
 
 
+def test_tools_that_come_later_are_told_to_the_policy(chat: ChatCodec) -> None:
+    added = ToolSpec("sort", "Sorts.", {"type": "object", "properties": {}})
+
+    class Growing(Echo):
+        async def step(self, message: Message) -> StepResult:
+            result = await super().step(message)
+            return replace(result, tools=(added,)) if self.steps == 1 else result
+
+    class Shop(Echoes):
+        def __call__(self, task: Task) -> Echo:
+            return Growing(task)
+
+    engine = Speaker(chat, *THREE)
+    trajectory = finished(engine, interaction(chat, Shop()))
+    asked = [chat.tokenizer.decode(prompt) for prompt, _ in engine.asked]
+    assert ['"name": "sort"' in text for text in asked] == [False, True, True, True]
+    assert asked[1].count("sort") == 1 and not any("sort" in turn.message.content for turn in trajectory.turns)
+
+
 class Length:
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(float(trajectory.num_tool_calls), {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
-from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolUse, Trajectory, Turn
+from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolSpec, ToolUse, Trajectory, Turn
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class _Episode:
         result = await self._step(env, message)
         if result.done:
             return StopReason.STOP
-        return self._observe((*result.messages, *unanswered), text, ended)
+        return self._observe((*result.messages, *unanswered), text, ended, result.tools)
 
     def _last_reason(self, calls_left: int) -> StopReason | None:
         """Why this turn is the last one, if it is."""
@@ -198,10 +198,12 @@ class _Episode:
         self._context = ()
         return message, completion.finish_reason
 
-    def _observe(self, answers: tuple[Message, ...], written: str, ended: bool) -> StopReason | None:
+    def _observe(
+        self, answers: tuple[Message, ...], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
+    ) -> StopReason | None:
         """Put the answers before the policy, if there is room for them and for a word after them."""
         self._turns[-1] = replace(self._turns[-1], replies=answers)
-        self._context = self._dialogue.answer_ids(answers, written, ended)
+        self._context = self._dialogue.answer_ids(answers, written, ended, tools)
         self._since_observation = []
         return StopReason.LENGTH if self._room < 1 else None
 
