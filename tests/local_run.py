@@ -19,7 +19,6 @@ from verl.single_controller.group import Seat
 from verl.single_controller.local import LocalGroup
 from verl.trainer.build import build_trainer, load_inputs
 from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_env import build_interaction
 from verl.trainer.build_workers import start_workers
 from verl.trainer.ppo import PPOTrainer
 from verl.utils.reward_score.base import build_reward
@@ -52,19 +51,12 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     inputs = load_inputs(config)
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     stream = TaskStream(inputs.train, config.data.weights, config.data.seed)
-    data = config.data
-    interaction = build_interaction(
-        config.env,
-        config.sandbox,
-        inputs.codec,
-        data.max_prompt_length,
-        data.max_response_length,
-        data.prompt_template,
-    )
     scorer = DirectScorer(build_reward(config.reward.name, config.reward.options))
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
-        yield build_trainer(config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], interaction)
+        yield build_trainer(
+            config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
+        )
     finally:
         gc.collect()
         dist.destroy_process_group()

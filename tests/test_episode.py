@@ -309,18 +309,56 @@ async def _forever(_: int = 0) -> None:
     await asyncio.sleep(3600)
 
 
-def test_hung_environments_and_engines_run_into_their_limits(chat: ChatCodec) -> None:
+def test_a_hung_environment_runs_into_its_limits(chat: ChatCodec) -> None:
     async def second(number: int) -> None:
         if number == 2:
             await _forever()
 
     for name, reason in (("turn_s", StopReason.TURN_TIMEOUT), ("episode_s", StopReason.EPISODE_TIMEOUT)):
         envs = Echoes(second)
-        trajectory = finished(Speaker(chat, *THREE), interaction(chat, envs, **{name: 0.2}))
+        trajectory = finished(Speaker(chat, *THREE), interaction(chat, envs, **{name: 0.5}))
         assert (trajectory.stop_reason, trajectory.outcome) == (reason, Outcome.MODEL_FAULT)
-        assert len(trajectory.turns) == 1 and envs.closed == [TASK]  # the turn that was not answered is not trained
-    fault = play(Speaker(chat, wait=_forever), interaction(chat, Echoes(), turn_s=0.05, retries=0))
-    assert isinstance(fault, Fault) and "no turn was done in time" in fault.problem
+        assert envs.closed == [TASK]
+        # the calls that were never answered are in the ledger: they are to blame, and not those before them
+        assert [len(turn.message.tool_calls) for turn in trajectory.turns] == [1, 2]
+        assert trajectory.turns[1].replies == ()
+
+
+def test_an_environment_that_does_not_open_is_a_fault(chat: ChatCodec) -> None:
+    class Shut(Echo):
+        async def reset(self) -> Observation:
+            await _forever()
+            raise AssertionError
+
+    fault = play(Speaker(chat), Interaction(Shut, Dialogue(chat, AskCodec(), 16), Budgets(turn_s=0.05, retries=0)))  # type: ignore[arg-type]
+    assert fault == Fault("t#0", 0, "the environment: did not open in time (turn_timeout)")
+
+
+def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -> None:
+    async def busy() -> None:
+        await asyncio.sleep(0.3)
+
+    setting = interaction(chat, Echoes(), turn_s=0.25, episode_s=0.25, retries=0)
+    assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
+
+
+def test_tools_that_come_later_are_told_to_the_policy(chat: ChatCodec) -> None:
+    added = ToolSpec("sort", "Sorts.", {"type": "object", "properties": {}})
+
+    class Growing(Echo):
+        async def step(self, message: Message) -> StepResult:
+            result = await super().step(message)
+            return replace(result, tools=(added,)) if self.steps == 1 else result
+
+    class Shop(Echoes):
+        def __call__(self, task: Task) -> Echo:
+            return Growing(task)
+
+    engine = Speaker(chat, *THREE)
+    trajectory = finished(engine, interaction(chat, Shop()))
+    asked = [chat.tokenizer.decode(prompt) for prompt, _ in engine.asked]
+    assert ['"name": "sort"' in text for text in asked] == [False, True, True, True]
+    assert asked[1].count("sort") == 1 and not any("sort" in turn.message.content for turn in trajectory.turns)
 
 
 class Length:

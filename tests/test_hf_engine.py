@@ -109,3 +109,15 @@ def test_a_failure_reaches_every_one_who_asked() -> None:
     weights = [*rollout_model().named_parameters(remove_duplicate=False), ("no.such.weight", torch.zeros(1))]
     with pytest.raises(EngineError, match=r"unknown 1 weights, among them 'no\.such\.weight'"):
         asyncio.run(publish(HFEngine(rollout_model()), 1, weights))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_request_that_was_given_up_holds_up_nobody(seed: int | None) -> None:
+    async def main() -> list[tuple[Completion, ...]]:
+        engine = HFEngine(rollout_model())
+        requests = [asyncio.create_task(engine.generate(prompt, Sampling(3, seed=seed))) for prompt in PROMPTS]
+        await asyncio.sleep(0)  # all of them wait
+        requests[0].cancel()
+        return await asyncio.wait_for(asyncio.gather(*requests[1:]), 60)
+
+    assert [len(completions) for completions in asyncio.run(main())] == [1, 1]

@@ -21,6 +21,7 @@ from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.build import load_codec, load_inputs
+from verl.trainer.metrics import score_means
 from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight, tiny
 from verl.trainer.validate import Validator
@@ -136,3 +137,10 @@ def test_the_scripted_engine_cuts_at_the_limit() -> None:
     engine = ScriptedEngine(lambda prompt, number: [number, 7, 7])
     one, two = asyncio.run(engine.generate([1], Sampling(2, n=2)))
     assert (one.token_ids, two.token_ids) == ((0, 7), (1, 7)) and one.finish_reason is FinishReason.LENGTH
+
+
+def test_a_part_that_a_score_lacks_counts_as_none_of_it() -> None:
+    """Else the success of episodes that were judged would pass for that of all."""
+    scores = [Score(1.0, {"success": 1.0}), Score(0.0, {"success": 0.0}), Score(0.0, {"unfinished": 1.0})]
+    assert score_means([*scores, scores[-1]]) == {"total": 0.25, "success": 0.25, "unfinished": 0.5}
+    assert score_means([]) == {}

@@ -81,7 +81,7 @@ def test_users_functions_and_classes_become_tools(file: Path) -> None:
     ("wanted", "told"),
     [
         ({"name": "calculato"}, "unknown tool 'calculato'; did you mean 'calculator'"),
-        ({"topk": 3}, "has no `name`"),
+        ({"topk": 3}, "is no tool; write a name"),
         ({"name": "calculator", "digits": 3}, "tool 'calculator' is not a class and takes no options, but got"),
         ({"name": "FILE:Times"}, "missing a required argument: 'factor'; its options are factor, name"),
         ({"name": "FILE:plain", "x": 1}, "takes no options"),

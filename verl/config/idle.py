@@ -32,7 +32,10 @@ def _without_kl(config: Config) -> bool:
 _NO_KL = "algorithm.kl_placement is none"
 _NO_GPU = "there is no GPU with device=cpu"
 _OF_SEVERAL_TURNS = (
+    "options",
+    "options.",
     "codec_options",
+    "codec_options.",
     "tools",
     "max_turns",
     "max_tool_calls",
@@ -48,7 +51,16 @@ _OF_SEVERAL_TURNS = (
     "retries",
 )
 _ONE_REPLY = "env.codec is not set, so an episode is one reply"
-_WITH_CODEC = tuple(Rule(f"env.{name}", lambda c: not c.env.several_turns, _ONE_REPLY) for name in _OF_SEVERAL_TURNS)
+_SERVERS = "sandbox.urls names servers, which have their own"
+_OF_EPISODES = (
+    *(Rule(f"env.{name}", lambda c: not c.env.several_turns, _ONE_REPLY) for name in _OF_SEVERAL_TURNS),
+    *(
+        Rule(key, lambda c: c.env.name != "tool", "it is for the tools of env.name=tool")
+        for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
+    ),
+    Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+    *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
+)
 _NO_VALIDATION = "there are no data.val_files to validate on"
 _OF_TRAINING = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.data.val_files, _NO_VALIDATION),
@@ -80,8 +92,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("ref.offload_params", _without_kl, _NO_KL),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
         Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
-        *_WITH_CODEC,
-        Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+        *_OF_EPISODES,
         Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
         Rule(
@@ -100,8 +111,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
     ),
     GenerationConfig: (
-        *_WITH_CODEC,
-        Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+        *_OF_EPISODES,
         Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("env.train_on_observations", _always, "nothing is trained"),
         Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),

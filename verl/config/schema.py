@@ -154,7 +154,7 @@ class EnvConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
     codec: str | None = None  # how calls and answers look as text (docs/codecs.md)
     codec_options: dict[str, Any] = field(default_factory=dict)
-    tools: list[Any] = field(default_factory=list)  # names, module:attribute, file.py:attribute, or {name: options}
+    tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
     max_turns: int = 8  # times that the policy writes; in the last one nothing more is done for it
     max_tool_calls: int = 8
     max_turn_tokens: int | None = None  # of one turn; what is left of data.max_response_length if left out
@@ -162,8 +162,8 @@ class EnvConfig:
     observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one
     on_malformed: str = "tell"  # tell | end: what a call does that cannot be read
     tool_timeout_s: float = 30.0
-    turn_timeout_s: float = 300.0  # writing and being answered
-    episode_timeout_s: float = 1200.0
+    turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for the engine is not counted
+    episode_timeout_s: float = 1200.0  # of all its answers
     max_concurrent_calls: int = 64  # of one tool
     train_on_observations: bool = False  # on what the environment says, too, as a model of it
     retries: int = 2  # of an episode that a broken service ended, and of a call
@@ -205,6 +205,8 @@ class SandboxConfig:
         _require(self.memory_mib >= 64, "sandbox.memory_mib", "at least 64", self.memory_mib)
         workers = self.num_workers
         _require(workers is None or workers >= 1, "sandbox.num_workers", "at least 1", workers)
+        web = all(url.startswith(("http://", "https://")) for url in self.urls)
+        _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)
 
 
 WITHOUT_CRITIC = ("grpo", "toolrl_grpo", "reinforce_pp_baseline")  # they compare the replies of a prompt instead
@@ -264,6 +266,12 @@ class RewardConfig:
         _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
         share = self.max_fault_share
         _require(0.0 <= share <= 1.0, "reward.max_fault_share", "between 0 and 1", share)
+
+
+def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
+    """Raises ConfigError where the environment is to judge and never does: every episode would be worth 0."""
+    if reward.name == "env" and env.name in ("single_turn", "tool"):
+        raise ConfigError(f"reward.name=env needs an environment that judges; env.name={env.name} does not")
 
 
 @dataclass(frozen=True)
@@ -354,6 +362,7 @@ class Config:
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"
             )
+        check_env_judges(self.reward, self.env)
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
             raise ConfigError(
                 "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has none of what it did "
@@ -474,6 +483,7 @@ class GenerationConfig:
         _require(self.engine in ("vllm", "hf"), "engine", "vllm or hf", self.engine)
         _require(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", self.dtype)
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        check_env_judges(self.reward, self.env)
         for name in ("limit", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "at least 1", value)

@@ -8,10 +8,12 @@ from enum import StrEnum
 
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import Codec
+from verl.data.codecs.prompt import tool_lines
 from verl.envs.base import Observation
-from verl.types import Message
+from verl.types import Message, ToolSpec
 
 _GAP = "\n[...]\n"
+_NEW_TOOLS = "From now on these tools can be called, too:"
 _TOO_LONG = "The result is too long to be shown; ask for less of it."
 
 
@@ -50,9 +52,15 @@ class Dialogue:
         """Whether the policy ended its turn, rather than paused at a stop string."""
         return len(token_ids) > 0 and token_ids[-1] in self.chat.stop_token_ids
 
-    def answer_ids(self, answers: Sequence[Message], written: str, ended: bool) -> tuple[int, ...]:
-        """What goes on after `written`: the answers, and the head of the policy's next turn where it has one."""
-        shown = self.codec.observation([self._short(answer) for answer in answers], written)
+    def answer_ids(
+        self, answers: Sequence[Message], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[int, ...]:
+        """What goes on after `written`: the answers, and the head of the policy's next turn where it has one.
+
+        tools: that are there from now on; the prompt stands, so they are told behind the answers, and never cut
+        """
+        told = _with_tools([self._short(answer) for answer in answers], tools)
+        shown = self.codec.observation(told, written)
         if isinstance(shown, str):
             return self.chat.continuation_ids(shown)
         return self.chat.answer_ids(shown, ended)
@@ -74,3 +82,13 @@ class Dialogue:
                 head_end = spans[room - tail[kind]][0]
                 tail_start = spans[len(spans) - tail[kind]][0] if tail[kind] else len(text)
                 return text[:head_end] + _GAP + text[tail_start:]
+
+
+def _with_tools(answers: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
+    """The answers and what tools were added, in the words of whoever spoke last unless that was a tool."""
+    if not tools:
+        return answers
+    told = f"{_NEW_TOOLS}\n{tool_lines(tools)}"
+    if not answers or answers[-1].role == "tool":
+        return (*answers, Message("user", told))
+    return (*answers[:-1], replace(answers[-1], content=f"{answers[-1].content}\n\n{told}"))

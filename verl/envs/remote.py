@@ -177,8 +177,10 @@ class RemoteFactory:
 
     def __init__(self, urls: str | Sequence[str], timeout_s: float = 60.0, window_s: float = 0.003) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls:
-            raise ConfigError("environment 'remote': urls names no server; expected for example http://host:8100")
+        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise ConfigError(
+                f"environment 'remote': urls={urls} names no server; expected for example http://host:8100"
+            )
         self._servers = [Server(url, timeout_s, window_s) for url in urls]
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 

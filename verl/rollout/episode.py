@@ -2,12 +2,15 @@
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
 again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
+Seconds are counted while the environment answers alone. How long a reply waits for the engine is the load's doing, not
+the episode's, and an engine that is lost has a limit of its own (`trainer.call_timeout_s`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,7 +22,7 @@ from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
-from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolUse, Trajectory, Turn
+from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolSpec, ToolUse, Trajectory, Turn
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -38,8 +41,8 @@ class Budgets:
     max_tokens: int = 1024  # of all turns together, observations included, the prompt not
     max_prompt_tokens: int = 2048
     max_turn_tokens: int | None = None  # that the policy writes in one turn
-    turn_s: float = 300.0  # writing and being answered
-    episode_s: float = 1200.0
+    turn_s: float = 300.0  # for the environment to answer one turn, or to open
+    episode_s: float = 1200.0  # for all of its answers
     retries: int = 1  # of a whole episode that a broken service ended
     tell_malformed: bool = True  # whether the policy hears that a call cannot be read, or the episode ends there
 
@@ -74,6 +77,14 @@ class Interaction:
         return Fault(task.id, index, problem)
 
 
+class _LateError(Exception):
+    """The environment did not answer in time."""
+
+    def __init__(self, stop_reason: StopReason) -> None:
+        super().__init__(stop_reason)
+        self.stop_reason = stop_reason
+
+
 class _Episode:
     """An attempt. Raises ServiceDownError for what is nobody's fault but a service's."""
 
@@ -91,20 +102,14 @@ class _Episode:
         self._uses: list[ToolUse] = []
         self._num_malformed = 0
         self._score: Score | None = None
+        self._answering_s = 0.0  # that the environment took
 
     async def run(self) -> Trajectory:
         env = self._guarded_make()
         try:
-            async with asyncio.timeout(self._budgets.episode_s) as limit:
-                stop_reason = await self._play(env)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            stop_reason = StopReason.EPISODE_TIMEOUT
+            stop_reason = await self._play(env)
         finally:
             await _close(env)
-        if not self._turns:
-            raise ServiceDownError("the environment or the engine", f"no turn was done in time ({stop_reason})")
         return Trajectory(
             self._task,
             self._index,
@@ -117,7 +122,10 @@ class _Episode:
         )
 
     async def _play(self, env: Env) -> StopReason:
-        opening = await _guarded(env.reset(), "reset")
+        try:
+            opening = await self._answered(env.reset(), "reset")
+        except _LateError as late:
+            raise ServiceDownError("the environment", f"did not open in time ({late.stop_reason})") from late
         self._context = self._dialogue.opening_ids(opening)
         self._prompt_length = len(self._context)
         if self._prompt_length > self._budgets.max_prompt_tokens:
@@ -125,56 +133,47 @@ class _Episode:
                 f"the episode opens with {self._prompt_length} tokens, more than data.max_prompt_length="
                 f"{self._budgets.max_prompt_tokens}"
             )
-        while True:
+        stop_reason = None
+        while stop_reason is None:
             try:
-                async with asyncio.timeout(self._budgets.turn_s) as limit:
-                    stop_reason = await self._turn(env)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                return StopReason.TURN_TIMEOUT
-            if stop_reason is not None:
-                return stop_reason
+                stop_reason = await self._turn(env)
+            except _LateError as late:  # what the policy asked for is in the ledger, and is what is to blame
+                stop_reason = late.stop_reason
+        return stop_reason
 
     async def _turn(self, env: Env) -> StopReason | None:
         """The policy writes and is answered. Returns why the episode is over, or None."""
         budgets = self._budgets
         calls_left = budgets.max_tool_calls - len(self._uses)
         last = self._last_reason(calls_left)
-        wrote, finish = await self._write(last is not None)
-        text = self._dialogue.written(self._since_observation)
+        message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
-            self._append(wrote)
             return StopReason.LENGTH
+        text = self._dialogue.written(self._since_observation)
+        ended = self._dialogue.ended(self._since_observation)
         parsed = self._dialogue.codec.parse(text)
         if last is not None:
-            self._append(wrote)
-            self._take(await _guarded(env.step(wrote.message), "step"))
+            await self._step(env, message)
             return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
-        ended = self._dialogue.ended(self._since_observation)
+        unanswered: tuple[Message, ...] = ()
         match parsed:
             case GoOn() if not ended:
-                self._append(wrote)
                 return None
             case Malformed(problem):
                 self._num_malformed += 1
                 if budgets.tell_malformed:
-                    return self._observe(wrote, (Message("tool", problem),), text, ended)
-                self._append(wrote)
-                self._take(await _guarded(env.step(wrote.message), "step"))
+                    return self._observe((Message("tool", problem),), text, ended)
+                await self._step(env, message)
                 return StopReason.MALFORMED
             case Calls(calls):
                 made, refused = calls[:calls_left], calls[calls_left:]
-                message = replace(wrote.message, tool_calls=made)
+                message = replace(message, tool_calls=made)
+                self._turns[-1] = replace(self._turns[-1], message=message)
                 unanswered = tuple(Message("tool", _NOT_RUN, tool=call.name) for call in refused)
-            case _:
-                message, unanswered = wrote.message, ()
-        wrote = replace(wrote, message=message)
-        result = self._take(await _guarded(env.step(message), "step"))
+        result = await self._step(env, message)
         if result.done:
-            self._append(wrote)
             return StopReason.STOP
-        return self._observe(wrote, result.messages + unanswered, text, ended)
+        return self._observe((*result.messages, *unanswered), text, ended, result.tools)
 
     def _last_reason(self, calls_left: int) -> StopReason | None:
         """Why this turn is the last one, if it is."""
@@ -182,8 +181,8 @@ class _Episode:
             return StopReason.MAX_TOOL_CALLS
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
-    async def _write(self, last: bool) -> tuple[Turn, FinishReason]:
-        """The policy's next words. In the last turn nothing makes it pause."""
+    async def _write(self, last: bool) -> tuple[Message, FinishReason]:
+        """The policy's next words, put into the ledger. In the last turn nothing makes it pause."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         pauses = () if last else self._dialogue.codec.stop_strings(self._dialogue.written(self._since_observation))
@@ -192,19 +191,19 @@ class _Episode:
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "broke a reply off")
-        self._since_observation += completion.token_ids
         message = Message("assistant", self._dialogue.chat.reply_text(completion.token_ids))
-        return Turn(self._context, completion, message), completion.finish_reason
-
-    def _append(self, turn: Turn) -> None:
-        self._turns.append(turn)
-        self._ledger += [*turn.context_ids, *turn.completion.token_ids]
+        self._turns.append(Turn(self._context, completion, message))
+        self._ledger += [*self._context, *completion.token_ids]
+        self._since_observation += completion.token_ids
         self._context = ()
+        return message, completion.finish_reason
 
-    def _observe(self, turn: Turn, answers: Sequence[Message], written: str, ended: bool) -> StopReason | None:
+    def _observe(
+        self, answers: tuple[Message, ...], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
+    ) -> StopReason | None:
         """Put the answers before the policy, if there is room for them and for a word after them."""
-        self._append(replace(turn, replies=tuple(answers)))
-        self._context = self._dialogue.answer_ids(answers, written, ended)
+        self._turns[-1] = replace(self._turns[-1], replies=answers)
+        self._context = self._dialogue.answer_ids(answers, written, ended, tools)
         self._since_observation = []
         return StopReason.LENGTH if self._room < 1 else None
 
@@ -214,10 +213,24 @@ class _Episode:
         observed = len(self._context) if self._turns else 0
         return self._budgets.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
 
-    def _take(self, result: StepResult) -> StepResult:
+    async def _step(self, env: Env, message: Message) -> StepResult:
+        result = await self._answered(env.step(message), "step")
         self._uses += result.tool_uses
         self._score = result.score or self._score
         return result
+
+    async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
+        """What the environment gives. Raises _LateError past a limit."""
+        left_s = self._budgets.episode_s - self._answering_s
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(min(self._budgets.turn_s, left_s)):
+                return await _guarded(answer, doing)
+        except TimeoutError as error:
+            late = StopReason.TURN_TIMEOUT if self._budgets.turn_s < left_s else StopReason.EPISODE_TIMEOUT
+            raise _LateError(late) from error
+        finally:
+            self._answering_s += time.monotonic() - begun
 
     def _guarded_make(self) -> Env:
         try:

@@ -76,11 +76,14 @@ class HFEngine:
                 completions = self._decode([prompt for prompt, _ in rows], [sampling for _, sampling in rows])
             except Exception as error:  # noqa: BLE001  whoever asked must hear of it
                 for request in batch:
-                    request.future.set_exception(error)
+                    if not request.future.done():
+                        request.future.set_exception(error)
             else:
                 remaining = iter(completions)
                 for request in batch:
-                    request.future.set_result(tuple(islice(remaining, request.sampling.n)))
+                    its_own = tuple(islice(remaining, request.sampling.n))
+                    if not request.future.done():  # whoever asked may have been cancelled
+                        request.future.set_result(its_own)
 
     def _next_batch(self) -> list[_Request]:
         """The first request alone if it is seeded, else with others that are not, while there is room."""

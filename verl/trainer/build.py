@@ -71,14 +71,17 @@ class Inputs:
     """What a run reads before it starts anything."""
 
     codec: ChatCodec
+    interaction: Interaction | None  # to be closed in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Tokenizer and tasks. Raises ConfigError or DataError for what cannot be read."""
-    codec = load_codec(config.model)
-    return Inputs(codec, *load_tasks(config, codec))
+    """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be."""
+    codec, data = load_codec(config.model), config.data
+    lengths = (data.max_prompt_length, data.max_response_length)
+    interaction = build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
+    return Inputs(codec, interaction, *load_tasks(config, codec))
 
 
 @contextmanager
@@ -95,15 +98,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     )
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
     display = Display(total_steps, console)
-    interaction = build_interaction(
-        config.env,
-        config.sandbox,
-        inputs.codec,
-        config.data.max_prompt_length,
-        config.data.max_response_length,
-        config.data.prompt_template,
-    )
-    told = {**asdict(config), **prompt_record(interaction)}
+    told = {**asdict(config), **prompt_record(inputs.interaction)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
@@ -117,7 +112,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         try:
             trainer = build_trainer(
-                config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], interaction
+                config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
             )
             trainer.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)

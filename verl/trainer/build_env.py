@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 from verl.config.schema import EnvConfig, SandboxConfig
 from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
+from verl.data.codecs.base import Codec, build_codec
+from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
@@ -18,7 +19,7 @@ from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
-from verl.envs.tools.build import TOOLS, build_tools
+from verl.envs.tools.build import TOOLS, build_tools, tool_name
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError
 from verl.registry import resolve
@@ -47,9 +48,11 @@ def build_interaction(
     if isinstance(codec, TurnsCodec) and chat.opens_thought:
         codec = replace(codec, in_thought=True)
     box = build_sandbox(sandbox) if any(_runs_code(each) for each in env.tools) else None
+    if box is None and sandbox != SandboxConfig():
+        raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
     num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
     return Interaction(
-        _build_envs(env, box, num_places),
+        _build_envs(env, codec, box, num_places),
         Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut)),
         Budgets(
             max_turns=env.max_turns,
@@ -90,11 +93,11 @@ def _workers(config: SandboxConfig) -> int:
 
 
 def _runs_code(tool: str | Mapping[str, Any]) -> bool:
-    found = resolve("tool", tool if isinstance(tool, str) else tool["name"], TOOLS)
+    found = resolve("tool", tool_name(tool), TOOLS)
     return isinstance(found, type) and "sandbox" in signature(found).parameters
 
 
-def _build_envs(env: EnvConfig, sandbox: Sandbox | None, num_places: int) -> EnvFactory:
+def _build_envs(env: EnvConfig, codec: Codec, sandbox: Sandbox | None, num_places: int) -> EnvFactory:
     """num_places: pieces of code that run at a time"""
     if env.name != "tool":
         if env.tools:
@@ -102,6 +105,8 @@ def _build_envs(env: EnvConfig, sandbox: Sandbox | None, num_places: int) -> Env
         return build_env_factory(env.name, env.options)
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool takes its tools from env.tools")
+    if not env.tools:
+        raise ConfigError(f"env.tools is empty: env.name=tool needs one at least; known: {', '.join(sorted(TOOLS))}")
     limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
     # A call that has to wait for the sandbox waits before its deadline begins.
     few = replace(limits, max_concurrent=min(limits.max_concurrent, num_places))
@@ -111,4 +116,18 @@ def _build_envs(env: EnvConfig, sandbox: Sandbox | None, num_places: int) -> Env
         made = build_tools([each], sandbox)
         tools += made
         of_code |= {tool.spec.name: few for tool in made} if _runs_code(each) else {}
+    if isinstance(codec, InlineCodec):
+        _check_tool_of(codec, env.codec, tools)
     return ToolEnvFactory(tools, ToolRunner(limits, of_code))
+
+
+def _check_tool_of(codec: InlineCodec, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
+    """Raises ConfigError if all that such a codec can call is not there."""
+    for tool in tools:
+        if tool.spec.name == codec.tool and codec.argument in tool.spec.parameters.get("properties", {}):
+            return
+    offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
+    raise ConfigError(
+        f"env.codec={name} calls {codec.tool}({codec.argument}) alone, but env.tools offers {offered}; offer it, or "
+        "name what there is with env.codec_options={tool: .., argument: ..}"
+    )

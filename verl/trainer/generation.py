@@ -30,13 +30,20 @@ from verl.trainer.threads import num_threads
 from verl.types import Message, Score, Task
 
 
+def _lengths(config: GenerationConfig) -> tuple[int, int]:
+    """(most tokens of a prompt, of a reply): what is asked for, as far as the model has room."""
+    room = model_room(config.model)
+    if room is None:
+        return config.max_prompt_length, config.max_response_length
+    prompt_length = min(config.max_prompt_length, room // 2)
+    return prompt_length, min(config.max_response_length, room - prompt_length)
+
+
 @asynccontextmanager
-async def _engine(config: GenerationConfig) -> AsyncIterator[tuple[RolloutEngine, ChatCodec, Sampling]]:
+async def _engine(config: GenerationConfig, codec: ChatCodec) -> AsyncIterator[tuple[RolloutEngine, Sampling]]:
     """An engine in this very process."""
     base = Config()
-    room = model_room(config.model)
-    prompt_length = config.max_prompt_length if room is None else min(config.max_prompt_length, room // 2)
-    reply_length = config.max_response_length if room is None else min(config.max_response_length, room - prompt_length)
+    prompt_length, reply_length = _lengths(config)
     whole = replace(
         base,
         model=replace(config.model, compute_dtype=config.dtype),
@@ -54,29 +61,22 @@ async def _engine(config: GenerationConfig) -> AsyncIterator[tuple[RolloutEngine
             base.trainer, device=config.device, num_threads=num_threads(config.num_threads, 1), seed=config.seed
         ),
     )
-    codec = load_codec(config.model)
     engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
     sampling = Sampling(reply_length, config.temperature, config.n, codec.stop_token_ids)
     try:
-        yield engine, codec, sampling
+        yield engine, sampling
     finally:
         await engine.close()
 
 
 async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
-    tasks = [task for source in config.files for task in _tasks(source, config)]
+    codec, lengths = load_codec(config.model), _lengths(config)
+    interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
+    tasks = [task for source in config.files for task in _tasks(source, config, codec)]
     reward = config.reward
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
-        async with _engine(config) as (engine, codec, sampling):
-            interaction = build_interaction(
-                config.env,
-                config.sandbox,
-                codec,
-                config.max_prompt_length,
-                sampling.max_tokens,
-                config.prompt_template,
-            )
+        async with _engine(config, codec) as (engine, sampling):
             rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
             first = config.seed << 40
             try:
@@ -108,19 +108,18 @@ def _means(scores: Sequence[Score]) -> str:
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
 
 
-def _tasks(source: str, config: GenerationConfig) -> list[Task]:
+def _tasks(source: str, config: GenerationConfig, codec: ChatCodec) -> list[Task]:
     """The rows to answer, checked before an engine is started."""
-    room = model_room(config.model)
-    longest = config.max_prompt_length if room is None else min(config.max_prompt_length, room // 2)
     policy = config.on_bad_row
-    tasks = fitting(TaskSet(source, policy), load_codec(config.model), longest, policy)  # type: ignore[arg-type]
+    tasks = fitting(TaskSet(source, policy), codec, _lengths(config)[0], policy)  # type: ignore[arg-type]
     return list(islice(tasks, config.limit))
 
 
 async def chat(config: GenerationConfig, console: Console) -> None:
     """A conversation; the first line may be a system prompt."""
     console.print("starting the engine ...")
-    async with _engine(config) as (engine, codec, sampling):
+    codec = load_codec(config.model)
+    async with _engine(config, codec) as (engine, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
         system = _asked(console, "system")
         messages = [Message("system", system)] if system else []

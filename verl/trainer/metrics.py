@@ -13,7 +13,7 @@ from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
 from verl.trainer.policy import PackSettings
-from verl.types import Sample, StopReason, ToolStatus, ToolUse, TrajectoryGroup
+from verl.types import Sample, Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 
 Metrics = dict[str, float]
 
@@ -69,13 +69,15 @@ def _mean_seconds(uses: Iterable[ToolUse]) -> dict[str, float]:
 
 
 def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:
-    scores = [score for group in groups for score in group.scores]
-    parts: dict[str, list[float]] = defaultdict(list)
-    for score in scores:
-        parts["total"].append(score.total)
-        for name, value in score.parts.items():
-            parts[name].append(value)
-    return {f"{prefix}/{name}": sum(values) / len(values) for name, values in parts.items()}
+    means = score_means([score for group in groups for score in group.scores])
+    return {f"{prefix}/{name}": mean for name, mean in means.items()}
+
+
+def score_means(scores: Sequence[Score]) -> Metrics:
+    """Means of the total and of each part over all scores; a part that a score does not have is 0 in it."""
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    parts = {name: sum(score.parts.get(name, 0.0) for score in scores) / len(scores) for name in names}
+    return {"total": sum(score.total for score in scores) / len(scores), **parts} if scores else {}
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metrics:

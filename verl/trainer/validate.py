@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from verl.rollout.group import GroupRollout
+from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward, Reward
 
@@ -32,18 +33,16 @@ class Validator:
         return metrics
 
     def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        values: dict[str, list[float]] = defaultdict(list)
-        sources = {group.task.data_source for group in groups}
-        for group in groups:
-            for score in group.scores:
-                values["total"].append(score.total)
-                if len(sources) > 1:
-                    values[f"{group.task.data_source}/total"].append(score.total)
-                for part, value in score.parts.items():
-                    values[part].append(value)
-                if isinstance(self.reward, LabReward):
-                    highest = self.reward.maximum(group.task, _STEP)
-                    values["exact"].append(float(score.total >= highest - _TOLERANCE))
-        means = {name: sum(each) / len(each) for name, each in values.items()}
+        judged = [(group.task, score) for group in groups for score in group.scores]
+        means = score_means([score for _, score in judged])
+        by_source: dict[str, list[float]] = defaultdict(list)
+        for task, score in judged:
+            by_source[task.data_source].append(score.total)
+        if len({group.task.data_source for group in groups}) > 1:
+            means |= {f"{source}/total": sum(totals) / len(totals) for source, totals in by_source.items()}
+        if judged and isinstance(self.reward, LabReward):
+            highest = [self.reward.maximum(task, _STEP) - _TOLERANCE for task, _ in judged]
+            reached = sum(score.total >= least for (_, score), least in zip(judged, highest, strict=True))
+            means["exact"] = reached / len(judged)
         faults = sum(len(group.faults) for group in groups)
         return {**means, **({"faults": faults} if faults else {})}

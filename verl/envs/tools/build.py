@@ -33,16 +33,25 @@ def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | No
     """
     tools: list[Tool | EpisodeTool] = []
     for one in wanted:
-        entry = {"name": one} if isinstance(one, str) else dict(one)
-        if not isinstance(entry.get("name"), str):
-            raise ConfigError(f"tools: {entry} has no `name`; known are {', '.join(TOOLS)}")
-        name = entry.pop("name")
-        made = _make(name, entry, sandbox)
+        name = tool_name(one)
+        options = {} if isinstance(one, str) else {key: value for key, value in one.items() if key != "name"}
+        made = _make(name, options, sandbox)
         for tool in made.tools if isinstance(made, Toolset) else [made]:
             if not isinstance(tool, Tool | EpisodeTool):
                 raise ConfigError(f"{name!r} is no tool, but an object of {type(tool).__name__}")
             tools.append(tool)
     return tools
+
+
+def tool_name(wanted: Any) -> str:
+    """The name in an entry of `wanted`, which somebody wrote. Raises ConfigError for what is no such entry."""
+    name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"env.tools: {wanted!r} is no tool; write a name, or {{name: NAME, option: value}}. "
+            f"Known are {', '.join(TOOLS)}"
+        )
+    return name
 
 
 def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
@@ -64,9 +73,14 @@ def _instance(name: str, made_by: type, options: Mapping[str, Any], sandbox: San
         if sandbox is None:
             raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
         given["sandbox"] = sandbox
+    parameters = signature(made_by).parameters
     try:
         signature(made_by).bind(**given)
     except TypeError as error:
-        takes = [parameter for parameter in signature(made_by).parameters if parameter != "sandbox"]
+        takes = [parameter for parameter in parameters if parameter != "sandbox"]
         raise ConfigError(f"tool {name!r}: {error}; its options are {', '.join(takes) or 'none'}") from error
+    for key, value in options.items():
+        kind = type(parameters[key].default) if key in parameters else None
+        if kind in (bool, int, str) and type(value) is not kind:
+            raise ConfigError(f"tool {name!r}: option {key!r} must be of type {kind.__name__}, not {value!r}")
     return made_by(**given)

@@ -90,11 +90,19 @@ class PythonSession:
 
 
 def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
-    """Limits with these fields, None for those of the sandbox. Raises ConfigError for fields there are not."""
+    """Limits with these fields, None for those of the sandbox. Raises ConfigError for what is no limit."""
+    if fields is None:
+        return None
+    known = ", ".join(Limits.__slots__)
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"limits of code must be {{name: number}}, not {fields!r}; there are {known}")
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"limits of code: {name} must be a positive number, not {value!r}")
     try:
-        return None if fields is None else Limits(**fields)
+        return Limits(**fields)
     except TypeError as error:
-        raise ConfigError(f"limits of code: {error}; there are {', '.join(Limits.__slots__)}") from error
+        raise ConfigError(f"limits of code: {error}; there are {known}") from error
 
 
 def answer(execution: Execution) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 from verl.errors import ConfigError
@@ -52,9 +53,15 @@ class SearchTool:
         self._topk = topk
         made_by = resolve("retriever", retriever, RETRIEVERS)
         try:
-            self._retriever: Retriever = made_by(**options)
+            signature(made_by).bind_partial(**options)  # what is unknown is told before what is missing
+            signature(made_by).bind(**options)
         except TypeError as error:
-            raise ConfigError(f"retriever {retriever!r} cannot be made with options {options} ({error})") from error
+            takes = ", ".join(f"{name}: .." for name in signature(made_by).parameters)
+            raise ConfigError(
+                f"tool 'search': {error} for retriever {retriever!r}; write env.tools=[{{name: search, "
+                f"retriever: {retriever}, {takes}}}]"
+            ) from error
+        self._retriever: Retriever = made_by(**options)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         (found,) = await self._retriever.search([arguments["query"]], self._topk)

@@ -1,0 +1,109 @@
+"""What is wrong with `env.*` and `sandbox.*` is told in one line that names the key, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny import MINI
+from verl.config.load import load_config
+from verl.data.chat import ChatCodec
+from verl.errors import ConfigError
+from verl.rollout.episode import Interaction
+from verl.trainer import main_generation, main_ppo
+from verl.trainer.build_env import build_interaction
+
+CHAT = ("env.name=tool", "env.codec=hermes")
+FENCE = ("recipe=torl", "sandbox.isolation=none")
+OTHER = ("env.name=shop", "env.codec=hermes")
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
+    config = load_config(words)
+    return build_interaction(config.env, config.sandbox, chat, 64, 64, config.data.prompt_template)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipe=search_r1",), r"write env.tools=\[\{name: search, retriever: bm25, corpus: ..\}\]"),
+        (("recipe=search_r1", "env.tools=[{name: search, corpuss: x}]"), "unexpected keyword argument 'corpuss'"),
+        (("recipe=search_r1", "env.tools=[{name: search, corpus: x, topk: three}]"), "'topk' must be of type int"),
+        ((*CHAT, "env.tools=[pytthon]"), "did you mean 'python'"),
+        ((*CHAT, "env.tools=[{search: {corpus: x}}]"), "write a name, or {name: NAME, option: value}"),
+        ((*CHAT, "env.tools=[5]"), "env.tools: 5 is no tool"),
+        ((*CHAT, "env.tools=[null]"), "env.tools: None is no tool"),
+        ((*CHAT, "env.tools=[{name: 5}]"), "env.tools: {'name': 5} is no tool"),
+        (CHAT, "env.tools is empty"),
+        ((*CHAT, "env.tools=[{name: search, retriever: http, urls: host}]"), "urls of a retriever"),
+        ((*FENCE, "env.tools=[{name: python, print_last: maybe}]"), "'print_last' must be of type bool"),
+        ((*FENCE, "env.tools=[{name: python, limits: {wall_s: abc}}]"), "wall_s must be a positive number, not 'abc'"),
+        ((*FENCE, "env.tools=[{name: python, limits: 5}]"), "limits of code must be"),
+        (("recipe=torl", "env.tools=[calculator]"), r"calls python\(code\) alone, but env.tools offers calculator"),
+        ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
+        ((*FENCE, "env.codec=hermess"), "did you mean 'hermes'"),
+        ((*FENCE, "env.codec_options={limitt: 5}"), "did you mean 'limit'"),
+        ((*OTHER, "env.tools=[calculator]"), "env.name=shop brings its own"),
+        ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
+        ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
+        ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
+        ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
+        (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
+        (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
+        (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
+        (("env.name=remote", "env.codec=hermes", "env.options={urls: ['x:1']}"), "names no server"),
+        (("env.options={a: 1}",), "env.options=.* has no effect: env.codec is not set"),
+        (("env.codec_options.limit=5",), "env.codec_options.limit=5 has no effect"),
+        (("reward.name=env",), "reward.name=env needs an environment that judges"),
+        (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
+        ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template has the name or path '/nowhere.txt'"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        built(chat, words)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
+    words = ("recipe=torl", "env.tools=[calculator]", "env.codec_options={tool: calculator, argument: expression}")
+    assert built(chat, words) is not None
+
+
+def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="no program `bwrap`"):
+        built(chat, ("recipe=torl",))
+
+
+BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[pytthon]")
+
+
+@pytest.mark.parametrize("options", [[], ["--preflight"]])
+def test_a_training_looks_at_its_environment_before_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": 5}) + "\n")
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "trainer.device=cpu", *BAD, *options]
+    assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
+    assert "did you mean 'python'" in capsys.readouterr().out
+
+
+def test_generation_looks_at_its_environment_before_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weightless = tmp_path / "model"
+    AutoTokenizer.from_pretrained(MINI / "tokenizer").save_pretrained(weightless)
+    (weightless / "config.json").write_text((MINI / "model" / "config.json").read_text())
+    files = f"files=[{MINI / 'test.parquet'}]"
+    assert main_generation.main([f"model.path={weightless}", "engine=hf", "device=cpu", files, *BAD]) == 2
+    assert "did you mean 'python'" in capsys.readouterr().out
