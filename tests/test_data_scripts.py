@@ -228,3 +228,10 @@ def test_real_files(tmp_path: Path) -> None:
     glaive = str(real_data("toolcalls", "glaive_toolcall_en.json"))
     assert tool_n1.main(["--input", glaive, "--output", out, "--skip-bad-rows"]) == 0
     assert offences("tool_n1", TaskSet(out), version="v4") == []
+
+
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--input", "x.jsonl", "--output", str(tmp_path / "x.parquet"), "--test-fraction", "2"]
+    with pytest.raises(SystemExit):
+        math_problems.main(words)
+    assert "2 is not a share from 0 up to but not 1" in capsys.readouterr().err

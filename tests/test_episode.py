@@ -331,7 +331,7 @@ def test_an_environment_that_does_not_open_is_a_fault(chat: ChatCodec) -> None:
             raise AssertionError
 
     fault = play(Speaker(chat), Interaction(Shut, Dialogue(chat, AskCodec(), 16), Budgets(turn_s=0.05, retries=0)))  # type: ignore[arg-type]
-    assert fault == Fault("t#0", 0, "the environment: did not open in time (turn_timeout)")
+    assert fault == Fault("t#0", 0, "the environment: did not open within env.turn_timeout_s")
 
 
 def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -> None:

@@ -62,7 +62,7 @@ def episode(
         for number, text in enumerate(said)
     )
     used = tuple(ToolUse("python", status, 0.1) for status in uses)
-    return Trajectory(of, 0, turns, finish, Outcome.SCORED, used, score)
+    return Trajectory(of, 0, turns, finish, Outcome.SCORED, used, score=score)
 
 
 def total(name: str, trajectory: Trajectory, **options: Any) -> float:
@@ -277,6 +277,9 @@ def test_squad_normalisation() -> None:
     assert exact_match("<answer>Rome</answer> no, <answer>Paris</answer>", PARIS.answer)
     assert not exact_match("<answer>Paris, France</answer>", PARIS.answer)
     assert not exact_match("Paris", PARIS.answer)
+    for nothing in ("", "the", "..."):  # SQuAD's normalisation leaves nothing of these golds, either
+        assert not exact_match(f"<answer>{nothing}</answer>", '["A+", "!!!", "The The"]')
+    assert exact_match("<answer>a+</answer>", "A+") and exact_match("<answer> !!! </answer>", "!!!")
 
 
 SEARCH = "<think>I search.</think> <search>capital</search>"

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import build_codec
-from verl.envs.base import StepResult
+from verl.envs.base import Observation, StepResult
 from verl.envs.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus
@@ -49,7 +50,11 @@ N1_ANSWER = json.dumps([{"name": "get_time", "arguments": {"city": "Fese"}}])
 
 
 class ErrandWithParts(ShopEnv):
-    """The shop, judged in the parts that ARTIST's reward asks for."""
+    """The shop with one tool, to fit into a tiny model, judged in the parts that ARTIST's reward asks for."""
+
+    async def reset(self) -> Observation:
+        opening = await super().reset()
+        return replace(opening, tools=tuple(tool for tool in opening.tools if tool.name == "list_products"))
 
     async def step(self, message: Message) -> StepResult:
         result = await super().step(message)

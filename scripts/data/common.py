@@ -80,10 +80,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--input", required=True, action="append", metavar="FILE", help="may be given several times")
     options.add_argument("--output", required=True, metavar="FILE.parquet")
-    options.add_argument("--test-fraction", type=float, default=0.0, help="held out, in <output>_test.parquet")
+    options.add_argument("--test-fraction", type=_share, default=0.0, help="held out, in <output>_test.parquet")
     options.add_argument("--seed", type=int, default=0, help="of the split")
     options.add_argument("--skip-bad-rows", action="store_true", help="count rows that cannot be used, do not stop")
     return options
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to but not 1")
+    return value
 
 
 def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TASKS) -> int:

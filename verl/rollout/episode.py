@@ -125,7 +125,7 @@ class _Episode:
         try:
             opening = await self._answered(env.reset(), "reset")
         except _LateError as late:
-            raise ServiceDownError("the environment", f"did not open in time ({late.stop_reason})") from late
+            raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         self._context = self._dialogue.opening_ids(opening)
         self._prompt_length = len(self._context)
         if self._prompt_length > self._budgets.max_prompt_tokens:

@@ -4,7 +4,7 @@
     --cfg job    print the configuration that the words choose, and stop
     --preflight  try everything on a tiny copy of the model, and stop
 
-Recipes: mini_grpo and mini_ppo (the embedded default), toolrl_grpo and toolrl_ppo.
+Recipes: mini_grpo and mini_ppo (the embedded default), toolrl_grpo and toolrl_ppo; with tools those of docs/recipes.
 Exit code 0: the requested steps were trained. 1: the run failed. 2: the configuration or the data cannot be used.
 """
 
