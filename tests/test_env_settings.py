@@ -78,6 +78,14 @@ def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
     assert built(chat, words) is not None
 
 
+def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatCodec) -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=template)
+    with pytest.raises(ConfigError, match="leaves out messages of the roles tool; choose another codec"):
+        built(ChatCodec(tokenizer), OTHER)
+    assert built(ChatCodec(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
+
+
 def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="no program `bwrap`"):
