@@ -60,6 +60,8 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
         (("env.name=remote", "env.codec=hermes", "env.options={urls: ['x:1']}"), "names no server"),
+        (("env.name=tau2", "env.codec=hermes", "env.options={data: /nowhere}"), "data='/nowhere' has no folder retail"),
+        (("env.name=shop", "env.codec=json:JSONDecoder"), "is no codec: JSONDecoder has no opening"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.codec is not set"),
         (("env.codec_options.limit=5",), "env.codec_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
