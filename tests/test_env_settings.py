@@ -60,6 +60,8 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
         (("env.name=remote", "env.codec=hermes", "env.options={urls: ['x:1']}"), "names no server"),
+        (("env.name=tau2", "env.codec=hermes", "env.options={data: /nowhere}"), "data='/nowhere' has no folder retail"),
+        (("env.name=shop", "env.codec=json:JSONDecoder"), "is no codec: JSONDecoder has no opening"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.codec is not set"),
         (("env.codec_options.limit=5",), "env.codec_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
@@ -76,6 +78,14 @@ def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, .
 def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
     words = ("recipe=torl", "env.tools=[calculator]", "env.codec_options={tool: calculator, argument: expression}")
     assert built(chat, words) is not None
+
+
+def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatCodec) -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=template)
+    with pytest.raises(ConfigError, match="leaves out messages of the roles tool; choose another codec"):
+        built(ChatCodec(tokenizer), OTHER)
+    assert built(ChatCodec(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
 
 
 def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:

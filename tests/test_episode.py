@@ -217,6 +217,17 @@ def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatCodec) -> Non
     assert (never.stop_reason, never.tool_uses) == (StopReason.MAX_TOOL_CALLS, ())
 
 
+def test_calls_are_counted_whether_or_not_the_environment_tells_of_them(chat: ChatCodec) -> None:
+    class Silent(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return replace(await super().step(message), tool_uses=())
+
+    setting = Interaction(Silent, Dialogue(chat, AskCodec(), 16), Budgets(max_tool_calls=2))  # type: ignore[arg-type]
+    trajectory = finished(Speaker(chat, *THREE), setting)
+    assert [len(turn.message.tool_calls) for turn in trajectory.turns] == [1, 1, 0]
+    assert trajectory.stop_reason is StopReason.MAX_TOOL_CALLS
+
+
 @pytest.mark.parametrize("max_tokens", [3, 12, 20, 30, 45])
 def test_tokens_are_never_more_than_allowed(chat: ChatCodec, max_tokens: int) -> None:
     trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tokens=max_tokens))

@@ -100,6 +100,7 @@ class _Episode:
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
         self._uses: list[ToolUse] = []
+        self._num_calls = 0
         self._num_malformed = 0
         self._score: Score | None = None
         self._answering_s = 0.0  # that the environment took
@@ -144,7 +145,7 @@ class _Episode:
     async def _turn(self, env: Env) -> StopReason | None:
         """The policy writes and is answered. Returns why the episode is over, or None."""
         budgets = self._budgets
-        calls_left = budgets.max_tool_calls - len(self._uses)
+        calls_left = budgets.max_tool_calls - self._num_calls
         last = self._last_reason(calls_left)
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
@@ -167,6 +168,7 @@ class _Episode:
                 return StopReason.MALFORMED
             case Calls(calls):
                 made, refused = calls[:calls_left], calls[calls_left:]
+                self._num_calls += len(made)  # not every environment tells of its tool uses
                 message = replace(message, tool_calls=made)
                 self._turns[-1] = replace(self._turns[-1], message=message)
                 unanswered = tuple(Message("tool", _NOT_RUN, tool=call.name) for call in refused)

@@ -25,6 +25,7 @@ from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
+from verl.types import Message
 
 
 def build_interaction(
@@ -51,9 +52,12 @@ def build_interaction(
     if box is None and sandbox != SandboxConfig():
         raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
     num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
+    envs = _build_envs(env, codec, box, num_places)
+    dialogue = Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut))
+    dialogue.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)  # a chat template may have no such turns
     return Interaction(
-        _build_envs(env, codec, box, num_places),
-        Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut)),
+        envs,
+        dialogue,
         Budgets(
             max_turns=env.max_turns,
             max_tool_calls=env.max_tool_calls,

@@ -85,6 +85,9 @@ class Codec(Protocol):
         """How a policy writes these calls; `parse` reads them back, unless a value holds what ends a call."""
 
 
+_ASKED = ("opening", "template_tools", "stop_strings", "parse", "observation")  # of every codec in an episode
+
+
 def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     """The codec called `name`: a known one, or a class or function `module:attribute`, made with `options`.
 
@@ -102,6 +105,10 @@ def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
         if kind in (bool, int, str) and type(value) is not kind and not (optional and value is None):
             raise ConfigError(f"option {key!r} of codec {name!r} must be of type {kind.__name__}, not {value!r}")
     try:
-        return make(**given)
+        made = make(**given)
     except TypeError as error:
         raise ConfigError(f"codec {name!r} cannot be made with options {given} ({error})") from error
+    lacking = [each for each in _ASKED if not hasattr(made, each)]
+    if lacking:
+        raise ConfigError(f"{name!r} is no codec: {type(made).__name__} has no {', '.join(lacking)}")
+    return made

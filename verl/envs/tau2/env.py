@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from verl.envs.base import Observation, StepResult
@@ -19,6 +20,7 @@ from verl.envs.tau2.retail import RetailTools
 from verl.envs.tau2.tasks import read_database
 from verl.envs.tau2.users import User, build_user
 from verl.envs.tools.base import ToolError
+from verl.errors import ConfigError
 from verl.types import Message, Score, Task, ToolCall
 
 _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": AirlineTools}
@@ -103,6 +105,8 @@ class Tau2Factory:
     ) -> None:
         self._data, self._max_user_turns = data, max_user_turns
         self._user = build_user(user, user_url, user_model, user_key_variable, user_timeout_s)
+        if not any((Path(data) / name).is_dir() for name in _TOOLS):
+            raise ConfigError(f"environment 'tau2': data={data!r} has no folder {' or '.join(_TOOLS)}")
         self._domains: dict[str, Domain] = {}
 
     def __call__(self, task: Task) -> Tau2Env:
