@@ -10,11 +10,13 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI
 from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.rollout.episode import Interaction
 from verl.trainer import main_generation, main_ppo
-from verl.trainer.build_env import build_interaction
+from verl.trainer.build import load_inputs
+from verl.trainer.build_env import build_interaction, opening_of
 
 CHAT = ("env.name=tool", "env.codec=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
@@ -117,3 +119,22 @@ def test_generation_looks_at_its_environment_before_the_engine(
     files = f"files=[{MINI / 'test.parquet'}]"
     assert main_generation.main([f"model.path={weightless}", "engine=hf", "device=cpu", files, *BAD]) == 2
     assert "did you mean 'python'" in capsys.readouterr().out
+
+
+def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> None:
+    """A recipe's prompt adds words of its own; without a chat template, a system message does not count."""
+    data, words = tmp_path / "rows.jsonl", "Three words here."
+    prompt = [{"role": "system", "content": "Be brief. " * 60}, {"role": "user", "content": words}]
+    data.write_text(json.dumps({"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "3"}}) + "\n")
+
+    def config(length: int) -> Config:
+        told = [*FENCE, f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "data.max_response_length=64"]
+        return load_config([*told, f"data.max_prompt_length={length}"])
+
+    inputs = load_inputs(config(400))
+    (task,) = inputs.train[0]
+    seen = len(opening_of(inputs.interaction, inputs.codec)(task))
+    assert len(inputs.codec.tokenizer(words)["input_ids"]) < seen < len(inputs.codec.task_prompt_ids(task))
+    assert len(load_inputs(config(seen)).train[0]) == 1
+    with pytest.raises(DataError, match=f"rows.jsonl#0: the prompt has {seen} tokens, more than"):
+        load_inputs(config(seen - 1))

@@ -15,6 +15,7 @@ from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
+from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
@@ -71,6 +72,14 @@ def build_interaction(
         ),
         box,
     )
+
+
+def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
+    """Task -> the tokens of its prompt; of environments that must run to tell, those of the task's own messages."""
+    if interaction is None or not isinstance(interaction.envs, ToolEnvFactory):
+        return chat.task_prompt_ids
+    envs, dialogue = interaction.envs, interaction.dialogue
+    return lambda task: dialogue.opening_ids(envs.opening(task))
 
 
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:

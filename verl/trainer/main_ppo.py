@@ -43,6 +43,7 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder
+    from verl.trainer.build_env import opening_of
     from verl.trainer.build_workers import choose_device
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
@@ -51,7 +52,8 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     folder = run_folder(config.trainer)
     wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
-    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train), find_place(config))
+    prompt_ids = opening_of(inputs.interaction, inputs.codec)
+    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train, prompt_ids), find_place(config))
     if wanted or only_preflight:
         preflight(config, inputs, plan, console)
     if only_preflight:
