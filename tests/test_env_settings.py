@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.conftest import ROOT
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -96,7 +99,7 @@ def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.Monke
         built(chat, ("recipe=torl",))
 
 
-BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[pytthon]")
+BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[{name: search, topk: three}]")
 
 
 @pytest.mark.parametrize("options", [[], ["--preflight"]])
@@ -107,7 +110,7 @@ def test_a_training_looks_at_its_environment_before_the_data(
     data.write_text(json.dumps({"prompt": 5}) + "\n")
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "trainer.device=cpu", *BAD, *options]
     assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
-    assert "did you mean 'python'" in capsys.readouterr().out
+    assert "'topk' must be of type int" in capsys.readouterr().out
 
 
 def test_generation_looks_at_its_environment_before_the_engine(
@@ -118,7 +121,7 @@ def test_generation_looks_at_its_environment_before_the_engine(
     (weightless / "config.json").write_text((MINI / "model" / "config.json").read_text())
     files = f"files=[{MINI / 'test.parquet'}]"
     assert main_generation.main([f"model.path={weightless}", "engine=hf", "device=cpu", files, *BAD]) == 2
-    assert "did you mean 'python'" in capsys.readouterr().out
+    assert "'topk' must be of type int" in capsys.readouterr().out
 
 
 def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> None:
@@ -138,3 +141,16 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
     assert len(load_inputs(config(seen)).train[0]) == 1
     with pytest.raises(DataError, match=f"rows.jsonl#0: the prompt has {seen} tokens, more than"):
         load_inputs(config(seen - 1))
+
+
+@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.codec=hermess", "env.name=shpo"])
+def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, bad: str) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.touch()
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "env.name=tool", "env.codec=hermes", bad]
+    code = (
+        "import sys; from verl.trainer import main_ppo; "
+        f"assert main_ppo.main({words!r}) == 2; assert not {{'torch', 'transformers', 'ray'}} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0 and "did you mean" in done.stdout, done.stdout + done.stderr

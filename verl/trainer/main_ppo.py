@@ -17,6 +17,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
+from verl.trainer.build_env import check_names
 from verl.trainer.command import Words, check_files, check_model, told
 
 
@@ -30,6 +31,7 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
+        check_names(config.env, config.data.prompt_template)
         return train(config, console, only_preflight="--preflight" in words.options)
 
     return told(words, __doc__ or "", Config, run, known=("--preflight",))
