@@ -133,17 +133,18 @@ def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.L
     model = save_tiny_model(tmp_path / "model")
     words = [*run_words(model, tmp_path, "hf", 1), f"data.val_files=[{MINI / 'test.parquet'}]"]
     codec = load_codec(load_config(words).model)
-    (train,), val = load_tasks(load_config(words), codec)
+    (train,), val = load_tasks(load_config(words), codec.task_prompt_ids)
     assert len(train) == 2400 and list(val) == ["test"]
     with pytest.raises(
         DataError, match=r"train.parquet#\d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
     ):
-        load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec)
-    (some,), _ = load_tasks(load_config([*words, "data.max_prompt_length=90", "data.on_bad_row=skip"]), codec)
+        load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec.task_prompt_ids)
+    skipping = load_config([*words, "data.max_prompt_length=90", "data.on_bad_row=skip"])
+    (some,), _ = load_tasks(skipping, codec.task_prompt_ids)
     assert 0 < len(some) < 2400 and all(len(codec.prompt_ids(task.prompt)) <= 90 for task in some)
     assert "left out" in caplog.text
     with pytest.raises(DataError, match="has no prompt of at most 9 tokens"):
-        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec)
+        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec.task_prompt_ids)
 
 
 def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,8 +160,8 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     with pytest.raises(
         DataError, match=r"data\.jsonl#1: the chat template refuses .* system, user \(No system role!\)"
     ):
-        load_tasks(config, codec)
-    (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec)
+        load_tasks(config, codec.task_prompt_ids)
+    (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec.task_prompt_ids)
     assert len(kept) == 1 and "left out 1 of 2 prompts" in caplog.text
     demonstrations = read_demonstrations(str(data))
     with pytest.raises(DataError, match=r"data\.jsonl#1: the chat template refuses"):
@@ -168,10 +169,10 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     assert len(to_demonstration_samples(demonstrations, codec, 99, "skip")) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
     with pytest.raises(DataError, match=r"data\.jsonl#0: the chat template refuses messages of the roles user"):
-        load_tasks(config, load_codec(config.model))
+        load_tasks(config, load_codec(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
     with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):
-        load_tasks(config, load_codec(config.model))
+        load_tasks(config, load_codec(config.model).task_prompt_ids)
 
 
 def test_a_tokenizer_that_cannot_tell_what_its_tokens_cover_is_refused(tmp_path: Path) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.conftest import ROOT
 from tests.tiny import MINI
 from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.rollout.episode import Interaction
 from verl.trainer import main_generation, main_ppo
-from verl.trainer.build_env import build_interaction
+from verl.trainer.build import load_inputs
+from verl.trainer.build_env import build_interaction, opening_of
 
 CHAT = ("env.name=tool", "env.codec=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
@@ -94,7 +99,7 @@ def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.Monke
         built(chat, ("recipe=torl",))
 
 
-BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[pytthon]")
+BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[{name: search, topk: three}]")
 
 
 @pytest.mark.parametrize("options", [[], ["--preflight"]])
@@ -105,7 +110,7 @@ def test_a_training_looks_at_its_environment_before_the_data(
     data.write_text(json.dumps({"prompt": 5}) + "\n")
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "trainer.device=cpu", *BAD, *options]
     assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
-    assert "did you mean 'python'" in capsys.readouterr().out
+    assert "'topk' must be of type int" in capsys.readouterr().out
 
 
 def test_generation_looks_at_its_environment_before_the_engine(
@@ -116,4 +121,36 @@ def test_generation_looks_at_its_environment_before_the_engine(
     (weightless / "config.json").write_text((MINI / "model" / "config.json").read_text())
     files = f"files=[{MINI / 'test.parquet'}]"
     assert main_generation.main([f"model.path={weightless}", "engine=hf", "device=cpu", files, *BAD]) == 2
-    assert "did you mean 'python'" in capsys.readouterr().out
+    assert "'topk' must be of type int" in capsys.readouterr().out
+
+
+def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> None:
+    """A recipe's prompt adds words of its own; without a chat template, a system message does not count."""
+    data, words = tmp_path / "rows.jsonl", "Three words here."
+    prompt = [{"role": "system", "content": "Be brief. " * 60}, {"role": "user", "content": words}]
+    data.write_text(json.dumps({"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "3"}}) + "\n")
+
+    def config(length: int) -> Config:
+        told = [*FENCE, f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "data.max_response_length=64"]
+        return load_config([*told, f"data.max_prompt_length={length}"])
+
+    inputs = load_inputs(config(400))
+    (task,) = inputs.train[0]
+    seen = len(opening_of(inputs.interaction, inputs.codec)(task))
+    assert len(inputs.codec.tokenizer(words)["input_ids"]) < seen < len(inputs.codec.task_prompt_ids(task))
+    assert len(load_inputs(config(seen)).train[0]) == 1
+    with pytest.raises(DataError, match=f"rows.jsonl#0: the prompt has {seen} tokens, more than"):
+        load_inputs(config(seen - 1))
+
+
+@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.codec=hermess", "env.name=shpo"])
+def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, bad: str) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.touch()
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "env.name=tool", "env.codec=hermes", bad]
+    code = (
+        "import sys; from verl.trainer import main_ppo; "
+        f"assert main_ppo.main({words!r}) == 2; assert not {{'torch', 'transformers', 'ray'}} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0 and "did you mean" in done.stdout, done.stdout + done.stderr

@@ -1,17 +1,20 @@
-"""Prompts that are too long, or that the chat template refuses, are bad rows: named or left out, never cut."""
+"""Prompts that are too long, or that the chat template refuses, are bad rows: named or left out, never cut.
+
+What counts is what is put before the policy: `prompt_ids` gives its tokens (verl.trainer.build_env.opening_of).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl.data.chat import ChatCodec
 from verl.data.tasks import BadRowPolicy
 from verl.errors import DataError
 from verl.types import Task
 
 _log = logging.getLogger(__name__)
+PromptIds = Callable[[Task], Sequence[int]]
 
 
 class Chosen(Sequence[Task]):
@@ -30,7 +33,7 @@ class Chosen(Sequence[Task]):
 
 
 def fitting(
-    tasks: Sequence[Task], codec: ChatCodec, max_prompt_length: int, on_bad_row: BadRowPolicy = "error"
+    tasks: Sequence[Task], prompt_ids: PromptIds, max_prompt_length: int, on_bad_row: BadRowPolicy = "error"
 ) -> Sequence[Task]:
     """The tasks whose prompts have at most `max_prompt_length` tokens, and that the chat template takes.
 
@@ -39,7 +42,7 @@ def fitting(
     numbers, bad = [], []
     for number, task in enumerate(tasks):
         try:
-            _check(task, codec, max_prompt_length)
+            _check(task, prompt_ids, max_prompt_length)
         except DataError as error:
             if on_bad_row == "error":
                 raise
@@ -55,8 +58,11 @@ def fitting(
     return Chosen(tasks, numbers)
 
 
-def _check(task: Task, codec: ChatCodec, max_prompt_length: int) -> None:
-    length = len(codec.task_prompt_ids(task))
+def _check(task: Task, prompt_ids: PromptIds, max_prompt_length: int) -> None:
+    try:
+        length = len(prompt_ids(task))
+    except DataError as error:
+        raise error.at(file=task.id) from error
     if length > max_prompt_length:
         raise DataError(
             f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from verl.envs.base import Observation, StepResult
@@ -36,7 +36,7 @@ class ToolEnv:
         for tool in self._offered:
             if isinstance(tool, EpisodeTool):
                 self._opened[tool.spec.name] = await self._runner.open(tool, self._task)
-        return Observation(self._task.prompt, tuple(tool.spec for tool in self._offered))
+        return opening(self._task, self._offered)
 
     async def step(self, message: Message) -> StepResult:
         if not message.tool_calls:
@@ -47,6 +47,11 @@ class ToolEnv:
 
     async def close(self) -> None:
         await _close(self._opened)
+
+
+def opening(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
+    """How every episode of a task with these tools opens."""
+    return Observation(task.prompt, tuple(tool.spec for tool in tools))
 
 
 class ToolEnvFactory:
@@ -91,6 +96,10 @@ class ToolEnvFactory:
         for name in set(per_tool or ()) - set(names):
             raise ConfigError(f"limits of tools: there is no tool {name!r}; {nearest(name, names)}")
         return cls(built, runner)
+
+    def opening(self, task: Task) -> Observation:
+        """How episodes of the task open, without starting one."""
+        return opening(task, self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:
         return ToolEnv(task, tuple(self._tools.values()), self._runner)

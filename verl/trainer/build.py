@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, RunConfig
 from verl.data.chat import ChatCodec
-from verl.data.lengths import fitting
+from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine, Sampling
@@ -32,7 +32,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
-from verl.trainer.build_env import build_interaction, prompt_record
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.fit import COMMAND, Fit, FitSettings
@@ -81,7 +81,7 @@ def load_inputs(config: Config) -> Inputs:
     codec, data = load_codec(config.model), config.data
     lengths = (data.max_prompt_length, data.max_response_length)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
-    return Inputs(codec, interaction, *load_tasks(config, codec))
+    return Inputs(codec, interaction, *load_tasks(config, opening_of(interaction, codec)))
 
 
 @contextmanager
@@ -195,12 +195,12 @@ def end_tokens(model: str) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 
-def load_tasks(config: Config, codec: ChatCodec) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]]]:
+def load_tasks(config: Config, prompt_ids: PromptIds) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]]]:
     """(training sets, validation sets by name); prompts beyond data.max_prompt_length are bad rows like any other."""
     data = config.data
 
     def load(source: str) -> Sequence[Task]:
-        return fitting(TaskSet(source, data.on_bad_row), codec, data.max_prompt_length, data.on_bad_row)  # type: ignore[arg-type]
+        return fitting(TaskSet(source, data.on_bad_row), prompt_ids, data.max_prompt_length, data.on_bad_row)  # type: ignore[arg-type]
 
     names = [Path(source).stem for source in data.val_files]
     unique = (

@@ -15,8 +15,9 @@ from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
+from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
-from verl.envs.registry import build_env_factory
+from verl.envs.registry import ENVS, build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools, tool_name
@@ -42,10 +43,7 @@ def build_interaction(
     """
     if env.codec is None:
         return None
-    options: Mapping[str, Any] = env.codec_options
-    if prompt_template is not None:
-        options = {**options, "prompt_template": prompt_template}
-    codec = build_codec(env.codec, options)
+    codec = _build_codec(env, prompt_template)
     if isinstance(codec, TurnsCodec) and chat.opens_thought:
         codec = replace(codec, in_thought=True)
     box = build_sandbox(sandbox) if any(_runs_code(each) for each in env.tools) else None
@@ -71,6 +69,31 @@ def build_interaction(
         ),
         box,
     )
+
+
+def check_names(env: EnvConfig, prompt_template: str | None = None) -> None:
+    """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_interaction`."""
+    if env.codec is None:
+        return
+    _build_codec(env, prompt_template)
+    if env.name != "tool":
+        resolve("environment", env.name, ENVS)
+    for each in env.tools:
+        resolve("tool", tool_name(each), TOOLS)
+
+
+def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
+    assert env.codec is not None
+    told = {} if prompt_template is None else {"prompt_template": prompt_template}
+    return build_codec(env.codec, {**env.codec_options, **told})
+
+
+def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
+    """Task -> the tokens of its prompt; of environments that must run to tell, those of the task's own messages."""
+    if interaction is None or not isinstance(interaction.envs, ToolEnvFactory):
+        return chat.task_prompt_ids
+    envs, dialogue = interaction.envs, interaction.dialogue
+    return lambda task: dialogue.opening_ids(envs.opening(task))
 
 
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:

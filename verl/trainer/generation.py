@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from verl.config.schema import Config, GenerationConfig, RolloutConfig
 from verl.data.chat import ChatCodec
-from verl.data.lengths import fitting
+from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskSet
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.group import GroupRollout
@@ -23,7 +23,7 @@ from verl.single_controller.group import Seat
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction
+from verl.trainer.build_env import build_interaction, opening_of
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.ppo import RewardFaultError
 from verl.trainer.threads import num_threads
@@ -73,7 +73,8 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
     codec, lengths = load_codec(config.model), _lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
-    tasks = [task for source in config.files for task in _tasks(source, config, codec)]
+    prompt_ids = opening_of(interaction, codec)
+    tasks = [task for source in config.files for task in _tasks(source, config, prompt_ids)]
     reward = config.reward
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
         async with _engine(config, codec) as (engine, sampling):
@@ -108,10 +109,10 @@ def _means(scores: Sequence[Score]) -> str:
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
 
 
-def _tasks(source: str, config: GenerationConfig, codec: ChatCodec) -> list[Task]:
+def _tasks(source: str, config: GenerationConfig, prompt_ids: PromptIds) -> list[Task]:
     """The rows to answer, checked before an engine is started."""
     policy = config.on_bad_row
-    tasks = fitting(TaskSet(source, policy), codec, _lengths(config)[0], policy)  # type: ignore[arg-type]
+    tasks = fitting(TaskSet(source, policy), prompt_ids, _lengths(config)[0], policy)  # type: ignore[arg-type]
     return list(islice(tasks, config.limit))
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
+from verl.trainer.build_env import check_names
 from verl.trainer.command import Words, check_files, check_model, told
 
 
@@ -30,6 +31,7 @@ def main(words: Sequence[str]) -> int:
             return 0
         check_model(config.model)
         check_files("files", config.files, needed=not chatting)
+        check_names(config.env, config.prompt_template)
         import asyncio
 
         from verl.trainer.generation import chat, generate

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
+from verl.trainer.build_env import check_names
 from verl.trainer.command import Words, check_files, check_model, told
 
 
@@ -30,6 +31,7 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
+        check_names(config.env, config.data.prompt_template)
         return train(config, console, only_preflight="--preflight" in words.options)
 
     return told(words, __doc__ or "", Config, run, known=("--preflight",))
@@ -43,6 +45,7 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder
+    from verl.trainer.build_env import opening_of
     from verl.trainer.build_workers import choose_device
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
@@ -51,7 +54,8 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     folder = run_folder(config.trainer)
     wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
-    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train), find_place(config))
+    prompt_ids = opening_of(inputs.interaction, inputs.codec)
+    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train, prompt_ids), find_place(config))
     if wanted or only_preflight:
         preflight(config, inputs, plan, console)
     if only_preflight:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.data.lengths import fitting
+from verl.data.lengths import PromptIds, fitting
 from verl.errors import ConfigError
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
@@ -392,7 +392,9 @@ def decoder_of(shape: ModelShape) -> DecoderShape:
     return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
-def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]]) -> Lengths:
+def read_lengths(
+    config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]], prompt_ids: PromptIds | None = None
+) -> Lengths:
     """Mean tokens of prompts and golden replies of the training files; the greatest allowed where there is no file.
 
     Raises DataError for a row that is looked at and does not fit, unless data.on_bad_row=skip.
@@ -400,11 +402,12 @@ def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task
     data = config.data
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
+    prompt_ids = prompt_ids or codec.task_prompt_ids
     prompts, replies = [], []
     policy: Any = data.on_bad_row
     for tasks in files:
-        for task in fitting(tasks[:: max(1, len(tasks) // _NUM_ROWS)], codec, data.max_prompt_length, policy):
-            prompts.append(len(codec.prompt_ids(task.prompt)))
+        for task in fitting(tasks[:: max(1, len(tasks) // _NUM_ROWS)], prompt_ids, data.max_prompt_length, policy):
+            prompts.append(len(prompt_ids(task)))
             replies.append(min(len(codec.reply_ids(task.answer.strip())[0]) + 1, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
     return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; golden replies")
