@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -337,8 +338,9 @@ def test_a_fork_server_that_died_is_replaced(place: tuple[Runner, LocalSandbox])
     async def kill_and_run() -> None:
         await sandbox.run("pass")
         for child in psutil.Process().children():
-            if any("inside.zygote" in word for word in child.cmdline()):
-                child.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("inside.zygote" in word for word in child.cmdline()):
+                    child.send_signal(signal.SIGKILL)
         done = await asyncio.gather(*[sandbox.run("print(1)") for _ in range(4)])
         assert {each.stdout for each in done} == {"1\n"}
 
@@ -366,8 +368,9 @@ def test_the_pool_does_not_outlive_a_killed_owner(place: tuple[Runner, LocalSand
     below: list[psutil.Process] = []
     for _ in range(200):
         below = psutil.Process(owner.pid).children(recursive=True)
-        if any("76543" in each.cmdline() for each in below if each.is_running()):
-            break
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("76543" in each.cmdline() for each in below):
+                break
         time.sleep(0.05)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
@@ -434,7 +437,8 @@ def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
         sandbox = LocalSandbox(workers=1, preload=())
         await sandbox.run("pass")
         for each in psutil.Process().children(recursive=True):
-            each.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor of what ran may be ending
+                each.send_signal(signal.SIGSTOP)
         assert (await sandbox.run("print(1)", limits=Limits(wall_s=1.0))).stdout == "1\n"
         await sandbox.close()
 
