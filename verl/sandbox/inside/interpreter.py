@@ -9,6 +9,7 @@ import gc
 import linecache
 import os
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -52,8 +53,8 @@ def _fresh_main() -> dict[str, Any]:
     for name, stream in (("stdin", reader), ("stdout", _writer(1)), ("stderr", _writer(2))):
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
+    if "numpy.random" in sys.modules:  # Python's own generator does so by itself
+        sys.modules["numpy.random"].seed([*struct.unpack("8I", os.urandom(32))])
     return main.__dict__
 
 

@@ -24,6 +24,8 @@ PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+LARGE_PAGE = 2 << 20
+MADV_COLLAPSE = 25
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,6 +53,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
 
 
+def in_large_pages(start: int, end: int) -> None:
+    """Put the memory between two addresses into pages of 2 MiB, as far as the kernel will: a fork then copies less."""
+    first, last = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
+    if last > first:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
+
+
 def prctl(option: int, value: int = 0, pointer: int | None = None) -> None:
     """prctl(2)."""
     _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer), 0, 0), f"prctl({option})")
@@ -58,8 +67,8 @@ def prctl(option: int, value: int = 0, pointer: int | None = None) -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability for good, and what setuid programs would give."""
-    for capability in range(64):
-        with contextlib.suppress(OSError):  # this kernel has fewer
+    with contextlib.suppress(OSError):  # there are no more
+        for capability in range(64):
             prctl(PR_CAPBSET_DROP, capability)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")

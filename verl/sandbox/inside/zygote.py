@@ -60,6 +60,10 @@ def _preload(names: Sequence[str]) -> None:
     gc.collect()
     gc.disable()
     gc.freeze()  # a collection in a child would copy every page
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode, *_ = line.split()
+        if "w" in rights and inode == "0":  # what was allocated, rather than read from a file
+            kernel.in_large_pages(*(int(each, 16) for each in addresses.split("-")))
 
 
 def _finish_root(bound: Sequence[str]) -> None:
