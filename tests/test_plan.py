@@ -237,6 +237,13 @@ def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     assert read_lengths(without, load_codec(without.model), []).prompt == 2048
 
 
+def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> None:
+    words = [f"model.path={model}", "env.name=tool", "env.codec=hermes", "env.tools=[calculator]"]
+    config = load_config([*words, "data.max_response_length=777"])
+    lengths = read_lengths(config, load_codec(config.model), [TaskSet(str(MINI / "train.parquet"))])
+    assert lengths.reply == 777 and "as long as they may be" in lengths.source
+
+
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
     words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
     config, tasks = load_config(words), [TaskSet(str(MINI / "train.parquet"))]

@@ -397,6 +397,8 @@ def read_lengths(
 ) -> Lengths:
     """Mean tokens of prompts and golden replies of the training files; the greatest allowed where there is no file.
 
+    Of episodes of several turns no golden one is known: they are as long as they may be.
+
     Raises DataError for a row that is looked at and does not fit, unless data.on_bad_row=skip.
     """
     data = config.data
@@ -408,9 +410,12 @@ def read_lengths(
     for tasks in files:
         for task in fitting(tasks[:: max(1, len(tasks) // _NUM_ROWS)], prompt_ids, data.max_prompt_length, policy):
             prompts.append(len(prompt_ids(task)))
-            replies.append(min(len(codec.reply_ids(task.answer.strip())[0]) + 1, data.max_response_length))
+            golden = len(codec.reply_ids(task.answer.strip())[0]) + 1
+            longest = config.env.several_turns
+            replies.append(data.max_response_length if longest else min(golden, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
-    return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; golden replies")
+    told = "episodes as long as they may be" if config.env.several_turns else "golden replies"
+    return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; {told}")
 
 
 def find_place(config: Config, gpu: str | None = None) -> Place:
