@@ -17,7 +17,6 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.build_env import check_names
 from verl.trainer.command import Words, check_files, check_model, told
 
 
@@ -31,6 +30,8 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
+        from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+
         check_names(config.env, config.data.prompt_template)
         return train(config, console, only_preflight="--preflight" in words.options)
 
