@@ -36,6 +36,7 @@ CALLS = {
     "retool": CODE,
     "artist_math": CODE,
     "zerotir": CODE,
+    "zerotir_ppo": CODE,
     "otc_grpo": SEARCH,
     "otc_ppo": SEARCH,
     "search_r1": SEARCH,
