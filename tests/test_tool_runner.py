@@ -111,6 +111,15 @@ def test_a_text_that_cannot_be_encoded_reaches_no_tool() -> None:
     assert one(raising(AssertionError()), {"a": ["x", "\ud800"]})[0].endswith("a text that is not valid Unicode.")
 
 
+def test_arguments_too_deep_or_too_large_to_be_told_are_the_policys_fault() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    for odd in (deep, 10**5000):
+        told, status = one(raising(AssertionError()), {"a": odd})
+        assert status is ToolStatus.USER_ERROR and "cannot be read" in told
+
+
 def test_a_schema_that_is_none_or_refers_elsewhere_is_the_runs_fault() -> None:
     with pytest.raises(ConfigError, match="'does': its parameters are not a JSON schema"):
         ToolEnvFactory([Does(hang, ToolSpec("does", "", {"type": "thing"}))], ToolRunner(LIMITS))

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-
+from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.text import utf8
 from verl.registry import nearest
 from verl.types import Message, ToolCall, ToolSpec, ToolStatus, ToolUse
 
-_LONGEST_PROBLEM = 300  # characters; the problem quotes what the policy wrote
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -27,7 +25,7 @@ class Toolbox:
 
     def __init__(self, specs: Iterable[ToolSpec]) -> None:
         self.specs = {spec.name: spec for spec in specs}
-        self._validators = {name: Draft202012Validator(spec.parameters) for name, spec in self.specs.items()}
+        self._checker = ArgumentChecker()
 
     @classmethod
     def of(cls, methods: type) -> Toolbox:
@@ -37,16 +35,11 @@ class Toolbox:
 
     def check(self, call: ToolCall) -> None:
         """Raises ToolError, in words for the policy, for another function or arguments that do not fit its schema."""
-        validator = self._validators.get(call.name)
-        if validator is None:
+        spec = self.specs.get(call.name)
+        if spec is None:
             raise ToolError(f"there is no function {call.name!r}; {nearest(call.name, list(self.specs))}")
-        try:
-            error = best_match(validator.iter_errors(dict(call.arguments)))
-        except (RecursionError, ValueError) as odd:  # what cannot even be shown: too deep, too many digits
-            raise ToolError(f"{call.name}: the arguments cannot be read ({odd})") from odd
-        if error is not None:
-            place = ".".join(str(step) for step in error.absolute_path)
-            raise ToolError(f"{call.name}: {f'{place}: ' if place else ''}{error.message[:_LONGEST_PROBLEM]}")
+        if problem := self._checker.problem(spec, call.arguments):
+            raise ToolError(problem)
 
     def call(self, target: object, call: ToolCall) -> Any:
         """`target.name(**arguments)` after `check`. The functions raise ToolError for what is the policy's fault."""
@@ -109,8 +102,3 @@ def answer_calls(
 def as_text(result: Any) -> str:
     """A function's result as the policy gets to see it: a text as it is, everything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-
-
-def utf8(text: str) -> str:
-    """The text without lone surrogates: JSON can spell them, but neither UTF-8 nor a tokenizer can take them."""
-    return text.encode("utf-8", "replace").decode()

@@ -24,8 +24,8 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory
-from verl.envs.functions import utf8
 from verl.envs.registry import build_env_factory
+from verl.envs.tools.text import utf8
 from verl.envs.wire import (
     Answer,
     Closed,

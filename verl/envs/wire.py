@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.functions import utf8
+from verl.envs.tools.text import utf8
 from verl.types import Message, Task
 
 

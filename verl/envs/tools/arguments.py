@@ -26,11 +26,14 @@ class ArgumentChecker:
 
     def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
         """What is wrong with them; empty if nothing is. Raises ConfigError for a schema that is none."""
+        validator = self._validator(spec)
         try:
             json.dumps(dict(arguments), ensure_ascii=False).encode()
+            errors = sorted(validator.iter_errors(dict(arguments)), key=relevance, reverse=True)
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no service would take
             return f"Wrong arguments of {spec.name!r}: a text that is not valid Unicode."
-        errors = sorted(self._validator(spec).iter_errors(dict(arguments)), key=relevance, reverse=True)
+        except (RecursionError, ValueError) as odd:  # what cannot even be shown: too deep, too many digits
+            return f"Wrong arguments of {spec.name!r}: they cannot be read ({odd})."
         problems = [
             f"{shortened(error.message, MAX_PROBLEM_CHARS)}{f' (at {error.json_path})' if error.path else ''}"
             for error in errors[:MAX_PROBLEMS]

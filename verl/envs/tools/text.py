@@ -8,4 +8,9 @@ def shortened(text: str, max_chars: int) -> str:
     if len(text) > max_chars:
         half = (max_chars - NOTE_CHARS) // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-    return text.encode(errors="replace").decode()  # half a surrogate pair would break tokenizers
+    return utf8(text)
+
+
+def utf8(text: str) -> str:
+    """The text without lone surrogates: JSON can spell them, but neither UTF-8 nor a tokenizer can take them."""
+    return text.encode(errors="replace").decode()
