@@ -24,34 +24,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from scripts.data.common import Row, parser, run, task
 from scripts.raw.toolace import read_calls
+from verl.data.codecs.prompt import load_template
 from verl.errors import DataError
 
 Calls = list[dict[str, Any]]
 
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "function_call": "assistant"}
 _ROLES |= {"tool": "tool", "observation": "tool"}
-_RULES = """# Tools
-
-You may call any of these functions, one description a line:
-<tools>
-{tools}
-</tools>
-
-In every reply:
-1. Think first, between <think> and </think>.
-2. Then call one function or several, as a JSON list between <tool_call> and </tool_call>. Each call is an object with \
-"name" and "arguments".
-3. Give every argument the type that its description asks for.
-
-Example:
-<think>The user wants tomorrow's weather in Oslo.</think>
-<tool_call>[{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}]</tool_call>"""
 
 
 def instruction(tools: Sequence[Any], preface: str = "") -> str:
     """The system message: what the source says, the tools, and how to call them."""
     lines = "\n".join(json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools)
-    return f"{preface}\n\n{_RULES}".strip().replace("{tools}", lines)
+    return f"{preface}\n\n{load_template('tool_n1', '{tools}').fill('', lines)}".strip()
 
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
