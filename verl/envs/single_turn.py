@@ -1,9 +1,16 @@
-"""One reply and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it."""
+"""One reply and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it.
+
+Rows of these recipes tell of their tools in the prompt. A task may instead hold them as data, `extra["tools"]`, for the
+codec of the run to tell; what the reply calls is then in its message's `tool_calls`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from verl.envs.base import Observation, StepResult
-from verl.types import Message, Task
+from verl.types import Message, Task, ToolSpec
 
 
 class SingleTurnEnv:
@@ -13,8 +20,8 @@ class SingleTurnEnv:
         self._task = task
 
     async def reset(self) -> Observation:
-        """The prompt; tools, if any, are described in it."""
-        return Observation(self._task.prompt)
+        """The prompt and the tools that the task holds."""
+        return Observation(self._task.prompt, tuple(_tool(each) for each in self._task.extra.get("tools", ())))
 
     async def step(self, message: Message) -> StepResult:
         """The end."""
@@ -22,3 +29,7 @@ class SingleTurnEnv:
 
     async def close(self) -> None:
         """Holds nothing."""
+
+
+def _tool(told: Mapping[str, Any]) -> ToolSpec:
+    return ToolSpec(told["name"], told["description"], told["parameters"])

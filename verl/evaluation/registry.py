@@ -1,0 +1,54 @@
+"""The benchmarks by name. `bfcl` is all of one, `bfcl/simple_python` a category; a path is a data file of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from verl.evaluation.base import Benchmark, Setting
+from verl.errors import ConfigError
+from verl.registry import nearest, resolve
+
+BENCHMARKS: Mapping[str, str] = {
+    "bfcl": "verl.evaluation.bfcl:bfcl",
+    "api_bank": "verl.evaluation.api_bank:api_bank",
+    "bamboogle": "verl.evaluation.search:bamboogle",
+    "search": "verl.evaluation.search:search",
+    "math": "verl.evaluation.math:math",
+    "tau2": "verl.evaluation.tau2:tau2",
+}
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
+
+
+def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
+    """The benchmarks, each with the categories that are asked for, in the order in which they are first named.
+
+    Raises ConfigError for a name that is unknown or given twice.
+    """
+    if len(set(names)) < len(names):
+        raise ConfigError(f"benchmarks names something twice: {', '.join(names)}")
+    wanted: dict[str, list[str]] = {}
+    for name in names:
+        whole = name if name.endswith(_DATA_SUFFIXES) else name.partition("/")[0]
+        wanted.setdefault(whole, []).append(name)
+    return [_only(_build(whole, setting), parts) for whole, parts in wanted.items()]
+
+
+def _build(name: str, setting: Setting) -> Benchmark:
+    if name.endswith(_DATA_SUFFIXES):
+        from verl.evaluation.rows import rows_benchmark
+
+        return rows_benchmark(name)
+    make: Callable[[Setting], Benchmark] = resolve("benchmark", name, BENCHMARKS)
+    return make(setting)
+
+
+def _only(benchmark: Benchmark, parts: Sequence[str]) -> Benchmark:
+    """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
+    if benchmark.name in parts:
+        return benchmark
+    known = {category.name: category for category in benchmark.categories}
+    for part in parts:
+        if part not in known:
+            raise ConfigError(f"{benchmark.name} has no category {part!r}; {nearest(part, list(known))}")
+    return replace(benchmark, categories=tuple(known[part] for part in parts))
