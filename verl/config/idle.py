@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from verl.config.schema import WITHOUT_CRITIC, Config, GenerationConfig, SFTConfig
+from verl.config.schema import WITHOUT_CRITIC, Config, EvalConfig, GenerationConfig, SFTConfig
 from verl.errors import ConfigError
 
 
@@ -67,6 +67,16 @@ _OF_TRAINING = (
     Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and not c.data.val_files, _NO_VALIDATION),
     Rule("trainer.num_threads", lambda c: c.trainer.device == "cuda", "it is for processes on CPU"),
 )
+_OF_A_LONE_ENGINE = (
+    Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
+    Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
+    Rule("kv_cache_gib", lambda c: c.engine == "hf", "the transformers engine has no such cache"),
+    Rule("kv_cache_gib", lambda c: c.device == "cuda", "on a GPU gpu_memory_utilization decides"),
+    Rule("gpu_memory_utilization", lambda c: c.engine == "hf", "the transformers engine takes what it needs"),
+    Rule("gpu_memory_utilization", lambda c: c.device == "cpu", _NO_GPU),
+    Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
+    Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
+)
 _RULES: Mapping[type, tuple[Rule, ...]] = {
     Config: (
         *_OF_TRAINING,
@@ -112,17 +122,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
     ),
     GenerationConfig: (
         *_OF_EPISODES,
+        *_OF_A_LONE_ENGINE,
         Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("env.train_on_observations", _always, "nothing is trained"),
-        Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
-        Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
-        Rule("kv_cache_gib", lambda c: c.engine == "hf", "the transformers engine has no such cache"),
-        Rule("kv_cache_gib", lambda c: c.device == "cuda", "on a GPU gpu_memory_utilization decides"),
-        Rule("gpu_memory_utilization", lambda c: c.engine == "hf", "the transformers engine takes what it needs"),
-        Rule("gpu_memory_utilization", lambda c: c.device == "cpu", _NO_GPU),
-        Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
-        Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
     ),
+    EvalConfig: _OF_A_LONE_ENGINE,
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")

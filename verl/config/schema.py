@@ -454,13 +454,9 @@ class SFTConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """Prompts in, transcripts out."""
+class LoneEngineConfig:
+    """A model in an engine of its own, without a trainer, and how it is sampled."""
 
-    files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
-    output: str = "transcripts.jsonl"
-    limit: int | None = None  # rows of each file; all if left out
-    on_bad_row: str = "error"  # error | skip
     max_prompt_length: int = 2048
     max_response_length: int = 1024
     n: int = 1  # replies to each prompt
@@ -475,15 +471,57 @@ class GenerationConfig:
     seed: int = 0
     prompt_template: str | None = None  # as data.prompt_template
     model: ModelConfig = field(default_factory=ModelConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
         _require(self.engine in ("vllm", "hf"), "engine", "vllm or hf", self.engine)
         _require(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", self.dtype)
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
-        check_env_judges(self.reward, self.env)
-        for name in ("limit", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
+        for name in ("n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "at least 1", value)
+
+
+@dataclass(frozen=True)
+class GenerationConfig(LoneEngineConfig):
+    """Prompts in, transcripts out."""
+
+    files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
+    output: str = "transcripts.jsonl"
+    limit: int | None = None  # rows of each file; all if left out
+    on_bad_row: str = "error"  # error | skip
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
+        check_env_judges(self.reward, self.env)
+
+
+@dataclass(frozen=True)
+class EvalConfig(LoneEngineConfig):
+    """Benchmarks, and how a model is judged by them."""
+
+    benchmarks: list[str] = field(default_factory=list)  # bfcl, bfcl/simple_python, a data file .. (docs/evaluation.md)
+    handler: str = "toolrl"  # native (the chat template's own), toolrl, tool_n1, or any codec of docs/codecs.md
+    compare: str | None = None  # another model, usually the one before training, judged in the same way
+    limit: int | None = None  # rows of each category; all if left out
+    data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
+    output: str = "outputs/eval"  # one folder in it for each model and setting
+    search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; BM25 over data_dir if left out
+    judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
+    user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user; the scripted one if left out
+    max_concurrent: int = 256  # episodes at a time
+    num_scorers: int = 1  # processes that score
+    max_fault_share: float = 0.1  # of a category's tasks that may fail for no fault of the model before the run stops
+    bootstrap: int = 2000  # resamples behind an interval
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("limit", "max_concurrent", "num_scorers", "bootstrap"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "at least 1", value)
+        _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n={self.n} answers at temperature=0 are all alike; set a temperature, or n=1")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from verl.evaluation.base import Benchmark, Setting
 from verl.errors import ConfigError
+from verl.evaluation.base import Benchmark, Setting
+from verl.evaluation.rows import rows_benchmark
 from verl.registry import nearest, resolve
 
 BENCHMARKS: Mapping[str, str] = {
@@ -31,21 +32,16 @@ def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
     for name in names:
         whole = name if name.endswith(_DATA_SUFFIXES) else name.partition("/")[0]
         wanted.setdefault(whole, []).append(name)
-    return [_only(_build(whole, setting), parts) for whole, parts in wanted.items()]
+    return [_build(whole, parts, setting) for whole, parts in wanted.items()]
 
 
-def _build(name: str, setting: Setting) -> Benchmark:
+def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:
+    """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
     if name.endswith(_DATA_SUFFIXES):
-        from verl.evaluation.rows import rows_benchmark
-
         return rows_benchmark(name)
     make: Callable[[Setting], Benchmark] = resolve("benchmark", name, BENCHMARKS)
-    return make(setting)
-
-
-def _only(benchmark: Benchmark, parts: Sequence[str]) -> Benchmark:
-    """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
-    if benchmark.name in parts:
+    benchmark = make(setting)
+    if name in parts:
         return benchmark
     known = {category.name: category for category in benchmark.categories}
     for part in parts:

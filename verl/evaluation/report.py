@@ -1,0 +1,137 @@
+"""From records to figures: per category, per aggregate, and as differences of two models on the same tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.evaluation.base import Benchmark, Category
+from verl.evaluation.records import PROMPT_TOO_LONG
+from verl.evaluation.stats import Figure, aggregate, estimate
+from verl.types import Task
+
+Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
+Asked = Sequence[tuple[Category, Sequence[Task]]]
+_RIGHT = 1.0 - 1e-9
+_CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", PROMPT_TOO_LONG)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A model's answers to everything that was asked, where they are kept, and what they depend on."""
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    answers: Mapping[str, Answers]  # by category
+
+
+def figures_of(benchmark: Benchmark, answers: Mapping[str, Answers], resamples: int) -> dict[str, Figure]:
+    """By category and aggregate: the mean over tasks, each the mean of its n rollouts."""
+    per_task = {name: [_mean([row["figure"] for row in rows]) for rows in found] for name, found in answers.items()}
+    return _with_aggregates(benchmark, per_task, resamples)
+
+
+def differences(
+    benchmark: Benchmark, answers: Mapping[str, Answers], base: Mapping[str, Answers], resamples: int
+) -> dict[str, Figure]:
+    """By category and aggregate: model less base, paired: on the tasks that both have answered."""
+    per_task: dict[str, list[float]] = {}
+    for name, found in answers.items():
+        others = {rows[0]["digest"]: rows for rows in base.get(name, ())}
+        pairs = [(rows, others[rows[0]["digest"]]) for rows in found if rows[0]["digest"] in others]
+        per_task[name] = [
+            _mean([row["figure"] for row in rows]) - _mean([row["figure"] for row in theirs]) for rows, theirs in pairs
+        ]
+    return _with_aggregates(benchmark, per_task, resamples)
+
+
+def _with_aggregates(
+    benchmark: Benchmark, per_task: Mapping[str, Sequence[float]], resamples: int
+) -> dict[str, Figure]:
+    figures = {name: estimate(name, values, resamples) for name, values in per_task.items() if values}
+    return figures | aggregate(benchmark.aggregates, figures)
+
+
+def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: int) -> dict[str, Any]:
+    """One benchmark and one model, for a JSON file and for `tables.result_grid`."""
+    tasks = {category.name: len(found) for category, found in asked if category in benchmark.categories}
+    answers = {name: model.answers[name] for name in tasks}
+    figures = figures_of(benchmark, answers, resamples)
+    return {
+        "benchmark": benchmark.name,
+        "model": model.name,
+        "settings": model.settings,
+        "categories": {
+            category.name: _category(category, answers[category.name], tasks[category.name], figures[category.name])
+            for category in benchmark.categories
+            if category.name in figures
+        },
+        "aggregates": {
+            each.name: {
+                "figure": figures[each.name].told(),
+                "rows": figures[each.name].num_rows,
+                "formula": each.formula,
+            }
+            for each in benchmark.aggregates
+            if each.name in figures
+        },
+        "notes": list(benchmark.notes),
+    }
+
+
+def comparison_of(
+    benchmark: Benchmark, asked: Asked, model: Evaluated, base: Evaluated, resamples: int
+) -> dict[str, Any]:
+    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`."""
+    names = [category.name for category, _ in asked if category in benchmark.categories]
+    ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
+    of_model, of_base = (figures_of(benchmark, each, resamples) for each in (ours, theirs))
+    return {
+        "benchmark": benchmark.name,
+        "model": model.name,
+        "base": base.name,
+        "settings": {"model": model.settings, "base": base.settings},
+        "figures": {
+            name: {
+                "model": of_model[name].told(),
+                "base": of_base[name].told(),
+                "difference": difference.told(),
+                "rows": difference.num_rows,
+            }
+            for name, difference in differences(benchmark, ours, theirs, resamples).items()
+        },
+    }
+
+
+def _category(category: Category, found: Answers, num_tasks: int, figure: Figure) -> dict[str, Any]:
+    """`missing` tasks had no answer for no fault of the model, and are in no figure."""
+    rows = [row for task in found for row in task]
+    answered = [row for row in rows if row["stop_reason"] != PROMPT_TOO_LONG]
+    parts = sorted({name for row in answered for name in row["score"]["parts"]})
+    calls = sum(len(row["tool_uses"]) for row in answered)
+    right = [[row["figure"] >= _RIGHT for row in task] for task in found]
+    several = {"pass@n": _mean([any(task) for task in right]), "pass^n": _mean([all(task) for task in right])}
+    productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
+    return {
+        "metric": category.metric,
+        "handled": category.play.handled,
+        "figure": figure.told(),
+        **(several if len(found[0]) > 1 else {}),
+        "rows": len(found),
+        "missing": num_tasks - len(found),
+        "total": _mean([row["score"]["total"] for row in answered]),
+        "parts": {name: _mean([row["score"]["parts"].get(name, 0.0) for row in answered]) for name in parts},
+        "turns": _mean([row["num_turns"] for row in answered]),
+        "tool_calls": _mean([len(row["tool_uses"]) for row in answered]),
+        "tool_productivity": productivity,
+        "tokens": _mean([row["num_tokens"] for row in answered]),
+        "cut_off": _mean([row["stop_reason"] in _CUT_OFF for row in rows]),
+        "prompts_too_long": sum(task[0]["stop_reason"] == PROMPT_TOO_LONG for task in found),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

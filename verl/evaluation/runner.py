@@ -1,0 +1,77 @@
+"""Putting the tasks of a category before a model: side by side, each once, recorded as soon as it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl.data.lengths import PromptIds
+from verl.errors import DataError
+from verl.evaluation.base import Category
+from verl.evaluation.records import Records, digest_of
+from verl.rollout.group import GroupRollout
+from verl.types import Score, Task, TrajectoryGroup
+from verl.utils.reward_score.base import LabReward, Reward
+
+EXACT = "exact"  # the metric that is 1 for the highest reward there is
+_TOLERANCE = 1e-9
+_STEP = 0  # of rewards that follow a schedule
+_MOST_ROLLOUTS = 256  # of a task; their seeds must not meet another task's
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How one category is played."""
+
+    rollout: GroupRollout
+    prompt_ids: PromptIds
+    reward: Reward
+    max_prompt_length: int
+    n: int = 1
+    seed: int = 0
+    max_concurrent: int = 256
+
+    async def run(
+        self, category: Category, tasks: Sequence[Task], records: Records, done: Callable[[], None]
+    ) -> list[str]:
+        """Answers the tasks into the records; `done` is called after each. Returns why some could not be answered.
+
+        Those are nobody's wrong answers: they stay unrecorded, and are asked again when the evaluation goes on.
+        """
+        assert self.n <= _MOST_ROLLOUTS
+        places = asyncio.Semaphore(self.max_concurrent)
+
+        async def answer(task: Task) -> tuple[str, ...]:
+            async with places:
+                faults = await self._answer(category, task, records)
+            done()
+            return faults
+
+        return [fault for faults in await asyncio.gather(*map(answer, tasks)) for fault in faults]
+
+    async def _answer(self, category: Category, task: Task, records: Records) -> tuple[str, ...]:
+        try:
+            length = len(self.prompt_ids(task))
+        except DataError as error:  # the chat template refuses the messages
+            records.add_unasked(task, str(error))
+            return ()
+        if length > self.max_prompt_length:
+            records.add_unasked(task, f"{length} tokens, where max_prompt_length={self.max_prompt_length}")
+            return ()
+        seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
+        group = await self.rollout.run(task, self.n, _STEP, seed)
+        if not group.faults:
+            records.add(group, self._figures(category, group))
+        return group.faults
+
+    def _figures(self, category: Category, group: TrajectoryGroup) -> list[float]:
+        return [self._figure(category.metric, group.task, score) for score in group.scores]
+
+    def _figure(self, metric: str, task: Task, score: Score) -> float:
+        if metric == "total":
+            return score.total
+        if metric == EXACT:
+            assert isinstance(self.reward, LabReward)
+            return float(score.total >= self.reward.maximum(task, _STEP) - _TOLERANCE)
+        return score.parts.get(metric, 0.0)  # an episode that was cut off has no parts

@@ -1,0 +1,84 @@
+"""Reports as tables: for a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A title, the names of the columns, and texts."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+
+    def for_terminal(self) -> Table:
+        """With numbers to the right."""
+        table = Table(title=self.title, title_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def as_markdown(self) -> str:
+        """With its title as a line in bold."""
+        lines = [f"**{self.title}**", "", _line(self.columns), _line(["---", *["---:"] * (len(self.columns) - 1)])]
+        return "\n".join([*lines, *(_line(row) for row in self.rows)]) + "\n"
+
+
+def result_grid(result: Mapping[str, Any]) -> Grid:
+    """Figures of one benchmark and one model, in percent, with 95 % intervals."""
+    several = result["settings"]["n"] > 1
+    extra = ("pass@n", "pass^n") if several else ()
+    columns = ("", "rows", "figure, %", "95 %", *extra, "calls", "tokens", "cut off, %", "missing")
+    rows = [
+        (
+            name,
+            str(found["rows"]),
+            *_percent(found["figure"]),
+            *(f"{100 * found[each]:.1f}" for each in extra),
+            f"{found['tool_calls']:.2f}",
+            f"{found['tokens']:.0f}",
+            f"{100 * found['cut_off']:.1f}",
+            str(found["missing"]),
+        )
+        for name, found in result["categories"].items()
+    ]
+    blank = ("",) * (len(columns) - 4)
+    rows += [
+        (name, str(made["rows"]), *_percent(made["figure"]), *blank) for name, made in result["aggregates"].items()
+    ]
+    handled = any(found["handled"] for found in result["categories"].values())
+    words = f"handler {result['settings']['handler']}" if handled else "prompts as they are"
+    return Grid(f"{result['benchmark']}: {result['model']}, {words}", columns, rows)
+
+
+def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
+    """Two models on the same tasks, in percent and percentage points."""
+    rows = [
+        (
+            name,
+            str(found["rows"]),
+            _percent(found["base"])[0],
+            _percent(found["model"])[0],
+            f"{100 * found['difference']['mean']:+.1f}",
+            f"{100 * found['difference']['low']:+.1f} to {100 * found['difference']['high']:+.1f}",
+        )
+        for name, found in comparison["figures"].items()
+    ]
+    title = f"{comparison['benchmark']}: {comparison['model']} against {comparison['base']}"
+    return Grid(title, ("", "rows", "base", "model", "difference", "95 %"), rows)
+
+
+def _percent(figure: Mapping[str, float]) -> tuple[str, str]:
+    return f"{100 * figure['mean']:.1f}", f"{100 * figure['low']:.1f} to {100 * figure['high']:.1f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

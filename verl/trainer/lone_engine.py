@@ -1,0 +1,55 @@
+"""A model in an engine of its own, in this very process: for commands that do not train."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from verl.config.schema import Config, EnvConfig, LoneEngineConfig, RolloutConfig
+from verl.data.chat import ChatCodec
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.single_controller.group import Seat
+from verl.trainer.build_workers import choose_device, model_room, start_engine
+from verl.trainer.threads import num_threads
+
+
+def reply_lengths(config: LoneEngineConfig) -> tuple[int, int]:
+    """(most tokens of a prompt, of a reply): what is asked for, as far as the model has room."""
+    room = model_room(config.model)
+    if room is None:
+        return config.max_prompt_length, config.max_response_length
+    prompt_length = min(config.max_prompt_length, room // 2)
+    return prompt_length, min(config.max_response_length, room - prompt_length)
+
+
+@asynccontextmanager
+async def lone_engine(
+    config: LoneEngineConfig, codec: ChatCodec, env: EnvConfig
+) -> AsyncIterator[tuple[RolloutEngine, Sampling]]:
+    """An engine in this very process, and how to sample its replies. env: what the episodes are, or any of several."""
+    base = Config()
+    prompt_length, reply_length = reply_lengths(config)
+    whole = replace(
+        base,
+        model=replace(config.model, compute_dtype=config.dtype),
+        data=replace(base.data, max_prompt_length=prompt_length, max_response_length=reply_length),
+        env=env,
+        actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + reply_length)),
+        rollout=RolloutConfig(
+            name=config.engine,
+            placement="separate",
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_gib=config.kv_cache_gib,
+        ),
+        trainer=replace(
+            base.trainer, device=config.device, num_threads=num_threads(config.num_threads, 1), seed=config.seed
+        ),
+    )
+    engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
+    sampling = Sampling(reply_length, config.temperature, config.n, codec.stop_token_ids)
+    try:
+        yield engine, sampling
+    finally:
+        await engine.close()
