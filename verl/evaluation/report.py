@@ -57,7 +57,8 @@ def _with_aggregates(
 
 def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: int) -> dict[str, Any]:
     """One benchmark and one model, for a JSON file and for `tables.result_grid`."""
-    tasks = {category.name: len(found) for category, found in asked if category in benchmark.categories}
+    names = [category.name for category in benchmark.categories]
+    tasks = {category.name: len(found) for category, found in asked if category.name in names}
     answers = {name: model.answers[name] for name in tasks}
     figures = figures_of(benchmark, answers, resamples)
     return {
@@ -82,11 +83,9 @@ def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: i
     }
 
 
-def comparison_of(
-    benchmark: Benchmark, asked: Asked, model: Evaluated, base: Evaluated, resamples: int
-) -> dict[str, Any]:
+def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
     """One benchmark and two models, for a JSON file and for `tables.comparison_grid`."""
-    names = [category.name for category, _ in asked if category in benchmark.categories]
+    names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
     of_model, of_base = (figures_of(benchmark, each, resamples) for each in (ours, theirs))
     return {

@@ -52,7 +52,7 @@ async def evaluate(config: EvalConfig, benchmarks: Sequence[Benchmark], console:
         found = result_of(benchmark, asked, model, config.bootstrap)
         _tell(found, result_grid(found), model.folder / benchmark.name, console)
         if base is not None:
-            found = comparison_of(benchmark, asked, model, base, config.bootstrap)
+            found = comparison_of(benchmark, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
             _tell(found, comparison_grid(found), place, console)
 

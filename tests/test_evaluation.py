@@ -1,0 +1,365 @@
+"""Evaluation: figures by hand, answers that are kept, and the command from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from tests.conftest import ROOT
+from tests.tiny import MINI, save_tiny_model
+from verl.data.chat import ChatCodec
+from verl.errors import ConfigError, DataError
+from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.files import find_file, numbered_rows
+from verl.evaluation.handlers import codec_of, env_of
+from verl.evaluation.records import Records
+from verl.evaluation.registry import build_benchmarks
+from verl.evaluation.report import Evaluated, comparison_of, result_of
+from verl.evaluation.runner import Runner
+from verl.evaluation.stats import aggregate, estimate
+from verl.evaluation.tables import comparison_grid, result_grid
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.main_eval import main
+from verl.types import Message, Score, Task, Trajectory
+
+
+class Says:
+    """A reward: 1 for the gold answer; a reply of "broken" makes it fail."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        if trajectory.reply == "broken":
+            raise RuntimeError("the judge is away")
+        right = float(trajectory.reply == task.answer)
+        return Score(right, {"right": right, "long": float(len(trajectory.reply))})
+
+
+@pytest.fixture(scope="module")
+def codec() -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(f"t#{number}", (Message("user", f"say {number}"),), str(number), "test") for number in range(count)]
+
+
+def category(count: int = 8, metric: str = "right") -> Category:
+    return Category("toy/all", lambda: tasks(count), Play("says", handled=False), metric)
+
+
+class Counting:
+    """A model that answers a prompt by `reply(number in the prompt, rollout)` and counts how often it is asked."""
+
+    def __init__(self, codec: ChatCodec, reply: Callable[[int, int], str]) -> None:
+        self.asked: list[int] = []
+        self._codec, self._reply = codec, reply
+        self.engine = ScriptedEngine(self._script)
+
+    def _script(self, prompt_ids: Sequence[int], rollout: int) -> Sequence[int]:
+        text = self._codec.tokenizer.decode(prompt_ids)
+        number = int(text.split("say ")[1].split("<")[0].split()[0])
+        self.asked.append(number)
+        ids: list[int] = self._codec.tokenizer(self._reply(number, rollout))["input_ids"]
+        return [*ids, self._codec.end_token_id]
+
+
+def run(
+    codec: ChatCodec, model: Counting, folder: Path, what: Category, n: int = 1, limit: int = 64
+) -> tuple[list[str], Records]:
+    from verl.rollout.engine import Sampling
+
+    records = Records(folder, what, n)
+    sampling = Sampling(16, 0.0, n, codec.stop_token_ids)
+    reward = Says()
+    rollout = GroupRollout(model.engine, codec, DirectScorer(reward), sampling)
+    runner = Runner(rollout, codec.task_prompt_ids, reward, limit, n)
+    faults = asyncio.run(runner.run(what, records.missing(what.tasks()), records, lambda: None))
+    return faults, records
+
+
+def test_mean_and_interval_of_known_values() -> None:
+    figure = estimate("a", [1.0, 0.0, 1.0, 1.0], 4000)
+    low, high = figure.interval
+    assert figure.mean == 0.75 and figure.num_rows == 4
+    # of four tasks, three right: P(no draw right) = 1/256 and P(one right) = 12/256, so that 2.5 % lie at 0.25
+    assert (low, high) == (0.25, 1.0)
+    assert estimate("b", [0.5, 0.5], 10).interval == (0.5, 0.5)
+
+
+def test_the_same_tasks_give_the_same_interval() -> None:
+    values = [float(number % 3 == 0) for number in range(50)]
+    assert estimate("a", values, 500).interval == estimate("a", values, 500).interval
+
+
+def test_aggregates_over_members_and_rows() -> None:
+    figures = {"x": estimate("x", [1.0, 1.0, 1.0], 10), "y": estimate("y", [0.0], 10)}
+    made = aggregate(
+        [
+            Aggregate("mean", ("x", "y")),
+            Aggregate("rows", ("x", "y"), over="rows"),
+            Aggregate("of those", ("mean", "rows")),
+            Aggregate("not run", ("x", "z")),
+        ],
+        figures,
+    )
+    assert {name: figure.mean for name, figure in made.items()} == {"mean": 0.5, "rows": 0.75, "of those": 0.625}
+    assert made["rows"].interval == (0.75, 0.75) and made["rows"].num_rows == 4
+
+
+def test_a_task_is_asked_once_however_wrong(codec: ChatCodec, tmp_path: Path) -> None:
+    model = Counting(codec, lambda number, _: str(number) if number % 2 else "no")
+    faults, _ = run(codec, model, tmp_path, category())
+    assert faults == [] and sorted(model.asked) == list(range(8))
+    again = Counting(codec, lambda number, _: str(number))
+    run(codec, again, tmp_path, category())
+    assert again.asked == []
+    figures = [rows[0]["figure"] for rows in Records(tmp_path, category(), 1).of(tasks(8))]
+    assert figures == [0.0, 1.0] * 4
+
+
+def test_a_changed_task_or_rule_is_asked_again(codec: ChatCodec, tmp_path: Path) -> None:
+    run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category())
+    records = Records(tmp_path, category(), 1)
+    first, *rest = tasks(8)
+    assert records.missing([replace(first, answer="other"), *rest]) == [replace(first, answer="other")]
+    assert len(Records(tmp_path, category(metric="total"), 1).missing(tasks(8))) == 8
+
+
+def test_what_could_not_be_judged_is_missing_and_asked_again(codec: ChatCodec, tmp_path: Path) -> None:
+    faults, _ = run(codec, Counting(codec, lambda number, _: "broken" if number == 3 else "no"), tmp_path, category())
+    assert len(faults) == 1 and "the judge is away" in faults[0]
+    model = Counting(codec, lambda number, _: str(number))
+    faults, records = run(codec, model, tmp_path, category())
+    assert faults == [] and model.asked == [3]
+    benchmark = Benchmark("toy", (category(),))
+    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))[:6]})
+    assert result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]["missing"] == 2
+
+
+@pytest.mark.parametrize("torn", [1, 2, 40])
+def test_a_torn_file_goes_on_where_it_was_whole(codec: ChatCodec, tmp_path: Path, torn: int) -> None:
+    """The last task loses part of a line, a whole line, or more: it is asked again as a whole, and no other."""
+    run(codec, Counting(codec, lambda number, rollout: str(number + rollout)), tmp_path, category(), n=2)
+    path = tmp_path / "toy-all.jsonl"
+    text = path.read_bytes()
+    last = json.loads(text.splitlines()[-1])["task_id"]
+    path.write_bytes(text[: -1 - torn] if torn > 1 else text[: text.rstrip(b"\n").rfind(b"\n") + 1])
+    model = Counting(codec, lambda number, rollout: str(number + rollout))
+    run(codec, model, tmp_path, category(), n=2)
+    assert [f"t#{number}" for number in model.asked] == [last] * 2
+    assert {row["task_id"] for row in map(json.loads, path.read_text().splitlines())} == {f"t#{n}" for n in range(8)}
+    assert len(path.read_text().splitlines()) == 16
+
+
+def test_a_file_that_is_none_of_ours_is_named(codec: ChatCodec, tmp_path: Path) -> None:
+    (tmp_path / "toy-all.jsonl").write_text('{"other": 1}\n')
+    with pytest.raises(DataError, match=r"toy-all\.jsonl: is no file of answers"):
+        Records(tmp_path, category(), 1)
+
+
+def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Path) -> None:
+    model = Counting(codec, lambda number, _: str(number))
+    _, records = run(codec, model, tmp_path, category(), limit=1)
+    assert model.asked == []
+    benchmark = Benchmark("toy", (category(),))
+    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    found = result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]
+    assert (found["figure"]["mean"], found["prompts_too_long"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
+
+
+def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, tmp_path: Path) -> None:
+    """Of task k the first k of four rollouts are right, k = 0..4."""
+    model = Counting(codec, lambda number, rollout: str(number) if rollout < number else "no")
+    _, records = run(codec, model, tmp_path, category(5), n=4)
+    benchmark = Benchmark("toy", (category(5),), (Aggregate("overall", ("toy/all",)),), ("a note",))
+    done = Evaluated("m", tmp_path, {"n": 4, "handler": "toolrl"}, {"toy/all": records.of(tasks(5))})
+    result = result_of(benchmark, [(category(5), tasks(5))], done, 100)
+    found = result["categories"]["toy/all"]
+    assert found["figure"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
+    assert (found["pass@n"], found["pass^n"]) == (0.8, 0.2)
+    assert result["aggregates"]["overall"]["formula"] == "overall = mean over members of toy/all"
+    shown = result_grid(result)
+    assert "50.0" in shown.rows[0] and "80.0" in shown.rows[0] and "| overall | 5 | 50.0 |" in shown.as_markdown()
+
+
+def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: Path) -> None:
+    _, records = run(codec, Counting(codec, lambda number, _: str(number % 3)), tmp_path, category())
+    benchmark = Benchmark("toy", (category(),), (Aggregate("overall", ("toy/all",)),))
+    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    found = comparison_of(benchmark, done, done, 200)
+    for name in ("toy/all", "overall"):
+        assert found["figures"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert comparison_grid(found).rows[0][4:] == ("+0.0", "+0.0 to +0.0")
+
+
+def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> None:
+    """The base has answered half of the tasks; only those count."""
+    _, better = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path / "a", category())
+    _, worse = run(codec, Counting(codec, lambda number, _: "no"), tmp_path / "b", category(4))
+    benchmark = Benchmark("toy", (category(),))
+    settings = {"n": 1, "handler": "toolrl"}
+    ours, theirs = (
+        Evaluated(name, tmp_path, settings, {"toy/all": each.of(tasks(8))})
+        for name, each in (("a", better), ("b", worse))
+    )
+    found = comparison_of(benchmark, ours, theirs, 50)["figures"]["toy/all"]
+    assert (found["rows"], found["difference"]["mean"], found["difference"]["low"]) == (4, 1.0, 1.0)
+
+
+def test_benchmarks_by_name_category_and_file() -> None:
+    setting = Setting(Path("nowhere"))
+    (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
+    assert rows.name == "test" and rows.categories[0].metric == "exact"
+    with pytest.raises(ConfigError, match="unknown benchmark 'mth'; did you mean 'math'"):
+        build_benchmarks(["mth"], setting)
+    with pytest.raises(ConfigError, match="twice"):
+        build_benchmarks(["a.parquet", "a.parquet"], setting)
+
+
+def test_handlers() -> None:
+    template = "{% if tools %}.. <tool_call> .."
+    assert codec_of("native", template) == "hermes" and codec_of("tool_n1", "") == "tool_n1"
+    with pytest.raises(ConfigError, match="tells of no tools"):
+        codec_of("native", "{{ messages }}")
+    with pytest.raises(ConfigError, match="unknown handler 'toolr'; did you mean 'toolrl'"):
+        codec_of("toolr", template)
+    play = Play("env", env="shop", max_turns=5, tell_malformed=False)
+    env = env_of(play, "hermes")
+    assert (env.name, env.codec, env.max_turns, env.on_malformed) == ("shop", "hermes", 5, "end")
+    assert env_of(replace(play, handled=False), "hermes").codec is None
+
+
+def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "math").mkdir()
+    path = tmp_path / "math" / "aime.jsonl"
+    path.write_text('{"id": "a", "problem": "p"}\n{"id": "b", "problem": 3}\nnot json\n')
+    assert find_file(tmp_path, ["aime24.jsonl", "aime.jsonl"], "get it") == path
+    with pytest.raises(ConfigError, match=r"b.json is not in .* \(data_dir\) or below it; get it there"):
+        find_file(tmp_path, ["b.json"], "get it there")
+    rows = numbered_rows(path, {"id": str, "problem": str})
+    assert next(rows) == ("aime.jsonl#0", {"id": "a", "problem": "p"})
+    with pytest.raises(DataError, match=r"aime\.jsonl, row 1, field 'problem': is of type int; expected .* str"):
+        next(rows)
+
+
+def words(model: Path, out: Path, *more: str) -> list[str]:
+    return [
+        f"model={model}",
+        f"benchmarks=[{MINI / 'test.parquet'}]",
+        "engine=hf",
+        "dtype=float32",
+        "device=cpu",
+        "limit=6",
+        "max_prompt_length=512",
+        "max_response_length=24",
+        f"output={out}",
+        *more,
+    ]
+
+
+def result(out: Path) -> Any:
+    (path,) = list(out.glob("*/test.json"))
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_result(model: Path, tmp_path: Path) -> None:
+    assert main(words(model, tmp_path / "whole")) == 0
+    command = [sys.executable, "-m", "verl.trainer.main_eval", *words(model, tmp_path / "killed", "max_concurrent=1")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        _wait(lambda: any(_lines(path) for path in (tmp_path / "killed").glob("*/answers/*.jsonl")), process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    (answers,) = (tmp_path / "killed").glob("*/answers/*.jsonl")
+    before = _lines(answers)
+    assert len(before) > 0
+    assert main(words(model, tmp_path / "killed")) == 0
+    assert _lines(answers)[: len(before) - 1] == before[:-1]  # nothing was asked a second time
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(words(model, tmp_path, f"compare={model}")) == 0
+    first = result(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("verl.trainer.evaluate.lone_engine", refuse)
+    assert main(words(model, tmp_path, f"compare={model}")) == 0
+    assert result(tmp_path) == first
+    (comparison,) = tmp_path.glob("*/test-against-*.json")
+    (figure,) = json.loads(comparison.read_text())["figures"].values()
+    assert figure["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and figure["rows"] == 6
+
+
+def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path) -> None:
+    assert main(words(model, tmp_path)) == 0
+    settings = result(tmp_path)["settings"]
+    assert settings["engine"] == "hf" and settings["temperature"] == 0.0 and "torch" in settings["versions"]
+    assert len(settings["chat_template_sha256"]) == 64 and "model.safetensors" in settings["model"]["files"]
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    assert main(words(model, tmp_path)) == 0
+    assert len(list(tmp_path.glob("*/test.json"))) == 2  # other weights are another model
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("benchmarks=[]", "benchmarks is not set"),
+        ("benchmarks=[bfc]", "did you mean 'bfcl'"),
+        ("benchmarks=[nowhere.parquet]", "nowhere.parquet"),
+        ("handler=toolr", "did you mean 'toolrl'"),
+        ("compare=./nowhere", "nowhere"),
+        ("n=2", "set a temperature"),
+        ("limitt=3", "did you mean 'limit'"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    model: Path, tmp_path: Path, word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model, tmp_path, word)) == 2
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_are_shown_in_a_narrow_terminal(codec: ChatCodec, tmp_path: Path) -> None:
+    _, records = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path, category())
+    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    grid = result_grid(result_of(Benchmark("toy", (category(),)), [(category(), tasks(8))], done, 10))
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(grid.for_terminal())
+    assert "100.0" in console.export_text()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
