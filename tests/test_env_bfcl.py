@@ -11,7 +11,7 @@ import pytest
 
 from tests.episodes import call, calls, play, run, say
 from verl.envs.base import StepResult
-from verl.envs.bfcl import _MODULES, Api, BfclFactory, _documented
+from verl.envs.bfcl import _MODULES, MAX_STEPS, Api, BfclFactory, _documented
 from verl.envs.bfcl_tasks import CATEGORIES, FAULTY, Category, bfcl_tasks
 from verl.envs.registry import build_env_factory
 from verl.errors import ConfigError
@@ -26,9 +26,9 @@ def gold_turns(task: Task) -> list[list[ToolCall]]:
 
 
 def gold_messages(task: Task) -> list[Message]:
-    """Every turn's calls, one message each, and a word to the user at its end."""
-    turns = gold_turns(task)
-    return [message for turn in turns for message in (*(calls(made) for made in turn), say())]
+    """Every turn's calls, two by two because a turn has few messages, and a word to the user at its end."""
+    turns = [[turn[at : at + 2] for at in range(0, len(turn), 2)] for turn in gold_turns(task)]
+    return [message for turn in turns for message in (*(calls(*made) for made in turn), say())]
 
 
 def final_score(results: list[StepResult]) -> Score:
@@ -108,6 +108,13 @@ def test_the_users_turns_come_one_by_one() -> None:
     assert [result.messages[0].content for result in results[1:]] == [
         turn[0]["content"] for turn in task.extra["turns"][:2]
     ]
+
+
+def test_a_scenario_is_lost_by_calling_for_ever() -> None:
+    task = bfcl_tasks("base", limit=1)[0]
+    results = run(BfclFactory(), task, *[call("pwd")] * MAX_STEPS, say(), *[call("pwd")] * (MAX_STEPS + 1))
+    assert [result.done for result in results] == [False] * (2 * MAX_STEPS + 1) + [True]
+    assert results[-1].score is None and results[-1].tool_uses == ()
 
 
 def test_withheld_functions_appear_at_their_turn_and_excluded_ones_never() -> None:

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.bfcl_tasks import data_folder
+from verl.envs.bfcl_tasks import data_folder, json_schema
 from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
@@ -39,6 +39,7 @@ _MODULES = {  # class -> module, which is the name of its documentation, too
     "VehicleControlAPI": "vehicle_control",
 }
 _STATELESS = ("MathAPI",)
+MAX_STEPS = 20  # messages with calls in one turn of the user; as in BFCL, one more and it is lost, without a score
 _BOUNDS = {  # what would keep a processor busy for hours
     ("logarithm", "precision"): (1, 1000),
     ("square_root", "precision"): (1, 1000),
@@ -46,7 +47,6 @@ _BOUNDS = {  # what would keep a processor busy for hours
     ("power", "base"): (-1e9, 1e9),
     ("power", "exponent"): (-1000, 1000),
 }
-_JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 
 class Api:
@@ -96,6 +96,7 @@ class BfclEnv:
         self._gold_turns = [[self._gold.gold_call(call) for call in turn] for turn in json.loads(task.answer)]
         self._turns_right: list[bool] = []
         self._calls: list[list[ToolCall]] = [[]]  # [turn][call] those with fitting arguments
+        self._steps = 0  # of this turn
         self._withheld = {name: int(turn) for turn, names in task.extra["withheld"].items() for name in names}
 
     async def reset(self) -> Observation:
@@ -105,6 +106,9 @@ class BfclEnv:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the user's turn."""
         if message.tool_calls:
+            self._steps += 1
+            if self._steps > MAX_STEPS:
+                return StepResult(done=True)
             messages, uses = answer_calls(message.tool_calls, self._call)
             return StepResult(messages, tool_uses=uses)
         self._turns_right.append(self._turn_is_right())
@@ -112,6 +116,7 @@ class BfclEnv:
         if turn == len(self._gold_turns):
             return StepResult(done=True, score=self._score())
         self._calls.append([])
+        self._steps = 0
         added = tuple(spec for spec in self._tools_of_turn(turn) if self._withheld.get(spec.name) == turn)
         said = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
         return StepResult(said or (Message("user", _functions_were_added()),), tools=added)
@@ -194,24 +199,11 @@ def _toolbox() -> Toolbox:
 
 
 def _spec(row: Mapping[str, Any]) -> ToolSpec:
-    schema = _json_schema(row["parameters"])
+    schema = json_schema(row["parameters"], closed=True)
     for name, parameter in schema["properties"].items():
         if bounds := _BOUNDS.get((row["name"], name)):
             parameter["minimum"], parameter["maximum"] = bounds
     return ToolSpec(row["name"], row["description"], schema)
-
-
-def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """BFCL's type names as those of JSON Schema; an object with properties has no others."""
-    found = {key: value for key, value in schema.items() if (key, value) != ("type", "any")}
-    if "type" in found:
-        found["type"] = _JSON_TYPES.get(found["type"], found["type"])
-    if "items" in found:
-        found["items"] = _json_schema(found["items"])
-    if "properties" in found:
-        found["properties"] = {name: _json_schema(value) for name, value in found["properties"].items()}
-        found["additionalProperties"] = False
-    return found
 
 
 def _text(result: Any) -> str:

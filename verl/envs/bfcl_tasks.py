@@ -1,20 +1,22 @@
-"""BFCL's multi-turn rows as tasks. The data are those of the optional package `bfcl-eval`; nothing is downloaded."""
+"""BFCL's rows, and those of its multi-turn scenarios as tasks. They lie in the optional package `bfcl-eval`."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
 Category = Literal["base", "miss_func", "miss_param", "long_context"]
 CATEGORIES: tuple[Category, ...] = ("base", "miss_func", "miss_param", "long_context")
 TRAIN_SCENARIOS = 150  # of 200; a scenario's four variants are on the same side
+_INSTALL = "pip install --no-deps bfcl-eval==2026.3.23 mpmath"
+_JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 FAULTY: Mapping[str, str] = {
     "multi_turn_miss_func_49": "the gold calls `tail` while it is withheld",
@@ -35,12 +37,11 @@ def bfcl_tasks(
     """
     if category not in CATEGORIES or split not in ("train", "test", "all"):
         raise ConfigError(f"no BFCL category {category!r} with split {split!r}; categories: {', '.join(CATEGORIES)}")
-    name = f"BFCL_v4_multi_turn_{category}.json"
-    rows, golds = _json_lines(data_folder() / name), _json_lines(data_folder() / "possible_answer" / name)
+    rows = bfcl_rows(f"multi_turn_{category}", ("involved_classes", "initial_config"))
     wanted = {"train": range(TRAIN_SCENARIOS), "test": range(TRAIN_SCENARIOS, 200), "all": range(200)}[split]
     found = [
-        _task(row, gold["ground_truth"], category)
-        for row, gold in zip(rows, golds, strict=True)
+        _task(row, gold, category)
+        for row, gold in rows
         if int(row["id"].rpartition("_")[2]) in wanted and (keep_faulty or row["id"] not in FAULTY)
     ]
     return found[:limit]
@@ -50,14 +51,58 @@ def data_folder() -> Path:
     """Where the package keeps its data. Raises ConfigError where it is not installed."""
     spec = find_spec("bfcl_eval")
     if spec is None or spec.origin is None:
-        raise ConfigError(
-            "the environment 'bfcl' needs the package bfcl-eval: pip install --no-deps bfcl-eval==2026.3.23 mpmath"
-        )
+        raise ConfigError(f"BFCL needs the package bfcl-eval: {_INSTALL}")
     return Path(spec.origin).parent / "data"
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> list[tuple[dict[str, Any], list[Any]]]:
+    """(row, its ground truth) for every row of a category; an empty one where the category has none.
+
+    Raises DataError that names file and row for what is not JSON, a row without one of `fields`, and a ground truth
+    that is not for these rows.
+    """
+    path = data_folder() / f"BFCL_v4_{category}.json"
+    rows = _json_lines(path, ("id", "question", *fields))
+    if not with_gold:
+        return [(row, []) for row in rows]
+    gold_path = path.parent / "possible_answer" / path.name
+    golds = _json_lines(gold_path, ("id", "ground_truth"))
+    if [gold["id"] for gold in golds] != [row["id"] for row in rows]:
+        raise DataError("has other ids", f"those of {path}", f"Install it anew: {_INSTALL}", file=str(gold_path))
+    return [(row, gold["ground_truth"]) for row, gold in zip(rows, golds, strict=True)]
+
+
+def json_schema(schema: Mapping[str, Any], closed: bool = False) -> dict[str, Any]:
+    """BFCL's type names as those of JSON Schema; `any` has none. `closed`: an object with properties has no others."""
+    found = {key: value for key, value in schema.items() if (key, value) != ("type", "any")}
+    if "type" in found:
+        found["type"] = _JSON_TYPES.get(found["type"], found["type"])
+    if "items" in found:
+        found["items"] = json_schema(found["items"], closed)
+    if "properties" in found:
+        found["properties"] = {name: json_schema(value, closed) for name, value in found["properties"].items()}
+        if closed:
+            found["additionalProperties"] = False
+    return found
+
+
+def _json_lines(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read ({error})", mend=f"Install it anew: {_INSTALL}", file=str(path)) from error
+    return [_row(line, fields, path, number) for number, line in enumerate(lines)]
+
+
+def _row(line: str, fields: Sequence[str], path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not row.keys() >= set(fields):
+        expected = f"an object with {', '.join(fields)}"
+        raise DataError("is no row of BFCL", expected, f"Install it anew: {_INSTALL}", file=str(path), row=number)
+    return row
 
 
 def _task(row: Mapping[str, Any], gold: list[list[str]], category: Category) -> Task:

@@ -46,6 +46,7 @@ class Play:
     tools: tuple[Any, ...] = ()
     max_turns: int = 2
     max_tool_calls: int = 16
+    max_observation_tokens: int = 512  # of one answer; what is longer loses its middle
     tell_malformed: bool = True  # or the episode ends with a call that cannot be read
 
 

@@ -47,5 +47,6 @@ def env_of(play: Play, codec: str) -> EnvConfig:
         tools=list(play.tools),
         max_turns=play.max_turns,
         max_tool_calls=play.max_tool_calls,
+        max_observation_tokens=play.max_observation_tokens,
         on_malformed="tell" if play.tell_malformed else "end",
     )

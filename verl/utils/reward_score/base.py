@@ -23,6 +23,7 @@ REWARDS: Mapping[str, str] = {
     "artist_tools": "verl.utils.reward_score.artist:ArtistToolsReward",
     "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
     "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
+    "bfcl": "verl.utils.reward_score.bfcl:BfclReward",
 }
 
 

@@ -1,0 +1,220 @@
+"""BFCL as a benchmark: every category can be won by its gold through every handler, and not by doing nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from transformers import AutoTokenizer
+
+from tests.bfcl_oracle import gold_calls, with_calls
+from tests.episodes import play, say
+from tests.tiny import MINI
+from verl.config.schema import SandboxConfig
+from verl.data.chat import ChatCodec
+from verl.data.codecs.base import Calls, Malformed, build_codec
+from verl.envs import bfcl_tasks
+from verl.envs.bfcl import MAX_STEPS, Api
+from verl.envs.registry import build_env_factory
+from verl.errors import ConfigError, DataError
+from verl.evaluation.base import Benchmark, Category, Setting
+from verl.evaluation.bfcl import AGGREGATES, ANY, FAULTY, NO_CALL, SINGLE_TURN, bfcl
+from verl.evaluation.handlers import env_of
+from verl.evaluation.registry import build_benchmarks
+from verl.rollout.engine import Sampling
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.build_env import build_interaction
+from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
+from verl.utils.reward_score import build_reward
+
+pytest.importorskip("bfcl_eval", reason="needs the optional package bfcl-eval (pip install --no-deps bfcl-eval)")
+SETTING = Setting(Path("unused"))
+HANDLERS = ("toolrl", "tool_n1", "hermes")
+ROWS = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
+ROWS |= {"live_simple": 256, "live_multiple": 1050, "live_parallel": 16, "live_parallel_multiple": 24}
+ROWS |= {"live_irrelevance": 884, "live_relevance": 16}
+ROWS |= {f"multi_turn_{name}": 199 for name in bfcl_tasks.CATEGORIES} | {"multi_turn_miss_func": 198}
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Benchmark:
+    return bfcl(SETTING)
+
+
+@pytest.fixture(scope="module")
+def tasks(benchmark: Benchmark) -> dict[str, Sequence[Task]]:
+    return {each.name.removeprefix("bfcl/"): each.tasks() for each in benchmark.categories}
+
+
+def category(benchmark: Benchmark, name: str) -> Category:
+    return next(each for each in benchmark.categories if each.name == f"bfcl/{name}")
+
+
+def figure(played: Category, trajectory: Trajectory, task: Task) -> float:
+    return build_reward(played.play.reward, played.play.reward_options).score(trajectory, task, 0).total
+
+
+def episode(played: Category, handler: str, task: Task, replies: Sequence[str]) -> Trajectory:
+    """A policy that says these texts, one after the other, in the driver of training."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in replies)
+    env, limit = env_of(played.play, handler), 100_000
+    interaction = build_interaction(env, SandboxConfig(), ChatCodec(tokenizer), limit, max_response_length=limit)
+    assert interaction is not None
+    engine = ScriptedEngine(lambda prompt, number: next(said))
+    found = asyncio.run(interaction.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))
+    assert isinstance(found, Trajectory)
+    return found
+
+
+def test_categories_and_their_rows(benchmark: Benchmark, tasks: dict[str, Sequence[Task]]) -> None:
+    assert {name: len(found) for name, found in tasks.items()} == ROWS
+    ids = [task.id for found in tasks.values() for task in found]
+    assert len(set(ids)) == len(ids) and not {*FAULTY, *bfcl_tasks.FAULTY} & set(ids)
+    notes = " ".join(benchmark.notes)
+    assert all(id in notes for id in (*FAULTY, *bfcl_tasks.FAULTY))
+    (only,) = build_benchmarks(["bfcl/parallel"], SETTING)
+    assert [each.name for each in only.categories] == ["bfcl/parallel"]
+
+
+def test_aggregates_are_made_of_categories_and_of_those_before_them(benchmark: Benchmark) -> None:
+    known = {each.name for each in benchmark.categories}
+    for aggregate in AGGREGATES:
+        assert set(aggregate.members) <= known and aggregate.name not in known
+        known.add(aggregate.name)
+    formulas = {aggregate.name: aggregate for aggregate in AGGREGATES}
+    assert {name for name, each in formulas.items() if each.over == "rows"} == {"bfcl/live_ast", "bfcl/live"}
+    assert formulas["bfcl/overall"].members == ("bfcl/non_live", "bfcl/live", "bfcl/multi_turn")
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("name", SINGLE_TURN)
+def test_gold_as_each_handler_writes_it_is_right_on_every_row(
+    benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str, handler: str
+) -> None:
+    codec, played = build_codec(handler), category(benchmark, name)
+    for task in tasks[name]:
+        nothing = figure(played, with_calls(task, ()), task)
+        assert nothing == float(name in NO_CALL), task.id
+        if name in NO_CALL:
+            continue
+        gold = [ToolCall(task.extra["tools"][0]["name"], {})] if name in ANY else gold_calls(task)
+        parsed = codec.parse(codec.render(gold))
+        assert isinstance(parsed, Calls) and figure(played, with_calls(task, parsed.calls), task) == 1.0, task.id
+
+
+def test_no_message_is_lost_and_every_handler_shows_them(tasks: dict[str, Sequence[Task]]) -> None:
+    found = [task for name in SINGLE_TURN for task in tasks[name]]
+    roles = {tuple(message.role for message in task.prompt) for task in found}
+    assert {("system", "user"), ("user", "assistant", "user"), ("user", "user")} <= roles
+    for task in (task for task in found if len(task.prompt) > 1):
+        tools = (ToolSpec("f", "", {"type": "object", "properties": {}}),)
+        for handler in HANDLERS:
+            opening = build_codec(handler).opening(task.prompt, tools)
+            shown = opening if isinstance(opening, str) else "\n".join(message.content for message in opening)
+            assert all(message.content in shown for message in task.prompt), (handler, task.id)
+
+
+def test_functions_are_told_in_the_words_of_json_schema(tasks: dict[str, Sequence[Task]]) -> None:
+    types = {"string", "integer", "number", "boolean", "array", "object", None}
+
+    def kinds(schema: dict[str, Any]) -> set[Any]:
+        inside = [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]
+        return {schema.get("type")}.union(*map(kinds, inside))
+
+    seen = set()
+    for number, tool in enumerate(tool for name in SINGLE_TURN for task in tasks[name] for tool in task.extra["tools"]):
+        if number % 50 == 0:  # all are valid, in a minute
+            Draft202012Validator.check_schema(tool["parameters"])
+        seen |= kinds(tool["parameters"])
+        assert tool["description"].endswith(" Note that the provided function is in Python 3 syntax.")
+    assert seen == types
+
+
+@pytest.mark.parametrize("name", bfcl_tasks.CATEGORIES)
+def test_scenarios_are_lost_by_doing_nothing(benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str) -> None:
+    played, found = category(benchmark, f"multi_turn_{name}").play, tasks[f"multi_turn_{name}"]
+    factory = build_env_factory(played.env, dict(played.options))
+    assert max(len(json.loads(task.answer)) for task in found) * (MAX_STEPS + 1) <= played.max_turns
+
+    async def totals() -> list[float]:
+        results = [await play(factory(task), [say()] * len(json.loads(task.answer))) for task in found]
+        return [each[-1].score.total for each in results if each[-1].score]
+
+    assert asyncio.run(totals()) == [0.0] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("reply", "end"),
+    [
+        ("{gold}", (1.0, StopReason.STOP)),
+        ("I would rather not.", (0.0, StopReason.STOP)),
+        ("{unclosed}", (0.0, StopReason.MALFORMED)),
+    ],
+)
+@pytest.mark.parametrize("handler", ["toolrl", "tool_n1"])
+def test_an_episode_is_one_reply_whose_calls_are_judged(
+    benchmark: Benchmark, tasks: dict[str, Sequence[Task]], handler: str, reply: str, end: tuple[float, StopReason]
+) -> None:
+    played, task, codec = category(benchmark, "simple_python"), tasks["simple_python"][0], build_codec(handler)
+    gold = codec.render(gold_calls(task))
+    said = reply.format(gold=gold, unclosed=gold.partition("</tool_call>")[0])
+    assert isinstance(codec.parse(said), Malformed) == (end[1] is StopReason.MALFORMED)
+    trajectory = episode(played, handler, task, [said])
+    assert len(trajectory.turns) == 1
+    assert (figure(played, trajectory, task), trajectory.stop_reason) == end
+
+
+@pytest.mark.parametrize("name", ["multi_turn_base", "multi_turn_long_context"])
+def test_a_scenario_is_won_in_an_episode_by_its_gold(
+    benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str
+) -> None:
+    played, task, codec = category(benchmark, name), tasks[name][0], build_codec("toolrl")
+    api = Api(task.extra)
+    turns = [[api.gold_call(made) for made in turn] for turn in json.loads(task.answer)]
+    won = [text for turn in turns for text in (codec.render(turn), "Done.")]
+    trajectory = episode(played, "toolrl", task, won)
+    assert (figure(played, trajectory, task), trajectory.stop_reason) == (1.0, StopReason.STOP)
+    assert [len(trajectory.turns), trajectory.num_tool_calls] == [len(won), sum(map(len, turns))]
+    lost = episode(played, "toolrl", task, [*won[:-2], "Done.", "Done."])
+    assert (figure(played, lost, task), lost.stop_reason) == (0.0, StopReason.STOP)
+
+
+def test_without_the_package_the_mend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bfcl_tasks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps bfcl-eval==2026\.3\.23 mpmath"):
+        bfcl(SETTING)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "place"),
+    [
+        ("BFCL_v4_parallel.json", '{"id": "a", "question": [[]], "function": []}\n{"id": ', "parallel.json, row 1"),
+        ("BFCL_v4_parallel.json", '{"id": "a", "question": [[]]}', "parallel.json, row 0"),
+        ("BFCL_v4_parallel.json", None, "BFCL_v4_parallel.json: cannot be read"),
+        ("possible_answer/BFCL_v4_parallel.json", "[]", "possible_answer/BFCL_v4_parallel.json, row 0"),
+        ("possible_answer/BFCL_v4_parallel.json", '{"id": "b", "ground_truth": []}', "has other ids"),
+    ],
+)
+def test_a_file_of_the_package_that_is_not_as_expected_is_named(
+    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, text: str | None, place: str
+) -> None:
+    (tmp_path / "possible_answer").mkdir()
+    good = {
+        "BFCL_v4_parallel.json": '{"id": "a", "question": [[]], "function": []}',
+        "possible_answer/BFCL_v4_parallel.json": '{"id": "a", "ground_truth": []}',
+    }
+    monkeypatch.setattr(bfcl_tasks, "data_folder", lambda: tmp_path)
+    for name, content in (good | {file: text}).items():
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=place):
+        category(benchmark, "parallel").tasks()
+    for name, content in good.items():
+        (tmp_path / name).write_text(content)
+    assert len(category(benchmark, "parallel").tasks()) == 1
