@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from verl.evaluation.base import Benchmark, Setting
 from verl.errors import ConfigError
+from verl.evaluation.base import Benchmark, Setting
 from verl.registry import nearest, resolve
 
 BENCHMARKS: Mapping[str, str] = {
