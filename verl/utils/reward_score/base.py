@@ -23,6 +23,7 @@ REWARDS: Mapping[str, str] = {
     "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
     "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
     "api_bank": "verl.utils.reward_score.api_bank:ApiBankReward",
+    "qa": "verl.utils.reward_score.qa:QaReward",
 }
 
 
