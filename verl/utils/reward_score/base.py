@@ -19,10 +19,12 @@ REWARDS: Mapping[str, str] = {
     "otc_ppo": "verl.utils.reward_score.otc:OtcPpoReward",
     "otc_grpo": "verl.utils.reward_score.otc:OtcGrpoReward",
     "tool_n1": "verl.utils.reward_score.tool_n1:ToolN1Reward",
+    "artist_math": "verl.utils.reward_score.artist:ArtistMathReward",
     "artist_tools": "verl.utils.reward_score.artist:ArtistToolsReward",
     "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
     "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
     "api_bank": "verl.utils.reward_score.api_bank:ApiBankReward",
+    "math": "verl.utils.reward_score.math:MathReward",
     "qa": "verl.utils.reward_score.qa:QaReward",
 }
 
