@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from tests.eval_play import category, groups, scores
-from tests.service import free_port
+from tests.service import free_port, service
 from verl.data.codecs.base import build_codec
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.evaluation.base import Setting
@@ -94,6 +94,9 @@ PASSAGES = [
 ]
 
 
+NOWHERE = "http://127.0.0.1:1/retrieve"
+
+
 def corpus(folder: Path) -> Setting:
     (folder / "wiki_passages.jsonl").write_text("\n".join(map(json.dumps, PASSAGES)))
     (folder / "bamboogle.json").write_text(json.dumps([{"Question": "Which capital?", "Answer": "Rome"}]))
@@ -113,6 +116,19 @@ def test_an_episode_searches_and_answers(tmp_path: Path, codec: str) -> None:
     assert group.scores[0].total == 1.0
 
 
+def test_a_server_of_passages_can_be_searched_instead(tmp_path: Path) -> None:
+    of, port = corpus(tmp_path), free_port()
+    passages = str(tmp_path / "wiki_passages.jsonl")
+    command = ("-m", "verl.envs.tools.retrieval_server", "--corpus", passages, "--port", str(port))
+    with service(*command, url=f"http://127.0.0.1:{port}/health"):
+        elsewhere = {"retriever": "http", "urls": f"http://127.0.0.1:{port}/retrieve", "topk": 1}
+        benchmark = bamboogle(Setting(of.data_dir, search=elsewhere))
+        (group,) = groups(benchmark.categories[0], "hermes", lambda _: looked_up("hermes", 1, "<answer>Rome</answer>"))
+    (episode,) = group.trajectories
+    assert "Rome is the capital" in episode.turns[0].replies[0].content and group.scores[0].total == 1.0
+    assert not any("7,119" in note for note in benchmark.notes)
+
+
 def test_bamboogle_ends_after_three_calls(tmp_path: Path) -> None:
     (one,) = bamboogle(corpus(tmp_path)).categories
     (group,) = groups(one, "hermes", lambda _: looked_up("hermes", 4, "never said"))
@@ -130,8 +146,8 @@ def test_bamboogle_ends_after_three_calls(tmp_path: Path) -> None:
     ],
 )
 def test_gold_answers_are_right_and_silence_is_not(name: str, file: tuple[str, ...], rows: int) -> None:
-    real_data(*file)
-    setting = Setting(real_data("search", "wiki_passages.jsonl.gz").parents[1])
+    folder = real_data(*file).parents[len(file) - 1]
+    setting = Setting(folder, search={"retriever": "http", "urls": NOWHERE})  # these episodes do not search
     one = category((bamboogle if name == "bamboogle" else search)(setting), name)
     tasks = one.tasks()
     assert len(tasks) == rows
@@ -218,7 +234,7 @@ def test_a_judge_has_url_and_model(options: dict[str, str]) -> None:
 def test_what_is_missing_or_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"wiki_passages.jsonl.gz .*retriever: http"):
         bamboogle(Setting(tmp_path))
-    elsewhere = Setting(tmp_path, search={"retriever": "http", "urls": "http://127.0.0.1:1/retrieve", "topk": 5})
+    elsewhere = Setting(tmp_path, search={"retriever": "http", "urls": NOWHERE, "topk": 5})
     with pytest.raises(ConfigError, match=r"bamboogle.json .* ToolRL's repository"):
         bamboogle(elsewhere).categories[0].tasks()
     (tmp_path / "bamboogle.json").write_text('[{"Question": "q", "Answer": "a"}, {"Question": "q", "Answer": 7}]')

@@ -4,7 +4,7 @@
     strict   the reply makes exactly one call, and it equals the gold call
 
 A reply's calls are those that the codec read. Where it could read none, `soft` looks at the lines of ToolRL's block one
-by one, as ToolRL does: what is no JSON object is passed over, and an object without name or parameters is taken for the
+by one: what is no JSON object is passed over, and one without name or parameters is taken, as ToolRL takes it, for the
 parameters of the gold call.
 """
 
