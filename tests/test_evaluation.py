@@ -27,7 +27,7 @@ from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
 from verl.evaluation.files import find_file, numbered_rows
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.records import Records
-from verl.evaluation.registry import build_benchmarks
+from verl.evaluation.registry import build_benchmarks, check_names
 from verl.evaluation.report import Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.stats import aggregate, estimate
@@ -179,7 +179,7 @@ def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Pat
     benchmark = Benchmark("toy", (category(),))
     done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
     found = result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]
-    assert (found["figure"]["mean"], found["prompts_too_long"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
+    assert (found["figure"]["mean"], found["not_asked"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
 
 
 def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, tmp_path: Path) -> None:
@@ -226,9 +226,13 @@ def test_benchmarks_by_name_category_and_file() -> None:
     (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
     assert rows.name == "test" and rows.categories[0].metric == "exact"
     with pytest.raises(ConfigError, match="unknown benchmark 'mth'; did you mean 'math'"):
-        build_benchmarks(["mth"], setting)
+        check_names(["math/gsm8k", "mth"])
     with pytest.raises(ConfigError, match="twice"):
-        build_benchmarks(["a.parquet", "a.parquet"], setting)
+        check_names(["a.parquet", "a.parquet"])
+    with pytest.raises(ConfigError, match="math has no category 'math/gsm'; did you mean 'math/gsm8k'"):
+        build_benchmarks(["math/gsm"], setting)
+    (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
+    assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
 
 
 def test_handlers() -> None:

@@ -22,12 +22,14 @@ class Setting:
     search:   options of the search tool; empty: BM25 over the passages in data_dir
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: nobody does
     user:     options of tau2's user; empty: the scripted one
+    codec:    the handler's (codec_of), for benchmarks whose prompts hold earlier calls or are a codec's own words
     """
 
     data_dir: Path
     search: Mapping[str, Any] = field(default_factory=dict)
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,3 +36,11 @@ def numbered_rows(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> 
                 expected = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
                 raise DataError(got, f"a value of type {expected}", file=str(path), row=number, field=name)
         yield f"{path.name}#{number}", dict(row)
+
+
+def answer_texts(told: Any, place: str, field: str) -> list[str]:
+    """A row's gold answer or answers as a list. Raises DataError for what is no text, and for an empty one."""
+    texts = [told] if isinstance(told, str) else told
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise DataError(f"is {told!r:.80}", "a text or several, none of them empty", file=place, field=field)
+    return list(texts)

@@ -20,7 +20,7 @@ from verl.tracking.jsonl import read_rows, write_rows
 from verl.tracking.transcripts import group_rows
 from verl.types import Task, TrajectoryGroup
 
-PROMPT_TOO_LONG = "prompt_too_long"
+NOT_ASKED = "not_asked"
 
 
 def digest_of(category: Category, task: Task) -> str:
@@ -59,9 +59,9 @@ class Records:
         )
 
     def add_unasked(self, task: Task, problem: str) -> None:
-        """A task whose prompt the model has no room for: wrong, and told."""
+        """A task whose prompt is too long, or one that the chat template refuses: wrong, and told."""
         digest = digest_of(self._category, task)
-        row = {"task_id": task.id, "digest": digest, "stop_reason": PROMPT_TOO_LONG, "problem": problem, "figure": 0.0}
+        row = {"task_id": task.id, "digest": digest, "stop_reason": NOT_ASKED, "problem": problem, "figure": 0.0}
         self._append(digest, [{**row, "index": index} for index in range(self._n)])
 
     def _append(self, digest: str, rows: list[dict[str, Any]]) -> None:

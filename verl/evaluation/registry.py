@@ -21,18 +21,31 @@ BENCHMARKS: Mapping[str, str] = {
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError for no name, one that is given twice, or one of no benchmark; categories are not looked at."""
+    if not names:
+        raise ConfigError("benchmarks is not set; give some as [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"benchmarks names something twice: {', '.join(names)}")
+    for whole in _by_benchmark(names):
+        if not whole.endswith(_DATA_SUFFIXES):
+            resolve("benchmark", whole, BENCHMARKS)
+
+
 def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
     """The benchmarks, each with the categories that are asked for, in the order in which they are first named.
 
-    Raises ConfigError for a name that is unknown or given twice.
+    Raises ConfigError for a category that is unknown.
     """
-    if len(set(names)) < len(names):
-        raise ConfigError(f"benchmarks names something twice: {', '.join(names)}")
+    return [_build(whole, parts, setting) for whole, parts in _by_benchmark(names).items()]
+
+
+def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
     wanted: dict[str, list[str]] = {}
     for name in names:
         whole = name if name.endswith(_DATA_SUFFIXES) else name.partition("/")[0]
         wanted.setdefault(whole, []).append(name)
-    return [_build(whole, parts, setting) for whole, parts in wanted.items()]
+    return wanted
 
 
 def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from verl.evaluation.base import Benchmark, Category
-from verl.evaluation.records import PROMPT_TOO_LONG
+from verl.evaluation.records import NOT_ASKED
 from verl.evaluation.stats import Figure, aggregate, estimate
 from verl.types import Task
 
 Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
 Asked = Sequence[tuple[Category, Sequence[Task]]]
 _RIGHT = 1.0 - 1e-9
-_CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", PROMPT_TOO_LONG)
+_CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
 def _category(category: Category, found: Answers, num_tasks: int, figure: Figure) -> dict[str, Any]:
     """`missing` tasks had no answer for no fault of the model, and are in no figure."""
     rows = [row for task in found for row in task]
-    answered = [row for row in rows if row["stop_reason"] != PROMPT_TOO_LONG]
+    answered = [row for row in rows if row["stop_reason"] != NOT_ASKED]
     parts = sorted({name for row in answered for name in row["score"]["parts"]})
     calls = sum(len(row["tool_uses"]) for row in answered)
     right = [[row["figure"] >= _RIGHT for row in task] for task in found]
@@ -128,7 +128,7 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
         "tool_productivity": productivity,
         "tokens": _mean([row["num_tokens"] for row in answered]),
         "cut_off": _mean([row["stop_reason"] in _CUT_OFF for row in rows]),
-        "prompts_too_long": sum(task[0]["stop_reason"] == PROMPT_TOO_LONG for task in found),
+        "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
 
 

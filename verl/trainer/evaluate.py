@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import Progress
@@ -17,10 +17,12 @@ from rich.progress import Progress
 from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.files import replacing
-from verl.evaluation.base import Benchmark, Category
+from verl.errors import ConfigError
+from verl.evaluation.base import Category, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records
+from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
@@ -37,31 +39,48 @@ from verl.utils.reward_score.base import build_reward
 _SCORE_TIMEOUT_S = 120.0
 
 
-async def evaluate(config: EvalConfig, benchmarks: Sequence[Benchmark], console: Console) -> None:
+async def evaluate(config: EvalConfig, console: Console) -> None:
     """Judges the model, and before it the one that it is compared with; writes and prints what was found."""
+    players = [_Player.of(config, path) for path in (config.compare, config.model.path) if path is not None]
+    if len({player.codec for player in players}) > 1:
+        raise ConfigError(f"handler={config.handler} is another format for each model; name one that both understand")
+    setting = Setting(Path(config.data_dir), config.search, config.judge, config.user, players[0].codec)
+    benchmarks = build_benchmarks(config.benchmarks, setting)
     asked: Asked = [
         (category, list(islice(category.tasks(), config.limit)))
         for benchmark in benchmarks
         for category in benchmark.categories
     ]
-    base = None
-    if config.compare is not None:
-        base = await _judge(replace(config, model=replace(config.model, path=config.compare)), asked, console)
-    model = await _judge(config, asked, console)
+    *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
         found = result_of(benchmark, asked, model, config.bootstrap)
         _tell(found, result_grid(found), model.folder / benchmark.name, console)
-        if base is not None:
+        for base in bases:
             found = comparison_of(benchmark, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
             _tell(found, comparison_grid(found), place, console)
 
 
-async def _judge(config: EvalConfig, asked: Asked, console: Console) -> Evaluated:
+@dataclass(frozen=True)
+class _Player:
+    """A model and the words in which it is talked to."""
+
+    config: EvalConfig
+    chat: ChatCodec
+    codec: str
+
+    @classmethod
+    def of(cls, config: EvalConfig, path: str) -> Self:
+        """The model in `path`, as `config` has it judged."""
+        mine = replace(config, model=replace(config.model, path=path))
+        chat = load_codec(mine.model)
+        return cls(mine, chat, codec_of(config.handler, str(chat.tokenizer.chat_template)))
+
+
+async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
     """Asks the model what it has not answered yet; starts nothing if that is nothing."""
-    chat = load_codec(config.model)
-    codec = codec_of(config.handler, str(chat.tokenizer.chat_template))
-    settings = _settings(config, codec, chat)
+    config = player.config
+    settings = _settings(player)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{config.handler}-{digest}"
@@ -69,21 +88,20 @@ async def _judge(config: EvalConfig, asked: Asked, console: Console) -> Evaluate
     left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
     if left:
         _write(folder / "settings.json", json.dumps(settings, indent=2))
-        await _ask(config, left, records, chat, codec, console)
+        await _ask(player, left, records, console)
     answers = {category.name: records[category.name].of(tasks) for category, tasks in asked}
     return Evaluated(name, folder, settings, answers)
 
 
-async def _ask(
-    config: EvalConfig, left: Asked, records: Mapping[str, Records], chat: ChatCodec, codec: str, console: Console
-) -> None:
+async def _ask(player: _Player, left: Asked, records: Mapping[str, Records], console: Console) -> None:
+    config = player.config
     plays = [category.play for category, _ in left]
     widest = next((play for play in plays if play.handled), plays[0])
     with Progress(console=console, transient=True) as progress:
-        async with lone_engine(config, chat, env_of(widest, codec)) as (engine, sampling):
+        async with lone_engine(config, player.chat, env_of(widest, player.codec)) as (engine, sampling):
             for category, tasks in left:
                 bar = progress.add_task(category.name, total=len(tasks))
-                table = _Table(config, category, chat, codec, engine, sampling)
+                table = _Table(player, category, engine, sampling)
                 faults = await table.run(tasks, records[category.name], partial(progress.advance, bar))
                 _check_faults(category, faults, len(tasks), config.max_fault_share, console)
 
@@ -92,24 +110,22 @@ async def _ask(
 class _Table:
     """What a model and a category need to play."""
 
-    config: EvalConfig
+    player: _Player
     category: Category
-    chat: ChatCodec
-    codec: str
     engine: RolloutEngine
     sampling: Sampling
 
     async def run(self, tasks: Sequence[Task], records: Records, done: Callable[[], None]) -> list[str]:
-        config, play = self.config, self.category.play
-        env = env_of(play, self.codec)
+        config, chat, play = self.player.config, self.player.chat, self.category.play
+        env = env_of(play, self.player.codec)
         lengths = reply_lengths(config)
         template = config.prompt_template if play.handled else None
         sandbox = config.sandbox if env.tools else SandboxConfig()
-        interaction = build_interaction(env, sandbox, self.chat, *lengths, template)
+        interaction = build_interaction(env, sandbox, chat, *lengths, template)
         with ScoringPool(play.reward, play.reward_options, config.num_scorers, _SCORE_TIMEOUT_S) as scorer:
             runner = Runner(
-                GroupRollout(self.engine, self.chat, scorer, self.sampling, interaction),
-                opening_of(interaction, self.chat),
+                GroupRollout(self.engine, chat, scorer, self.sampling, interaction),
+                opening_of(interaction, chat),
                 build_reward(play.reward, play.reward_options),
                 lengths[0],
                 config.n,
@@ -132,8 +148,9 @@ def _check_faults(category: Category, faults: Sequence[str], asked: int, most: f
         )
 
 
-def _settings(config: EvalConfig, codec: str, chat: ChatCodec) -> dict[str, Any]:
+def _settings(player: _Player) -> dict[str, Any]:
     """All that a figure depends on beside the tasks and how they are played."""
+    config, chat, codec = player.config, player.chat, player.codec
     handled = build_interaction(EnvConfig(codec=codec), SandboxConfig(), chat, 1, 1, config.prompt_template)
     prompt_length, reply_length = reply_lengths(config)
     return {

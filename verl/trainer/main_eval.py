@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from verl.config.load import load_plain
 from verl.config.schema import EvalConfig
-from verl.errors import ConfigError
-from verl.evaluation.base import Setting
 from verl.trainer.command import Words, check_model, told
 
 _MODEL = "model="
@@ -33,17 +30,14 @@ def main(words: Sequence[str]) -> int:
         if words.only_show(config, console):
             return 0
         check_model(config.model)
-        if not config.benchmarks:
-            raise ConfigError("benchmarks is not set; give some as [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
-        from verl.evaluation.registry import build_benchmarks  # needs more than a wrong key takes to be told
+        from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
-        setting = Setting(Path(config.data_dir), config.search, config.judge, config.user)
-        benchmarks = build_benchmarks(config.benchmarks, setting)
+        check_names(config.benchmarks)
         import asyncio
 
         from verl.trainer.evaluate import evaluate
 
-        asyncio.run(evaluate(config, benchmarks, console))
+        asyncio.run(evaluate(config, console))
         return 0
 
     return told(words, __doc__ or "", EvalConfig, run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.envs.tau2.users import scripted_opening
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
 DOMAINS = ("retail", "airline")
@@ -21,17 +21,34 @@ def tau2_tasks(
     """The tasks of a domain. Task.prompt: its policy, and the opening of the scripted user.
 
     Task.answer is JSON: the gold `actions` and what must be said (`communicate`).
-    Raises ConfigError where the folder lacks a file.
+    Raises ConfigError where the folder lacks a file, DataError with the row and field that cannot be used.
     """
     if domain not in DOMAINS or split not in ("train", "test", "all"):
         raise ConfigError(f"tau2 has no domain {domain!r} with split {split!r}; domains: {', '.join(DOMAINS)}")
     folder = Path(data) / domain
     policy = read_file(folder / "policy.md")
-    rows = json.loads(read_file(folder / "tasks.json"))
-    if split != "all":
-        chosen = set(json.loads(read_file(folder / "split_tasks.json"))[split])
-        rows = [row for row in rows if row["id"] in chosen]
-    return [_task(row, domain, policy) for row in rows]
+    try:
+        rows = json.loads(read_file(folder / "tasks.json"))
+        chosen = {row["id"] for row in rows}
+        if split != "all":
+            chosen &= set(json.loads(read_file(folder / "split_tasks.json"))[split])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"tasks.json or split_tasks.json cannot be read ({error!r})",
+            "a list of objects with ids, and lists of ids by split",
+            file=str(folder),
+        ) from error
+    path = str(folder / "tasks.json")
+    return [_checked(row, domain, policy, path, number) for number, row in enumerate(rows) if row["id"] in chosen]
+
+
+def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number: int) -> Task:
+    try:
+        return _task(row, domain, policy)
+    except (KeyError, TypeError) as error:
+        field = str(error.args[0]) if isinstance(error, KeyError) else ""
+        problem = "is missing" if field else f"is no task ({error})"
+        raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
 
 
 def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:

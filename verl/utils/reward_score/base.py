@@ -24,6 +24,9 @@ REWARDS: Mapping[str, str] = {
     "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
     "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
     "bfcl": "verl.utils.reward_score.bfcl:BfclReward",
+    "api_bank": "verl.utils.reward_score.api_bank:ApiBankReward",
+    "math": "verl.utils.reward_score.math:MathReward",
+    "qa": "verl.utils.reward_score.qa:QaReward",
 }
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.base import Mutation, as_mutations, written
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _LONGEST_ANSWER = 300  # characters; this is what bounds parsing, whose time grows much faster than the text
@@ -48,12 +51,20 @@ def math_correct(reply: str, gold: str) -> bool:
 
 def same_answer(answer: str, gold: str) -> bool:
     """Whether two texts, LaTeX or plain, stand for the same number, expression, set, or list of such."""
-    answer, gold = answer.strip().removesuffix("."), gold.strip().removesuffix(".")
+    answer, gold = _bare(answer), _bare(gold)
     if answer == gold:
         return bool(gold)
     if len(answer) > _LONGEST_ANSWER:
         return False
     return _equal(answer, gold) or _same_lists(_parts(answer), _parts(gold))
+
+
+def _bare(text: str) -> str:
+    """Without a full stop, dollar signs around all of it, and a per cent sign: math-verify reads none in a box."""
+    text = text.strip().removesuffix(".")
+    if text.count("$") == 2 and text[0] == text[-1] == "$":
+        text = text[1:-1].rstrip()
+    return text.removesuffix("%").removesuffix("\\").rstrip() if text.endswith("%") else text
 
 
 def _same_lists(answers: list[str], golds: list[str]) -> bool:
@@ -117,3 +128,21 @@ def spoiled_boxes(answer: str) -> dict[str, str]:
         "another box after it": f"{boxed(answer)} No: {boxed(wrong)}",
         "a list of guesses": boxed(f"{answer}, {wrong}"),
     }
+
+
+@dataclass(frozen=True)
+class MathReward:
+    """1 where the last box of all that the policy wrote holds the right answer, else 0."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        correct = float(math_correct(written(trajectory), task.answer))
+        return Score(correct, {"correct": correct})
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+    def gold(self, task: Task, step: int) -> str:
+        return boxed(task.answer)
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        return as_mutations(spoiled_boxes(task.answer))

@@ -53,11 +53,11 @@ def exact_match(reply: str, answer: str) -> bool:
     found = last_answer(reply)
     if found is None:
         return False
-    return _compared(found) in {_compared(each) for each in accepted_answers(answer)}
+    return comparable(found) in {comparable(each) for each in accepted_answers(answer)}
 
 
-def _compared(answer: str) -> str:
-    """The normal form, and the text itself of what has none: "The The" and "!!!" are bands, "A+" is a blood type.
+def comparable(answer: str) -> str:
+    """The normal form, or the text itself of what has none: "The The" and "!!!" are bands, "A+" is a blood type.
 
     Else an empty answer, or any article, would be right for them.
     """

@@ -1,0 +1,72 @@
+"""Plays benchmarks with a policy that says what it is told to, by the driver and the rewards of training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from transformers import AutoTokenizer
+
+from tests.tiny import MINI
+from verl.config.schema import SandboxConfig
+from verl.data.chat import ChatCodec
+from verl.evaluation.base import Benchmark, Category
+from verl.evaluation.handlers import env_of
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.trainer.build_env import build_interaction
+from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
+from verl.utils.reward_score.base import build_reward
+
+Policy = Callable[[Task], Sequence[str]]  # what is said in each turn of an episode
+_ROOM = 100_000  # tokens
+
+
+@cache
+def chat() -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+class _Speaker:
+    """Says one text after the other, up to where it is stopped."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts: Iterator[str] = iter(texts)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        text = next(self._texts)
+        ends = any(stop in text for stop in sampling.stop_strings)
+        ids = (*chat().reply_ids(text)[0], *(() if ends else (chat().end_token_id,)))
+        return (Completion(ids, (0.0,) * len(ids), FinishReason.STOP, 0),)
+
+
+def category(benchmark: Benchmark, name: str) -> Category:
+    (found,) = (each for each in benchmark.categories if each.name == name)
+    return found
+
+
+def groups(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
+    """An episode of every task."""
+
+    async def play() -> list[TrajectoryGroup]:
+        interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM)
+        scorer = DirectScorer(build_reward(of.play.reward, of.play.reward_options))
+        rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), interaction)  # type: ignore[arg-type]
+        played = []
+        for task in of.tasks() if tasks is None else tasks:
+            one = replace(rollout, engine=_Speaker(policy(task)))  # type: ignore[arg-type]
+            played.append(await one.run(task, 1, 0))
+        await rollout.close()
+        return played
+
+    return asyncio.run(play())
+
+
+def scores(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[Score]:
+    """The score of an episode of every task; all could be scored."""
+    played = groups(of, codec, policy, tasks)
+    assert not [fault for group in played for fault in group.faults]
+    return [group.scores[0] for group in played]

@@ -1,0 +1,108 @@
+"""Questions that want looking up: Bamboogle (arXiv 2210.03350), HotpotQA (1809.09600), NQ-Open (1906.00300).
+
+The tool is BM25 over the passages in data_dir, or whatever `Setting.search` says: a dense index, a /retrieve server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.files import answer_texts, find_file, numbered_rows
+from verl.types import Message, Task
+
+_ASK = Message(
+    "system",
+    "Answer the user's question. Look up what you do not know for sure with the search tool, as often as you need. End "
+    "with the answer itself, a few words without a sentence around them, as in <answer>Marie Curie</answer>.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """files: names it goes by; question, golds: fields of its rows"""
+
+    files: tuple[str, ...]
+    source: str
+    question: str = "question"
+    golds: str = "golden_answers"
+
+
+_SETS: Mapping[str, _Set] = {
+    "bamboogle": _Set(
+        ("bamboogle.json", "Bamboogle/data.json"),
+        "benchmarks/Bamboogle/data.json of ToolRL's repository (qiancheng0/ToolRL)",
+        "Question",
+        "Answer",
+    ),
+    "search/hotpotqa_100": _Set(("hotpotqa_100.jsonl",), "a hundred questions of HotpotQA's dev set (distractor)"),
+    "search/hotpotqa_dev": _Set(("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"), "HotpotQA's dev set"),
+    "search/nq_open": _Set(
+        ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"), "NQ-Open's dev set (google-research-datasets/nq_open)"
+    ),
+}
+_COVERAGE = (
+    "share of questions with a gold answer in the ten best of the 7,119 passages: hotpotqa_100 .77, hotpotqa_dev .09, "
+    "nq_open .07, bamboogle .06; the figures of the last three tell what the model knows, not how it searches, unless "
+    "`search` names a server with all of Wikipedia"
+)
+
+
+def bamboogle(setting: Setting) -> Benchmark:
+    """125 questions of two hops, in at most four turns as ToolRL plays them: three calls, then the answer."""
+    compared = "ToolRL's figures are a GPT-4o judge's, over the five best results of a web search"
+    categories = (_category(setting, "bamboogle", _play(setting, 4, 3)),)
+    return Benchmark("bamboogle", categories, notes=(compared, *_notes(setting)))
+
+
+def search(setting: Setting) -> Benchmark:
+    """HotpotQA and NQ-Open in at most five turns, four calls and the answer, as Search-R1 plays them."""
+    play = _play(setting, 5, 4)
+    names = [name for name in _SETS if name.startswith("search/")]
+    return Benchmark("search", tuple(_category(setting, name, play) for name in names), notes=_notes(setting))
+
+
+def _category(setting: Setting, name: str, play: Play) -> Category:
+    return Category(name, partial(_tasks, setting, name), play, "judge" if setting.judge else "exact_match")
+
+
+def _play(setting: Setting, max_turns: int, max_tool_calls: int) -> Play:
+    options = setting.search or {"corpus": str(_corpus(setting))}
+    return Play(
+        "qa",
+        {"judge": dict(setting.judge)} if setting.judge else {},
+        env="tool",
+        tools=({"name": "search", **options},),
+        max_turns=max_turns,
+        max_tool_calls=max_tool_calls,
+    )
+
+
+def _corpus(setting: Setting) -> Path:
+    mend = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
+    return find_file(setting.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), mend)
+
+
+def _notes(setting: Setting) -> tuple[str, ...]:
+    """What the passages hold, where they are searched, and who judges."""
+    judged = (f"judged by {setting.judge['model']}",) if "model" in setting.judge else ()
+    return judged if setting.search else (_COVERAGE, *judged)
+
+
+def _tasks(setting: Setting, name: str) -> list[Task]:
+    one = _SETS[name]
+    path = find_file(setting.data_dir, one.files, f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}")
+    rows = numbered_rows(path, {one.question: str, one.golds: (str, list)})
+    return [
+        Task(
+            place,
+            (_ASK, Message("user", row[one.question])),
+            json.dumps(answer_texts(row[one.golds], place, one.golds)),
+            name,
+        )
+        for place, row in rows
+    ]

@@ -1,0 +1,38 @@
+"""Customer service over the data of tau2-bench (arXiv 2506.07982): retail and airline, the tasks of the test split."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from verl.envs.tau2.tasks import tau2_tasks
+from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.files import find_file
+
+_MAX_TURNS, _MAX_TOOL_CALLS = 30, 60  # the longest list of gold actions has 19
+_MEND = "it is data/tau2/domains of tau2-bench's repository (sierra-research/tau2-bench)"
+
+
+def tau2(setting: Setting) -> Benchmark:
+    """40 tasks of retail and 20 of airline; 1 where the database and what was said are as they should be."""
+    found = find_file(setting.data_dir, ("retail/tasks.json", "airline/tasks.json"), _MEND)
+    data = str(found.parent.parent)
+    play = Play(
+        "env",
+        env="tau2",
+        options={"data": data, **setting.user},
+        max_turns=_MAX_TURNS,
+        max_tool_calls=_MAX_TOOL_CALLS,
+    )
+    domains: tuple[Literal["retail", "airline"], ...] = ("retail", "airline")
+    categories = tuple(Category(f"tau2/{name}", partial(tau2_tasks, data, name, "test"), play) for name in domains)
+    split = "the test split: training takes the other one"
+    idle = "whoever does nothing scores .05 in retail and .35 in airline, where nothing is to be done as often"
+    return Benchmark("tau2", categories, notes=(_user_note(setting), split, idle))
+
+
+def _user_note(setting: Setting) -> str:
+    model = setting.user.get("user_model")
+    if model:
+        return f"the user is {model}; tau2-bench's figures have another prompt for it and other tools' words"
+    return "the user is a script: figures are not comparable with those of tau2-bench, whose user is a language model"
