@@ -66,7 +66,9 @@ METRICS = (
     Metric("critic/values_mean", "points", "token mean of the values before the update"),
     Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
     Metric(
-        "engine/gap_mean", "nats", "token mean of the absolute difference between the trainer's log p and the engine's"
+        "engine/gap_mean",
+        "nats",
+        "mean of the absolute difference between the trainer's log p and the engine's, where it wrote",
     ),
     Metric("engine/gap_max", "nats", "largest of them"),
     Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),
