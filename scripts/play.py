@@ -37,12 +37,12 @@ _COLOURS = {"system": "dim", "user": "green", "tool": "cyan"}
 
 
 def read_message(line: str, tools: Iterable[str]) -> Message:
-    """What a person typed, as the policy's message.
+    """What a person typed, as the policy's message: a call of whatever name an object follows, known to be a tool or not.
 
     Raises ValueError where it names a tool and what follows is not a JSON object.
     """
     name, _, rest = line.strip().partition(" ")
-    if name not in tools:
+    if name not in tools and not (name.isidentifier() and rest.lstrip().startswith("{")):
         return Message("assistant", line)
     arguments = json.loads(rest) if rest.strip() else {}
     if not isinstance(arguments, dict):
