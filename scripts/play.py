@@ -37,7 +37,7 @@ _COLOURS = {"system": "dim", "user": "green", "tool": "cyan"}
 
 
 def read_message(line: str, tools: Iterable[str]) -> Message:
-    """What a person typed, as the policy's message: a call of whatever name an object follows, known to be a tool or not.
+    """What a person typed, as the policy's message: a call of a tool, or of whatever name an object follows.
 
     Raises ValueError where it names a tool and what follows is not a JSON object.
     """

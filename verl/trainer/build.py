@@ -78,10 +78,16 @@ class Inputs:
 
 def load_inputs(config: Config) -> Inputs:
     """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be."""
-    codec, data = load_codec(config.model), config.data
-    lengths = (data.max_prompt_length, data.max_response_length)
-    interaction = build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
+    codec = load_codec(config.model)
+    interaction = interaction_of(config, codec)
     return Inputs(codec, interaction, *load_tasks(config, opening_of(interaction, codec)))
+
+
+def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
+    """What the policy of a training acts in, as `build_interaction` makes it."""
+    data = config.data
+    lengths = (data.max_prompt_length, data.max_response_length)
+    return build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
 
 
 @contextmanager
