@@ -26,7 +26,7 @@ from rich.panel import Panel
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.data.tasks import TaskSet
-from verl.envs.base import Env, StepResult
+from verl.envs.base import Env, StepResult, TaskChecker
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
@@ -119,6 +119,8 @@ def _find_task(arguments: argparse.Namespace) -> Task:
 async def _play(arguments: argparse.Namespace) -> None:
     task = _find_task(arguments)
     factory = build_env_factory(arguments.env, dict(arguments.option))
+    if isinstance(factory, TaskChecker):
+        factory.check_task(task)
     env = factory(task)
     try:
         _tell_end(await play(env))

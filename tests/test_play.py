@@ -50,6 +50,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
         ("steal it", ["shop"], "the end: score 0 (bought 0)"),  # these are words
         ("list_products", ["shop"], "left before the end"),
         ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "leaves the score to a reward"),
+        ("", ["shop", "--data", "dataset/mini/test.parquet"], "is no task of env.name=shop: Field required"),
         ("", ["shop", "--task", "99"], "error: there is no task 99: they count from 0 to 7"),
         ("", ["remote", "--option", "urls=http://127.0.0.1:1", "--tasks-of", "shop"], "error: environment servers"),
         ("", ["single_turn"], "brings no tasks of its own"),

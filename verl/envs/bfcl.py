@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.bfcl_tasks import data_folder
+from verl.envs.bfcl_tasks import check_task, data_folder
 from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
@@ -168,6 +168,10 @@ class BfclFactory:
 
     def __call__(self, task: Task) -> BfclEnv:
         return BfclEnv(task, self._score)
+
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for another environment's task."""
+        check_task(task)
 
     async def close(self) -> None:
         """Nothing is shared."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from verl.envs.base import Env, EnvFactory
+from verl.envs.base import Env, EnvFactory, TaskChecker
 from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.types import Task
@@ -36,6 +36,11 @@ class ClassFactory:
 
     def __call__(self, task: Task) -> Env:
         return self.env_class(task, **self.options)
+
+    def check_task(self, task: Task) -> None:
+        """Where the class itself can tell (a static method of this name)."""
+        if isinstance(self.env_class, TaskChecker):
+            self.env_class.check_task(task)
 
     async def close(self) -> None:
         """Nothing is shared."""

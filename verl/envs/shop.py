@@ -9,8 +9,11 @@ import json
 import random
 from typing import Annotated, Any
 
+from pydantic import BaseModel
+
 from verl.envs.base import Observation, StepResult
 from verl.envs.functions import Toolbox, answer_calls
+from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.types import Message, Score, Task
 
@@ -55,12 +58,31 @@ class Shop:
 _TOOLBOX = Toolbox.of(Shop)
 
 
+class Product(BaseModel):
+    """What a task tells of a product."""
+
+    name: str
+    price: int
+    stock: int
+
+
+class ShopExtra(BaseModel):
+    """Task.extra."""
+
+    products: dict[str, Product]
+
+
 class ShopEnv:
     """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} that is to be bought."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._shop = Shop(task.extra["products"])
+
+    @staticmethod
+    def check_task(task: Task) -> None:
+        """Raises DataError for what is no errand."""
+        check_row("shop", task, ShopExtra, dict[str, int])
 
     async def reset(self) -> Observation:
         """The errand and the shop's tools."""

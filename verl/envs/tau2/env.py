@@ -17,7 +17,7 @@ from verl.envs.tau2.airline import AirlineTools
 from verl.envs.tau2.common import ServiceTools
 from verl.envs.tau2.database import Database
 from verl.envs.tau2.retail import RetailTools
-from verl.envs.tau2.tasks import read_database
+from verl.envs.tau2.tasks import check_task, read_database
 from verl.envs.tau2.users import User, build_user
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
@@ -112,8 +112,13 @@ class Tau2Factory:
     def __call__(self, task: Task) -> Tau2Env:
         return Tau2Env(task, self.domain(task.extra["domain"]), self._user, self._max_user_turns)
 
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for another environment's task, ConfigError for a domain whose data are not there."""
+        check_task(task)
+        self.domain(task.extra["domain"])
+
     def domain(self, name: str) -> Domain:
-        """A domain's data, read when the first of its episodes starts."""
+        """A domain's data, read when the first of its tasks is looked at."""
         if name not in self._domains:
             tools = _TOOLS[name]
             self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
