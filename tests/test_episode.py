@@ -18,6 +18,9 @@ from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
+from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.function import tool
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.rollout.engine import Sampling
 from verl.rollout.episode import Budgets, Interaction
@@ -351,6 +354,27 @@ def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -
 
     setting = interaction(chat, Echoes(), turn_s=0.25, episode_s=0.25, retries=0)
     assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
+
+
+def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are(chat: ChatCodec) -> None:
+    @tool
+    async def echo(text: str) -> str:
+        """Answers after a while."""
+        await asyncio.sleep(0.2)
+        return text
+
+    async def together(*speakers: Speaker) -> list[StopReason]:
+        setting = replace(
+            interaction(chat, Echoes(), turn_s=0.5),
+            envs=ToolEnvFactory([echo], ToolRunner(ToolLimits(max_concurrent=1))),
+        )
+        done = await asyncio.gather(*(setting.run(speaker, Sampling(1), TASK, 0, None) for speaker in speakers))
+        return [each.stop_reason for each in done if isinstance(each, Trajectory)]
+
+    one = ("<ask>a</ask>\n", "done")
+    assert asyncio.run(together(*(Speaker(chat, *one) for _ in range(5)))) == [StopReason.STOP] * 5  # the last: 0.8 s
+    many = ("<ask>a</ask>" * 4 + "\n", "done")
+    assert asyncio.run(together(Speaker(chat, *many))) == [StopReason.TURN_TIMEOUT]
 
 
 def test_tools_that_come_later_are_told_to_the_policy(chat: ChatCodec) -> None:

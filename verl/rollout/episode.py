@@ -2,15 +2,15 @@
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
 again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
-Seconds are counted while the environment answers alone. How long a reply waits for the engine is the load's doing, not
-the episode's, and an engine that is lost has a limit of its own (`trainer.call_timeout_s`).
+Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
+place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
+(`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -18,6 +18,7 @@ from typing import TypeVar
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
 from verl.envs.base import Env, EnvFactory, StepResult
+from verl.envs.clock import Clock
 from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
@@ -224,15 +225,15 @@ class _Episode:
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
         left_s = self._budgets.episode_s - self._answering_s
-        begun = time.monotonic()
+        clock = Clock(min(self._budgets.turn_s, left_s))
         try:
-            async with asyncio.timeout(min(self._budgets.turn_s, left_s)):
+            async with clock.running():
                 return await _guarded(answer, doing)
         except TimeoutError as error:
             late = StopReason.TURN_TIMEOUT if self._budgets.turn_s < left_s else StopReason.EPISODE_TIMEOUT
             raise _LateError(late) from error
         finally:
-            self._answering_s += time.monotonic() - begun
+            self._answering_s += clock.seconds
 
     def _guarded_make(self) -> Env:
         try:

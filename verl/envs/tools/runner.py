@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
+from verl.envs.clock import in_place
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.text import NOTE_CHARS, shortened
@@ -123,7 +124,7 @@ class ToolRunner:
         place = self._places.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):
             try:
-                async with place:
+                async with in_place(place):
                     return await self._attempt(tool, call, limits.deadline_s)
             except ServiceDownError as error:
                 if not retries_left:
