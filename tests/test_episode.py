@@ -27,6 +27,7 @@ from verl.rollout.episode import Budgets, Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer, Fault
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.metrics import tool_metrics
 from verl.types import (
     Completion,
     FinishReason,
@@ -298,12 +299,36 @@ def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatCo
     trajectory = finished(engine, interaction(chat, envs))
     assert trajectory.num_tool_calls == 4 and len(envs.closed) == 2
     assert [turn.completion for turn in trajectory.turns] == engine.said[2:]  # nothing of the first attempt is left
-    fault = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, lost))))
-    assert fault == Fault("t#0", 0, "search: does not answer")
+    ended = [ToolStatus.SUCCESS, ToolStatus.UNAVAILABLE]  # .. but that it was
+    assert [use.status for use in trajectory.lost_uses] == ended
+    fault = play(Speaker(chat, *THREE[:2] * 2), interaction(chat, Echoes(failing(9, lost))))
+    assert isinstance(fault, Fault) and [use.status for use in fault.lost_uses] == ended * 2
+    assert str(fault) == "t#0, reply 0: search: does not answer"
     broken = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, KeyError("x")))))
-    assert broken == Fault("t#0", 0, "the environment: step raised KeyError: 'x'")
+    assert str(broken) == "t#0, reply 0: the environment: step raised KeyError: 'x'"
     own = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, TimeoutError("late")))))
-    assert own == Fault("t#0", 0, "the environment: step raised TimeoutError: late")
+    assert str(own) == "t#0, reply 0: the environment: step raised TimeoutError: late"
+
+
+def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: ChatCodec) -> None:
+    """Two of three rollouts live, one of them at its second attempt: 4 + 4 calls; lost are 1 + 1 and (1 + 1) * 2."""
+    lost = ServiceDownError("service", "gone", tool="echo")
+    attempts = {0: 1, 1: 2}  # rollout -> attempts that end early
+
+    class Numbered(Interaction):
+        async def run(self, engine: Any, sampling: Sampling, task: Task, index: int, seed: int | None) -> Any:
+            own = replace(self, envs=Echoes(failing(attempts.get(index, 0), lost)))
+            texts = THREE[:2] * attempts.get(index, 0) + THREE
+            return await Interaction.run(own, Speaker(chat, *texts), sampling, task, index, seed)
+
+    setting = Numbered(Echoes(), Dialogue(chat, AskCodec(), 16), Budgets())
+    group = asyncio.run(GroupRollout(Speaker(chat), chat, DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
+    assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
+    assert len(to_samples(group, 0)) == 2
+    metrics = tool_metrics([group])
+    assert metrics["tools/unavailable"] == pytest.approx(3 / 14)
+    assert metrics["tools/success"] == pytest.approx(11 / 14)
+    assert metrics["tools/calls_mean"] == 4
 
 
 def test_a_dead_engine_ends_everything(chat: ChatCodec) -> None:

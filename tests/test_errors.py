@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError, DataError, ServiceDownError, VerlError
 from verl.registry import nearest, resolve
 
 
@@ -15,6 +15,8 @@ def test_data_error_says_what_where_what_was_expected_and_the_mend() -> None:
     assert str(error) == "a.parquet, row 3, field 'prompt': is empty; expected a text. Drop the row"
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, VerlError) and str(copy) == str(error) and copy.row == 3
+    down = pickle.loads(pickle.dumps(ServiceDownError("search", "is gone", tool="find")))
+    assert (str(down), down.tool) == ("search: is gone", "find")
 
 
 def test_names_are_resolved_lazily_from_the_table_or_as_spelled() -> None:

@@ -259,9 +259,9 @@ def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
             raise ServiceDownError("x", "gone")
 
         calls = ToolRunner(ToolLimits(retries=0))
-        with pytest.raises(ServiceDownError):
+        with pytest.raises(ServiceDownError) as raised:
             await calls.run([ToolCall("long", {}), ToolCall("dies", {})], {"long": Does(long), "dies": Does(dies)})
-        assert stopped.is_set()
+        assert stopped.is_set() and raised.value.tool == "dies"
 
     asyncio.run(scene())
 

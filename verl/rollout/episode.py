@@ -23,7 +23,19 @@ from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
-from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolSpec, ToolUse, Trajectory, Turn
+from verl.types import (
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    ToolSpec,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    Turn,
+)
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -68,14 +80,17 @@ class Interaction:
     ) -> Trajectory | Fault:
         """One episode; begun anew when a service fails, and a fault when it keeps failing."""
         problem = ""
+        lost: list[ToolUse] = []
         for _ in range(1 + self.budgets.retries):
+            attempt = _Episode(self, engine, sampling, task, index, seed)
             try:
-                return await _Episode(self, engine, sampling, task, index, seed).run()
+                return replace(await attempt.run(), lost_uses=tuple(lost))
             except ServiceDownError as error:
                 problem = str(error)
+                lost += attempt.uses
             except DataError as error:
-                return Fault(task.id, index, str(error))
-        return Fault(task.id, index, problem)
+                return Fault(task.id, index, str(error), tuple(lost))
+        return Fault(task.id, index, problem, tuple(lost))
 
 
 class _LateError(Exception):
@@ -100,7 +115,7 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
-        self._uses: list[ToolUse] = []
+        self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
         self._score: Score | None = None
@@ -118,7 +133,7 @@ class _Episode:
             tuple(self._turns),
             stop_reason,
             Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
-            tuple(self._uses),
+            tuple(self.uses),
             self._score,
             self._num_malformed,
         )
@@ -217,8 +232,15 @@ class _Episode:
         return self._budgets.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
 
     async def _step(self, env: Env, message: Message) -> StepResult:
-        result = await self._answered(env.step(message), "step")
-        self._uses += result.tool_uses
+        begun_s = self._answering_s
+        try:
+            result = await self._answered(env.step(message), "step")
+        except ServiceDownError as error:
+            if message.tool_calls:
+                tool = error.tool or message.tool_calls[0].name
+                self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._answering_s - begun_s))
+            raise
+        self.uses += result.tool_uses
         self._score = result.score or self._score
         return result
 

@@ -48,7 +48,11 @@ METRICS = (
     Metric("tools/success", "share", "calls that went well"),
     Metric("tools/user_error", "share", "calls that were the policy's fault: wrong arguments, code that raises"),
     Metric("tools/timeout", "share", "calls that took too long"),
-    Metric("tools/unavailable", "share", "calls whose service was out of order"),
+    Metric(
+        "tools/unavailable",
+        "share",
+        "calls whose service was out of order, those of attempts that were begun anew for it, too",
+    ),
     Metric("tools/<tool>/seconds_mean", "s", "mean time of one tool's calls"),
     Metric("actor/loss", "1", "loss of the policy, mean over the step's optimizer steps"),
     Metric("actor/grad_norm", "1", "norm of the gradient before clipping"),
