@@ -30,6 +30,7 @@ from verl.envs.base import Env, StepResult, TaskChecker
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
+from verl.services import check_services
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 _console = Console(width=120)
@@ -121,6 +122,7 @@ async def _play(arguments: argparse.Namespace) -> None:
     factory = build_env_factory(arguments.env, dict(arguments.option))
     if isinstance(factory, TaskChecker):
         factory.check_task(task)
+    await check_services([factory])
     env = factory(task)
     try:
         _tell_end(await play(env))

@@ -15,6 +15,7 @@ from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError
 from verl.registry import nearest
 from verl.sandbox.base import Sandbox
+from verl.services import check_services
 from verl.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,10 @@ class ToolEnvFactory:
     def opening(self, task: Task) -> Observation:
         """How episodes of the task open, without starting one."""
         return opening(task, self._tools.values())
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where a service of a tool does not answer."""
+        await check_services(self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:
         return ToolEnv(task, tuple(self._tools.values()), self._runner)

@@ -23,6 +23,7 @@ from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
+from verl.services import check_services
 from verl.types import (
     FinishReason,
     Message,
@@ -68,6 +69,10 @@ class Interaction:
     dialogue: Dialogue
     budgets: Budgets
     sandbox: Sandbox | None = None  # that tools run code in
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where something that the episodes need does not answer."""
+        await check_services([self.envs, self.sandbox])
 
     async def close(self) -> None:
         """End what the environments share."""

@@ -21,6 +21,7 @@ from verl.envs.tau2.tasks import check_task, read_database
 from verl.envs.tau2.users import User, build_user
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
+from verl.services import check_services
 from verl.types import Message, Score, Task, ToolCall
 
 _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": AirlineTools}
@@ -123,6 +124,10 @@ class Tau2Factory:
             tools = _TOOLS[name]
             self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
         return self._domains[name]
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where the user is a language model that does not answer."""
+        await check_services([self._user])
 
     async def close(self) -> None:
         """End the user's connections."""
