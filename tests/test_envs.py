@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from tests.episodes import call, calls, run, say
-from verl.envs.functions import Toolbox, answer_calls, function_spec
+from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.signature import read_signature
 from verl.errors import ConfigError
 from verl.types import Message, Task, ToolCall, ToolStatus
 
@@ -36,8 +39,9 @@ class Echo:
 """
 
 
+@with_config(extra="forbid")
 class Leg(TypedDict):
-    number: Annotated[str, "Of a flight"]
+    number: Annotated[str, Field(description="Of a flight")]
     seats: int
 
 
@@ -56,29 +60,20 @@ class Desk:
         return "secret"
 
 
-def test_a_functions_signature_is_its_schema() -> None:
-    spec = function_spec(Desk.book)
+def test_a_methods_signature_is_its_schema() -> None:
+    spec, _ = read_signature(Desk.book)
     assert (spec.name, spec.description) == ("book", "Book it.")
+    leg = {"number": {"type": "string", "description": "Of a flight"}, "seats": {"type": "integer"}}
+    closed = {"type": "object", "additionalProperties": False}
     assert spec.parameters == {
-        "type": "object",
+        **closed,
+        "$defs": {"Leg": {**closed, "title": "Leg", "properties": leg, "required": ["number", "seats"]}},
         "properties": {
-            "legs": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {
-                        "number": {"type": "string", "description": "Of a flight"},
-                        "seats": {"type": "integer"},
-                    },
-                    "required": ["number", "seats"],
-                    "additionalProperties": False,
-                },
-            },
-            "cabin": {"type": "string", "enum": ["a", "b"]},
-            "price": {"type": "number"},
+            "legs": {"type": "array", "items": {"$ref": "#/$defs/Leg"}},
+            "cabin": {"type": "string", "enum": ["a", "b"], "default": "a"},
+            "price": {"type": "number", "default": 1.0},
         },
         "required": ["legs"],
-        "additionalProperties": False,
     }
 
 

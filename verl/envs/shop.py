@@ -9,7 +9,7 @@ import json
 import random
 from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from verl.envs.base import Observation, StepResult
 from verl.envs.functions import Toolbox, answer_calls
@@ -18,7 +18,8 @@ from verl.envs.tools.base import ToolError
 from verl.types import Message, Score, Task
 
 _GOODS = ("apples", "bread", "candles", "dates", "eggs", "flour", "grapes", "honey", "ink", "jam", "kale", "lamps")
-ProductId = Annotated[str, "Id of a product, for example 'p3'"]
+Quantity = Annotated[int, Field(description="How many, 0 to take it out")]
+ProductId = Annotated[str, Field(description="Id of a product, for example 'p3'")]
 
 
 class Shop:
@@ -39,7 +40,7 @@ class Shop:
             raise ToolError(f"there is no product {product_id!r}")
         return self._products[product_id]
 
-    def set_quantity(self, product_id: ProductId, quantity: Annotated[int, "How many, 0 to take it out"]) -> str:
+    def set_quantity(self, product_id: ProductId, quantity: Quantity) -> str:
         """Put a number of one product into the cart."""
         stock = self.get_product(product_id)["stock"]
         if not 0 <= quantity <= stock:
