@@ -143,5 +143,7 @@ def test_code_needs_a_sandbox_and_limits_that_there_are() -> None:
         build_tools(["shell"])
     with pytest.raises(ConfigError, match=r"limits of code: .*'wall'"):
         talk({"name": "python", "limits": {"wall": 1}}, [])
-    with pytest.raises(ConfigError, match=r"tool 'python': .*'stateful'; its options are print_last, limits"):
+    with pytest.raises(
+        ConfigError, match=r"tool 'python' has no option 'stateful'; its options are print_last, limits"
+    ):
         talk({"name": "python", "stateful": True}, [])
