@@ -93,10 +93,11 @@ def test_a_methods_signature_is_its_schema() -> None:
 )
 def test_wrong_calls_are_answers(name: str, arguments: dict[str, object], told: str) -> None:
     toolbox = Toolbox.of(Desk)
-    messages, uses = answer_calls([ToolCall(name, arguments)], lambda made: toolbox.call(Desk(), made))
-    assert messages[0].role == "tool" and messages[0].tool == name
-    assert messages[0].content.startswith("Error: ") and told in messages[0].content
-    assert uses[0].status is ToolStatus.USER_ERROR
+    result = answer_calls([ToolCall(name, arguments)], lambda made: toolbox.call(Desk(), made))
+    (message,), (use,) = result.messages, result.tool_uses
+    assert message.role == "tool" and message.tool == name
+    assert message.content.startswith("Error: ") and told in message.content
+    assert use.status is ToolStatus.USER_ERROR
 
 
 def test_arguments_that_cannot_be_shown_are_an_answer() -> None:
@@ -113,9 +114,9 @@ def test_calls_are_answered_in_their_order_and_texts_stay_texts() -> None:
     toolbox = Toolbox.of(Desk)
     assert list(toolbox.specs) == ["book", "note"]
     made = [ToolCall("note", {}), ToolCall("book", {"legs": [{"number": "x", "seats": 1}], "price": 2.5})]
-    messages, uses = answer_calls(made, lambda one: toolbox.call(Desk(), one))
-    assert [message.content for message in messages] == ["ümlaut", '{"price": 2.5}']
-    assert [use.status for use in uses] == [ToolStatus.SUCCESS] * 2
+    result = answer_calls(made, lambda one: toolbox.call(Desk(), one))
+    assert [message.content for message in result.messages] == ["ümlaut", '{"price": 2.5}']
+    assert [use.status for use in result.tool_uses] == [ToolStatus.SUCCESS] * 2
 
 
 def test_single_turn_ends_with_the_first_message() -> None:

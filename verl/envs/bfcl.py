@@ -105,8 +105,7 @@ class BfclEnv:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the user's turn."""
         if message.tool_calls:
-            messages, uses = answer_calls(message.tool_calls, self._call)
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, self._call)
         self._turns_right.append(self._turn_is_right())
         turn = len(self._turns_right)
         if turn == len(self._gold_turns):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
+from verl.envs.base import StepResult
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
@@ -46,9 +47,7 @@ class Toolbox:
         return getattr(target, call.name)(**call.arguments)
 
 
-def answer_calls(
-    calls: Sequence[ToolCall], run: Callable[[ToolCall], Any]
-) -> tuple[tuple[Message, ...], tuple[ToolUse, ...]]:
+def answer_calls(calls: Sequence[ToolCall], run: Callable[[ToolCall], Any]) -> StepResult:
     """Run the calls in their order: a message and a record of each. A ToolError is an answer like any other."""
     messages, uses = [], []
     for call in calls:
@@ -59,7 +58,7 @@ def answer_calls(
             text, status = f"Error: {error}", ToolStatus.USER_ERROR
         messages.append(Message("tool", utf8(text), tool=call.name))
         uses.append(ToolUse(call.name, status, perf_counter() - start))
-    return tuple(messages), tuple(uses)
+    return StepResult(tuple(messages), tool_uses=tuple(uses))
 
 
 def as_text(result: Any) -> str:

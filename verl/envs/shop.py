@@ -92,8 +92,7 @@ class ShopEnv:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the errand."""
         if message.tool_calls:
-            messages, uses = answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return StepResult(done=True, score=Score(bought, {"bought": bought}))
 

@@ -58,8 +58,7 @@ class Tau2Env:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any is for the user, who answers or hangs up."""
         if message.tool_calls:
-            messages, uses = answer_calls(message.tool_calls, self._call)
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, self._call)
         self._said.append(replace(message, content=_visible(message.content)))
         if len(self._said) // 2 >= self._max_user_turns:
             return StepResult(done=True, score=self._score())
