@@ -18,6 +18,7 @@ from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
+from verl.data.codecs.prompt import load_template
 from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
@@ -27,7 +28,7 @@ from verl.errors import ConfigError, DataError
 from verl.rollout.episode import Interaction
 from verl.trainer import main_generation, main_ppo
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 
 CHAT = ("env.name=tool", "env.codec=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
@@ -86,6 +87,20 @@ def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, .
     with pytest.raises(ConfigError, match=said) as raised:
         built(chat, words)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "place"),
+    [
+        (FENCE, "torl", "{question}"),
+        (("env.name=tool", "env.codec=toolrl", "env.tools=[calculator]"), "toolrl", "{tools}"),
+        (("env.name=tool", "env.codec=tool_n1", "env.tools=[calculator]"), "tool_n1", "{tools}"),
+    ],
+)
+def test_the_prompt_template_is_in_the_record_of_a_run(
+    chat: ChatCodec, words: tuple[str, ...], name: str, place: str
+) -> None:
+    assert prompt_record(built(chat, words)) == {"prompt_sha256": load_template(name, place).sha256}
 
 
 def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
