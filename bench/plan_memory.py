@@ -74,7 +74,7 @@ def full_pack(tokens: int, vocabulary: int, seed: int) -> PackedBatch:
             mask = (False,) * _PROMPT + (True,) * _REPLY
             samples.append(Sample((*prompt, *reply), mask, (0.0,) * len(mask), group, 0.0))
     column = [torch.full((_PROMPT + _REPLY,), 1e-3)] * len(samples)
-    names = ("advantages", "weight", "metric_weight", "rollout_logprobs")
+    names = ("advantages", "weight", "metric_weight", "gap_weight", "rollout_logprobs")
     return pack(make_units(samples, True, tokens), samples, dict.fromkeys(names, column))
 
 

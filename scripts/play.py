@@ -26,10 +26,11 @@ from rich.panel import Panel
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.data.tasks import TaskSet
-from verl.envs.base import Env, StepResult
+from verl.envs.base import Env, StepResult, TaskChecker
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
+from verl.services import check_services
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 _console = Console(width=120)
@@ -37,12 +38,12 @@ _COLOURS = {"system": "dim", "user": "green", "tool": "cyan"}
 
 
 def read_message(line: str, tools: Iterable[str]) -> Message:
-    """What a person typed, as the policy's message.
+    """What a person typed, as the policy's message: a call of a tool, or of whatever name an object follows.
 
     Raises ValueError where it names a tool and what follows is not a JSON object.
     """
     name, _, rest = line.strip().partition(" ")
-    if name not in tools:
+    if name not in tools and not (name.isidentifier() and rest.lstrip().startswith("{")):
         return Message("assistant", line)
     arguments = json.loads(rest) if rest.strip() else {}
     if not isinstance(arguments, dict):
@@ -119,6 +120,9 @@ def _find_task(arguments: argparse.Namespace) -> Task:
 async def _play(arguments: argparse.Namespace) -> None:
     task = _find_task(arguments)
     factory = build_env_factory(arguments.env, dict(arguments.option))
+    if isinstance(factory, TaskChecker):
+        factory.check_task(task)
+    await check_services([factory])
     env = factory(task)
     try:
         _tell_end(await play(env))

@@ -136,7 +136,7 @@ def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.L
     (train,), val = load_tasks(load_config(words), codec.task_prompt_ids)
     assert len(train) == 2400 and list(val) == ["test"]
     with pytest.raises(
-        DataError, match=r"train.parquet#\d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
+        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
     ):
         load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec.task_prompt_ids)
     skipping = load_config([*words, "data.max_prompt_length=90", "data.on_bad_row=skip"])
@@ -158,7 +158,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
     codec = load_codec(config.model)
     with pytest.raises(
-        DataError, match=r"data\.jsonl#1: the chat template refuses .* system, user \(No system role!\)"
+        DataError, match=r"data\.jsonl, row 1: the chat template refuses .* system, user \(No system role!\)"
     ):
         load_tasks(config, codec.task_prompt_ids)
     (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec.task_prompt_ids)
@@ -168,7 +168,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
         to_demonstration_samples(demonstrations, codec, 99)
     assert len(to_demonstration_samples(demonstrations, codec, 99, "skip")) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
-    with pytest.raises(DataError, match=r"data\.jsonl#0: the chat template refuses messages of the roles user"):
+    with pytest.raises(DataError, match=r"data\.jsonl, row 0: the chat template refuses messages of the roles user"):
         load_tasks(config, load_codec(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
     with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):

@@ -10,7 +10,9 @@ import pytest
 
 from tests.plain_sandbox import PlainSandbox
 from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.build import build_tools
 from verl.envs.tools.python import MAX_PARSED_CHARS, printing_last
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task, ToolCall, ToolStatus
 
@@ -26,7 +28,7 @@ def talk(tool: dict[str, Any], turns: Sequence[Sequence[str]], task: Task = task
 
     async def episode() -> list[Said]:
         sandbox = PlainSandbox()
-        factory = ToolEnvFactory.from_options([tool], {"deadline_s": 20, "retries": 0}, sandbox=sandbox)
+        factory = ToolEnvFactory(build_tools([tool], sandbox), ToolRunner(ToolLimits(deadline_s=20, retries=0)))
         env = factory(task)
         try:
             spec = (await env.reset()).tools[0]
@@ -70,7 +72,7 @@ def test_code_that_runs_too_long_is_stopped(name: str) -> None:
 def test_a_session_past_the_calls_deadline_is_ended_and_begun_anew() -> None:
     async def scene() -> None:
         sandbox = PlainSandbox()
-        factory = ToolEnvFactory.from_options(["python_session"], {"deadline_s": 1.5}, sandbox=sandbox)
+        factory = ToolEnvFactory(build_tools(["python_session"], sandbox), ToolRunner(ToolLimits(deadline_s=1.5)))
         env = factory(task())
         await env.reset()
         for code, status in (("while True: pass", ToolStatus.TIMEOUT), ("print(1)", ToolStatus.SUCCESS)):
@@ -138,8 +140,10 @@ def test_files_that_lead_out_of_the_folder_are_refused(path: str) -> None:
 
 def test_code_needs_a_sandbox_and_limits_that_there_are() -> None:
     with pytest.raises(ConfigError, match="tool 'shell' runs code and needs a sandbox"):
-        ToolEnvFactory.from_options(["shell"])
+        build_tools(["shell"])
     with pytest.raises(ConfigError, match=r"limits of code: .*'wall'"):
         talk({"name": "python", "limits": {"wall": 1}}, [])
-    with pytest.raises(ConfigError, match=r"tool 'python': .*'stateful'; its options are print_last, limits"):
+    with pytest.raises(
+        ConfigError, match=r"tool 'python' has no option 'stateful'; its options are print_last, limits"
+    ):
         talk({"name": "python", "stateful": True}, [])

@@ -329,7 +329,7 @@ def test_templates(tmp_path: Path) -> None:
     [
         ("herms", {}, "did you mean 'hermes'"),
         ("retool", {"limits": 3}, "no option 'limits'; did you mean 'limit'"),
-        ("retool", {"limit": "3"}, "option 'limit' of codec 'retool' must be of type int, not '3'"),
+        ("retool", {"limit": "3"}, "codec 'retool': option 'limit' must be of type int, not '3'"),
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
         ("fence", {"prompt_template": None}, "raw=true leaves out the chat template"),

@@ -5,21 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.make_env_tasks import to_row
 from tests.conftest import ROOT
+from tests.test_env_tau2 import small_domain, small_task
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
+from verl.data.codecs.prompt import load_template
+from verl.data.lengths import fitting
+from verl.data.tasks import TaskSet
+from verl.envs.bfcl_tasks import bfcl_tasks
+from verl.envs.shop import shop_tasks
+from verl.envs.tau2.env import Tau2Factory
 from verl.errors import ConfigError, DataError
 from verl.rollout.episode import Interaction
 from verl.trainer import main_generation, main_ppo
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 
 CHAT = ("env.name=tool", "env.codec=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
@@ -78,6 +87,20 @@ def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, .
     with pytest.raises(ConfigError, match=said) as raised:
         built(chat, words)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "place"),
+    [
+        (FENCE, "torl", "{question}"),
+        (("env.name=tool", "env.codec=toolrl", "env.tools=[calculator]"), "toolrl", "{tools}"),
+        (("env.name=tool", "env.codec=tool_n1", "env.tools=[calculator]"), "tool_n1", "{tools}"),
+    ],
+)
+def test_the_prompt_template_is_in_the_record_of_a_run(
+    chat: ChatCodec, words: tuple[str, ...], name: str, place: str
+) -> None:
+    assert prompt_record(built(chat, words)) == {"prompt_sha256": load_template(name, place).sha256}
 
 
 def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
@@ -139,7 +162,7 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
     seen = len(opening_of(inputs.interaction, inputs.codec)(task))
     assert len(inputs.codec.tokenizer(words)["input_ids"]) < seen < len(inputs.codec.task_prompt_ids(task))
     assert len(load_inputs(config(seen)).train[0]) == 1
-    with pytest.raises(DataError, match=f"rows.jsonl#0: the prompt has {seen} tokens, more than"):
+    with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
         load_inputs(config(seen - 1))
 
 
@@ -154,3 +177,29 @@ def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0 and "did you mean" in done.stdout, done.stdout + done.stderr
+
+
+TOOLRL = MINI / "test.parquet"
+
+
+@pytest.mark.parametrize("name", ["shop", "bfcl", "tau2"])
+def test_rows_of_another_environment_are_told_at_the_door(
+    name: str, chat: ChatCodec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With file, row and what was expected; left out where bad rows are."""
+    (tmp_path / "retail").mkdir()
+    options = f"env.options={{data: {tmp_path}}}" if name == "tau2" else "env.options={}"
+    own = tmp_path / "own.jsonl"
+    task = {"shop": shop_tasks, "bfcl": bfcl_tasks, "tau2": lambda: [small_task([], [])]}[name]()[0]
+    other = TaskSet(str(TOOLRL))[0]
+    own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
+    setting = built(chat, (f"env.name={name}", "env.codec=hermes", options))
+    if setting is not None and isinstance(setting.envs, Tau2Factory):
+        setting.envs._domains["retail"] = small_domain()
+    tasks, prompt_ids = TaskSet(str(own)), opening_of(setting, chat)
+    with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is no task of env.name={name}: .*; expected"):
+        fitting(tasks, prompt_ids, 100_000)
+    assert len(fitting(tasks, prompt_ids, 100_000, "skip")) == 1 and "row 1" in caplog.text
+    spoiled = replace(tasks[0], answer='{"half": ')
+    with pytest.raises(DataError, match=r"reward_model\.ground_truth"):
+        prompt_ids(spoiled)

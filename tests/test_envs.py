@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from tests.episodes import call, calls, run, say
-from verl.envs.functions import Toolbox, answer_calls, function_spec
+from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.signature import read_signature
 from verl.errors import ConfigError
 from verl.types import Message, Task, ToolCall, ToolStatus
 
@@ -36,8 +39,9 @@ class Echo:
 """
 
 
+@with_config(extra="forbid")
 class Leg(TypedDict):
-    number: Annotated[str, "Of a flight"]
+    number: Annotated[str, Field(description="Of a flight")]
     seats: int
 
 
@@ -56,29 +60,20 @@ class Desk:
         return "secret"
 
 
-def test_a_functions_signature_is_its_schema() -> None:
-    spec = function_spec(Desk.book)
+def test_a_methods_signature_is_its_schema() -> None:
+    spec, _ = read_signature(Desk.book)
     assert (spec.name, spec.description) == ("book", "Book it.")
+    leg = {"number": {"type": "string", "description": "Of a flight"}, "seats": {"type": "integer"}}
+    closed = {"type": "object", "additionalProperties": False}
     assert spec.parameters == {
-        "type": "object",
+        **closed,
+        "$defs": {"Leg": {**closed, "title": "Leg", "properties": leg, "required": ["number", "seats"]}},
         "properties": {
-            "legs": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {
-                        "number": {"type": "string", "description": "Of a flight"},
-                        "seats": {"type": "integer"},
-                    },
-                    "required": ["number", "seats"],
-                    "additionalProperties": False,
-                },
-            },
-            "cabin": {"type": "string", "enum": ["a", "b"]},
-            "price": {"type": "number"},
+            "legs": {"type": "array", "items": {"$ref": "#/$defs/Leg"}},
+            "cabin": {"type": "string", "enum": ["a", "b"], "default": "a"},
+            "price": {"type": "number", "default": 1.0},
         },
         "required": ["legs"],
-        "additionalProperties": False,
     }
 
 
@@ -98,10 +93,11 @@ def test_a_functions_signature_is_its_schema() -> None:
 )
 def test_wrong_calls_are_answers(name: str, arguments: dict[str, object], told: str) -> None:
     toolbox = Toolbox.of(Desk)
-    messages, uses = answer_calls([ToolCall(name, arguments)], lambda made: toolbox.call(Desk(), made))
-    assert messages[0].role == "tool" and messages[0].tool == name
-    assert messages[0].content.startswith("Error: ") and told in messages[0].content
-    assert uses[0].status is ToolStatus.USER_ERROR
+    result = answer_calls([ToolCall(name, arguments)], lambda made: toolbox.call(Desk(), made))
+    (message,), (use,) = result.messages, result.tool_uses
+    assert message.role == "tool" and message.tool == name
+    assert message.content.startswith("Error: ") and told in message.content
+    assert use.status is ToolStatus.USER_ERROR
 
 
 def test_arguments_that_cannot_be_shown_are_an_answer() -> None:
@@ -118,9 +114,9 @@ def test_calls_are_answered_in_their_order_and_texts_stay_texts() -> None:
     toolbox = Toolbox.of(Desk)
     assert list(toolbox.specs) == ["book", "note"]
     made = [ToolCall("note", {}), ToolCall("book", {"legs": [{"number": "x", "seats": 1}], "price": 2.5})]
-    messages, uses = answer_calls(made, lambda one: toolbox.call(Desk(), one))
-    assert [message.content for message in messages] == ["ümlaut", '{"price": 2.5}']
-    assert [use.status for use in uses] == [ToolStatus.SUCCESS] * 2
+    result = answer_calls(made, lambda one: toolbox.call(Desk(), one))
+    assert [message.content for message in result.messages] == ["ümlaut", '{"price": 2.5}']
+    assert [use.status for use in result.tool_uses] == [ToolStatus.SUCCESS] * 2
 
 
 def test_single_turn_ends_with_the_first_message() -> None:
@@ -157,7 +153,7 @@ def test_a_class_in_a_file_is_an_environment(tmp_path: Path) -> None:
     task = Task("t", (Message("user", "say so"),), "so", "test")
     (result,) = run(build_env_factory(f"{file}:Echo", {"bonus": 2.0}), task, say("so"))
     assert result.score is not None and result.score.total == 2.0
-    with pytest.raises(ConfigError, match=r"does not take the options \{'malus': 1\}"):
+    with pytest.raises(ConfigError, match="has no option 'malus'; its options are bonus"):
         build_env_factory(f"{file}:Echo", {"malus": 1})
     with pytest.raises(ConfigError, match="must be a class with `reset`, `step`"):
         build_env_factory(f"{file}:Score", {})
@@ -166,5 +162,5 @@ def test_a_class_in_a_file_is_an_environment(tmp_path: Path) -> None:
 def test_unknown_names_are_told_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown environment 'shopp'; did you mean 'shop'"):
         build_env_factory("shopp")
-    with pytest.raises(ConfigError, match="does not take the options"):
+    with pytest.raises(ConfigError, match="has no option 'number'; its options are count, seed"):
         build_tasks("shop", {"number": 3})

@@ -18,12 +18,16 @@ from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
+from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.function import tool
+from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.rollout.engine import Sampling
 from verl.rollout.episode import Budgets, Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer, Fault
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.metrics import tool_metrics
 from verl.types import (
     Completion,
     FinishReason,
@@ -295,12 +299,36 @@ def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatCo
     trajectory = finished(engine, interaction(chat, envs))
     assert trajectory.num_tool_calls == 4 and len(envs.closed) == 2
     assert [turn.completion for turn in trajectory.turns] == engine.said[2:]  # nothing of the first attempt is left
-    fault = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, lost))))
-    assert fault == Fault("t#0", 0, "search: does not answer")
+    ended = [ToolStatus.SUCCESS, ToolStatus.UNAVAILABLE]  # .. but that it was
+    assert [use.status for use in trajectory.lost_uses] == ended
+    fault = play(Speaker(chat, *THREE[:2] * 2), interaction(chat, Echoes(failing(9, lost))))
+    assert isinstance(fault, Fault) and [use.status for use in fault.lost_uses] == ended * 2
+    assert str(fault) == "t#0, reply 0: search: does not answer"
     broken = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, KeyError("x")))))
-    assert broken == Fault("t#0", 0, "the environment: step raised KeyError: 'x'")
+    assert str(broken) == "t#0, reply 0: the environment: step raised KeyError: 'x'"
     own = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, TimeoutError("late")))))
-    assert own == Fault("t#0", 0, "the environment: step raised TimeoutError: late")
+    assert str(own) == "t#0, reply 0: the environment: step raised TimeoutError: late"
+
+
+def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: ChatCodec) -> None:
+    """Two of three rollouts live, one of them at its second attempt: 4 + 4 calls; lost are 1 + 1 and (1 + 1) * 2."""
+    lost = ServiceDownError("service", "gone", tool="echo")
+    attempts = {0: 1, 1: 2}  # rollout -> attempts that end early
+
+    class Numbered(Interaction):
+        async def run(self, engine: Any, sampling: Sampling, task: Task, index: int, seed: int | None) -> Any:
+            own = replace(self, envs=Echoes(failing(attempts.get(index, 0), lost)))
+            texts = THREE[:2] * attempts.get(index, 0) + THREE
+            return await Interaction.run(own, Speaker(chat, *texts), sampling, task, index, seed)
+
+    setting = Numbered(Echoes(), Dialogue(chat, AskCodec(), 16), Budgets())
+    group = asyncio.run(GroupRollout(Speaker(chat), chat, DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
+    assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
+    assert len(to_samples(group, 0)) == 2
+    metrics = tool_metrics([group])
+    assert metrics["tools/unavailable"] == pytest.approx(3 / 14)
+    assert metrics["tools/success"] == pytest.approx(11 / 14)
+    assert metrics["tools/calls_mean"] == 4
 
 
 def test_a_dead_engine_ends_everything(chat: ChatCodec) -> None:
@@ -351,6 +379,27 @@ def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -
 
     setting = interaction(chat, Echoes(), turn_s=0.25, episode_s=0.25, retries=0)
     assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
+
+
+def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are(chat: ChatCodec) -> None:
+    @tool
+    async def echo(text: str) -> str:
+        """Answers after a while."""
+        await asyncio.sleep(0.2)
+        return text
+
+    async def together(*speakers: Speaker) -> list[StopReason]:
+        setting = replace(
+            interaction(chat, Echoes(), turn_s=0.5),
+            envs=ToolEnvFactory([echo], ToolRunner(ToolLimits(max_concurrent=1))),
+        )
+        done = await asyncio.gather(*(setting.run(speaker, Sampling(1), TASK, 0, None) for speaker in speakers))
+        return [each.stop_reason for each in done if isinstance(each, Trajectory)]
+
+    one = ("<ask>a</ask>\n", "done")
+    assert asyncio.run(together(*(Speaker(chat, *one) for _ in range(5)))) == [StopReason.STOP] * 5  # the last: 0.8 s
+    many = ("<ask>a</ask>" * 4 + "\n", "done")
+    assert asyncio.run(together(Speaker(chat, *many))) == [StopReason.TURN_TIMEOUT]
 
 
 def test_tools_that_come_later_are_told_to_the_policy(chat: ChatCodec) -> None:

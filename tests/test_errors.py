@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
-from verl.errors import ConfigError, DataError, VerlError
-from verl.registry import nearest, resolve
+from verl.errors import ConfigError, DataError, ServiceDownError, VerlError
+from verl.registry import check_options, nearest, resolve
 
 
 def test_data_error_says_what_where_what_was_expected_and_the_mend() -> None:
@@ -15,6 +16,8 @@ def test_data_error_says_what_where_what_was_expected_and_the_mend() -> None:
     assert str(error) == "a.parquet, row 3, field 'prompt': is empty; expected a text. Drop the row"
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, VerlError) and str(copy) == str(error) and copy.row == 3
+    down = pickle.loads(pickle.dumps(ServiceDownError("search", "is gone", tool="find")))
+    assert (str(down), down.tool) == ("search: is gone", "find")
 
 
 def test_names_are_resolved_lazily_from_the_table_or_as_spelled() -> None:
@@ -25,3 +28,24 @@ def test_names_are_resolved_lazily_from_the_table_or_as_spelled() -> None:
     with pytest.raises(ConfigError, match="cannot import module 'no_such_module'"):
         resolve("thing", "broken", table)
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+def made(first: int, *, shared: str, ratio: float = 1.0, name: str | None = None, flag: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"flags": True}, r"has no option 'flags'; did you mean 'flag'\?"),
+        ({"shared": "y"}, r"has no option 'shared'; its options are ratio, name, flag"),
+        ({"ratio": "2"}, r"option 'ratio' must be of type float, not '2'"),
+        ({"ratio": True}, "must be of type float"),
+        ({"flag": 1}, "must be of type bool"),
+    ],
+)
+def test_options_are_checked_before_anything_is_made(options: dict[str, Any], said: str) -> None:
+    check_options("thing", "made", made, {"ratio": 2, "name": None}, 1, shared="x")
+    with pytest.raises(ConfigError, match=said):
+        check_options("thing", "made", made, options, 1, shared="x")
+    with pytest.raises(ConfigError, match=r"missing a required.*'first'; its options are first, ratio"):
+        check_options("thing", "made", made, {}, shared="x")

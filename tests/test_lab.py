@@ -149,7 +149,7 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
         (["--option", "coars=true"], "did you mean 'coarse'?"),
         (["--option", "environ=5"], "unknown option 'environ'"),
         (["--reward", "tests.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
-        (["--reward", "tests.test_lab:Careless", "--option", "a=1"], "cannot be made with options"),
+        (["--reward", "tests.test_lab:Careless", "--option", "a=1"], "has no option 'a'; its options are none"),
         (["--reward", "tests.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),
         (["--reward", ":X"], "unknown reward ':X'"),
         (["--data", "gone.parquet"], "there is no such file"),

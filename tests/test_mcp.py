@@ -27,7 +27,7 @@ TASK = Task("t", (Message("user", "?"),), "", "test")
 Said = list[tuple[str, ToolStatus]]
 
 
-STDIO = {"name": "mcp", "command": [sys.executable, SERVER], "env": {"PLACE": "here"}}
+STDIO = {"name": "mcp", "command": [sys.executable, SERVER], "env": {"PLACE": "here"}, "timeout_s": 60}
 
 
 @pytest.fixture(scope="module", params=["stdio", "http"])
@@ -39,7 +39,7 @@ def reached(request: pytest.FixtureRequest) -> Iterator[list[Tool | EpisodeTool]
             port = free_port()
             url = f"http://127.0.0.1:{port}/mcp"
             stack.enter_context(service(SERVER, str(port), url=url))
-            options = {"name": "mcp", "url": url}
+            options = {"name": "mcp", "url": url, "timeout_s": 60}
         tools = build_tools([options])
         yield tools
         asyncio.run(tools[0].close())
@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> No
             with service(SERVER, str(port), url=url):
                 assert await say(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
 
-        tools = build_tools([{"name": "mcp", "url": url}])
+        tools = build_tools([{"name": "mcp", "url": url, "timeout_s": 60}])
         episode(tools, play, retries=1)
         asyncio.run(tools[0].close())
 
@@ -124,7 +124,7 @@ def test_closing_ends_the_program() -> None:
         return {child.pid for child in psutil.Process().children(recursive=True)}
 
     before = children()
-    (tool,) = build_tools([{"name": "mcp", "command": f"{sys.executable} {SERVER}", "only": ["add"]}])
+    (tool,) = build_tools([{"name": "mcp", "command": f"{sys.executable} {SERVER}", "only": ["add"], "timeout_s": 60}])
     assert len(children() - before) == 1
     asyncio.run(tool.close())
     asyncio.run(tool.close())
@@ -134,7 +134,7 @@ def test_closing_ends_the_program() -> None:
 def test_a_run_that_forgets_to_close_ends_all_the_same() -> None:
     code = f"""
 from verl.envs.tools.build import build_tools
-tools = build_tools([{{"name": "mcp", "command": {[sys.executable, SERVER]!r}}}])
+tools = build_tools([{{"name": "mcp", "command": {[sys.executable, SERVER]!r}, "timeout_s": 60}}])
 print(len(tools))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path.cwd())
@@ -148,8 +148,17 @@ print(len(tools))
         ({"command": "a", "url": "b"}, ConfigError, "either a command"),
         ({"command": "/nowhere/server"}, ServiceDownError, "MCP server /nowhere/server: cannot be reached"),
         ({"command": [sys.executable, "-c", "raise SystemExit('no key')"]}, ServiceDownError, "it wrote: no key"),
+        (
+            {"command": "sleep 60", "timeout_s": 0.5},
+            ServiceDownError,
+            "MCP server sleep 60: does not answer within its",
+        ),
         ({"url": "http://127.0.0.1:9/mcp"}, ServiceDownError, "cannot be reached .ConnectError"),
-        ({"command": [sys.executable, SERVER], "only": ["sub"]}, ConfigError, "has no tools sub; it has add, refuse"),
+        (
+            {"command": [sys.executable, SERVER], "only": ["sub"], "timeout_s": 60},
+            ConfigError,
+            "has no tools sub; it has add, refuse",
+        ),
     ],
 )
 def test_servers_that_cannot_be_used_are_told(options: dict[str, Any], error: type[Exception], told: str) -> None:

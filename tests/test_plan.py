@@ -19,12 +19,14 @@ from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
 from verl.batch import PackedBatch, Segment
 from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
 from verl.plan import main, spelled_out
 from verl.tracking.flops import DEVICES, find_device
-from verl.trainer.build import load_codec
+from verl.trainer.build import interaction_of, load_codec
 from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.build_env import opening_of
 from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, held, updating
 from verl.trainer.plan import Lengths, Plan, build_plan, changed, find_place, read_lengths, read_shape, shape_of
 from verl.trainer.plan_show import compared
@@ -229,28 +231,33 @@ def test_separate_pools_are_split_by_their_times() -> None:
     assert plan_of([*words, "rollout.tensor_model_parallel_size=4"]).split(8)["generate"] == 4
 
 
+def lengths_of(config: Config, *files: TaskSet) -> Lengths:
+    codec = load_codec(config.model)
+    return read_lengths(config, codec, files, codec.task_prompt_ids)
+
+
 def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
-    lengths = read_lengths(given, load_codec(given.model), [TaskSet(str(MINI / "train.parquet"))])
+    lengths = lengths_of(given, TaskSet(str(MINI / "train.parquet")))
     assert 50 < lengths.prompt < 200 and 10 < lengths.reply < 100 and "train.parquet" in lengths.source
     without = load_config([f"model.path={model}"])
-    assert read_lengths(without, load_codec(without.model), []).prompt == 2048
+    assert lengths_of(without).prompt == 2048
 
 
 def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> None:
     words = [f"model.path={model}", "env.name=tool", "env.codec=hermes", "env.tools=[calculator]"]
     config = load_config([*words, "data.max_response_length=777"])
-    lengths = read_lengths(config, load_codec(config.model), [TaskSet(str(MINI / "train.parquet"))])
+    lengths = lengths_of(config, TaskSet(str(MINI / "train.parquet")))
     assert lengths.reply == 777 and "as long as they may be" in lengths.source
 
 
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
     words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
-    config, tasks = load_config(words), [TaskSet(str(MINI / "train.parquet"))]
+    config, tasks = load_config(words), TaskSet(str(MINI / "train.parquet"))
     with pytest.raises(DataError, match=r"more than data.max_prompt_length=100"):
-        read_lengths(config, load_codec(config.model), tasks)
+        lengths_of(config, tasks)
     skipping = load_config([*words, "data.on_bad_row=skip"])
-    assert read_lengths(skipping, load_codec(config.model), tasks).prompt <= 100
+    assert lengths_of(skipping, tasks).prompt <= 100
 
 
 def test_old_logprobs_of_the_engine_cost_no_pass_and_a_critic_has_no_head_to_pay_for() -> None:
@@ -302,6 +309,20 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "It fits" in said and "Seconds of a step" in said and "2 x h100 train" in said
     assert main([*words, "gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
     assert "to change: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
+
+
+def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe with a prompt template of its own asks for more than the chat template does."""
+    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", REPLIES, "gpu=h100"]
+    code = ["env.name=tool", "env.codec=fence", "env.tools=[python]", "data.prompt_template=torl"]
+    code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
+    config = load_config(spelled_out([*words[:3], *code])[0])
+    tasks, codec = TaskSet(str(MINI / "train.parquet")), load_codec(config.model)
+    interaction = interaction_of(config, codec)
+    opened = read_lengths(config, codec, [tasks], opening_of(interaction, codec)).prompt
+    assert opened > lengths_of(config, tasks).prompt + 50
+    assert main([*words, *code]) == 0
+    assert f"{opened:.0f} tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA GH200 480GB", "RTX 6000"])

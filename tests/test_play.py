@@ -46,9 +46,11 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
 @pytest.mark.parametrize(
     ("line", "arguments", "shown"),
     [
-        ("steal {}", ["shop"], "the end: score 0 (bought 0)"),  # no tool of that name: these are words
+        ("steal {}", ["shop"], "Error: there is no function 'steal'"),
+        ("steal it", ["shop"], "the end: score 0 (bought 0)"),  # these are words
         ("list_products", ["shop"], "left before the end"),
         ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "leaves the score to a reward"),
+        ("", ["shop", "--data", "dataset/mini/test.parquet"], "is no task of env.name=shop: Field required"),
         ("", ["shop", "--task", "99"], "error: there is no task 99: they count from 0 to 7"),
         ("", ["remote", "--option", "urls=http://127.0.0.1:1", "--tasks-of", "shop"], "error: environment servers"),
         ("", ["single_turn"], "brings no tasks of its own"),
@@ -69,8 +71,10 @@ def test_ends_and_errors_are_told(
 def test_lines_become_messages() -> None:
     assert read_message("pay", ["pay"]) == Message("assistant", "pay", (ToolCall("pay", {}),))
     assert read_message('pay {"a": [1]}', ["pay"]).tool_calls == (ToolCall("pay", {"a": [1]}),)
-    assert read_message("paying is fine", ["pay"]).tool_calls == ()
-    for wrong in ("pay now", "pay [1]"):
+    assert read_message('steal {"a": 1}', ["pay"]).tool_calls == (ToolCall("steal", {"a": 1}),)
+    for words in ("paying is fine", "steal", "I pay: {1}"):
+        assert read_message(words, ["pay"]).tool_calls == ()
+    for wrong in ("pay now", "pay [1]", "steal {1}"):
         with pytest.raises(ValueError):
             read_message(wrong, ["pay"])
 

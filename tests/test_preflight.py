@@ -40,7 +40,11 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "said").open("w"))
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
     inputs = load_inputs(config)
-    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train), find_place(config, "cpu"))
+    plan = build_plan(
+        config,
+        read_lengths(config, inputs.codec, inputs.train, inputs.codec.task_prompt_ids),
+        find_place(config, "cpu"),
+    )
     preflight(config, inputs, plan, console)
     said = console.export_text()
     assert "20 golden replies came back" in said and "0 offend" in said and "one update on a tiny qwen2" in said

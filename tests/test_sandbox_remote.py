@@ -293,5 +293,5 @@ def test_without_bubblewrap_the_server_says_what_to_do() -> None:
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PATH": "/nowhere"}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: sandbox.isolation=bubblewrap: no program `bwrap`. apt-get install bubblewrap" in done.stderr

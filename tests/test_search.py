@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ import pytest
 
 from tests.conftest import real_data
 from tests.service import free_port, service
+from verl.envs import server as env_server
+from verl.envs.tools import retrieval_server
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.build import build_tools
 from verl.envs.tools.http_retriever import HttpRetriever
 from verl.envs.tools.search import Passage, SearchTool, told
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.sandbox import server as sandbox_server
 
 CORPUS = [
     {"id": "0", "contents": '"Rome"\nRome is the capital of Italy.'},
@@ -181,7 +185,22 @@ def test_an_answer_of_another_form_is_the_servers_fault(answer: Any) -> None:
 def test_the_command_tells_of_a_corpus_that_is_not_there() -> None:
     command = [sys.executable, "-m", "verl.envs.tools.retrieval_server", "--corpus", "nowhere.jsonl"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and ended.stderr.startswith("error: nowhere.jsonl: there is no such file")
+    assert ended.returncode == 2 and ended.stderr.startswith("error: nowhere.jsonl: there is no such file")
+
+
+def test_every_server_refuses_an_address_that_it_cannot_have_in_a_line(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 70000):
+            for ended in (
+                retrieval_server.main(["--corpus", str(corpus), "--port", str(port)]),
+                env_server.main(["--env", "shop", "--port", str(port)]),
+                sandbox_server.main(["--isolation", "none", "--port", str(port)]),
+            ):
+                assert ended == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6 and all(line.startswith("error: cannot listen on 127.0.0.1 port") for line in lines)
 
 
 def test_recall_on_real_questions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
-from verl.workers.policy_worker import PolicyWorker
+from verl.workers.policy_worker import PolicyWorker, _engine_gap
 
 EOS = 0
 PLAIN = replace(GRPO, kl=KLTerm())
@@ -399,6 +400,17 @@ def test_experience_by_hand() -> None:
     weighted = with_metric_weights(with_weights(experience, PLAIN.aggregation))
     assert weighted.columns["weight"][0].tolist() == pytest.approx([0.25] * 4)
     assert weighted.columns["metric_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
+    assert weighted.columns["gap_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
+
+
+def test_the_gap_is_that_of_the_tokens_that_the_engine_sampled() -> None:
+    """Of three trained tokens one was observed: the mean of 0.2 and 0.4 is 0.3, not their sum by three."""
+    observed = replace(sample((False, True, True, True), 1.0), rollout_logprobs=(0.0, -1.0, math.nan, -2.0))
+    weighted = with_metric_weights(with_weights(build_experience([observed], None, PLAIN), PLAIN.aggregation))
+    ((packed,),) = Policy(LocalGroup(None), PackSettings(400)).packs(weighted)
+    gap = _engine_gap(packed.columns, torch.tensor([-1.2, -7.0, -2.4]))
+    assert gap["engine_gap_mean"].item() == pytest.approx(0.3) and gap["engine_gap_max"].item() == pytest.approx(0.4)
+    assert gap["engine_kl"].item() == pytest.approx(0.3)
 
 
 class Recorder(LocalGroup):
@@ -421,7 +433,7 @@ def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
         algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
         samples = [sample((False, True, True, True), 1.0), sample((False, True), 0.0)]
         group = Recorder()
-        columns = {"advantages": [torch.ones(4), torch.ones(2)]}
+        columns = {name: [torch.ones(4), torch.ones(2)] for name in ("advantages", "rollout_logprobs")}
         Policy(group, PackSettings(400)).update(Experience(samples, columns), algorithm)
         weights = torch.cat([packed.columns["weight"] for packed in group.packs])
         assert weights.tolist() == pytest.approx([expected] * 4)

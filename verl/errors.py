@@ -60,12 +60,14 @@ class EngineError(VerlError):
 
 
 class ServiceDownError(VerlError):
-    """Something that tools and environments need does not work or does not answer. It is never the policy's fault."""
+    """Something that tools and environments need does not work or does not answer. It is never the policy's fault.
 
-    def __init__(self, service: str, problem: str) -> None:
-        super().__init__(service, problem)
-        self.service = service
-        self.problem = problem
+    tool: whose call it ended, where that is known
+    """
+
+    def __init__(self, service: str, problem: str, tool: str | None = None) -> None:
+        super().__init__(service, problem, tool)
+        self.service, self.problem, self.tool = service, problem, tool
 
     def __str__(self) -> str:
         return f"{self.service}: {self.problem}"

@@ -57,15 +57,25 @@ def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 def plan(config: Config, gpu: str | None, console: Console) -> int:
     """Print the plan. Everything heavy is imported here."""
+    import asyncio
+
     from verl.data.tasks import TaskSet
-    from verl.trainer.build import load_codec
+    from verl.trainer.build import interaction_of, load_codec
+    from verl.trainer.build_env import opening_of
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import show
 
     place = find_place(config, gpu)  # a wrong name is told before anything is read
     policy: Any = config.data.on_bad_row
     tasks = [TaskSet(source, policy) for source in config.data.train_files]
-    made = build_plan(config, read_lengths(config, load_codec(config.model), tasks), place)
+    codec = load_codec(config.model)
+    interaction = interaction_of(config, codec) if tasks else None
+    try:
+        lengths = read_lengths(config, codec, tasks, opening_of(interaction, codec))
+    finally:
+        if interaction is not None:
+            asyncio.run(interaction.close())
+    made = build_plan(config, lengths, place)
     show(made, console)
     return 1 if made.shortages() else 0
 

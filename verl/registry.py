@@ -12,12 +12,15 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError
+
+_FITTING: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
@@ -43,6 +46,30 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
         public = [key for key in vars(module) if not key.startswith("_")]
         raise ConfigError(f"{kind} {name!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
     return getattr(module, attribute)
+
+
+def check_options(
+    kind: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], *given: Any, **shared: Any
+) -> None:
+    """Raises ConfigError for options that `make` does not know, lacks, or whose defaults are of another type.
+
+    given, shared: what the program itself adds, which are no options
+    """
+    parameters = signature(make).parameters
+    known = [key for key in list(parameters)[len(given) :] if key not in shared]
+    open_end = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    told = f"its options are {', '.join(known) or 'none'}"
+    for key, value in options.items():
+        if key in known:
+            wanted, optional = type(parameters[key].default), "None" in str(parameters[key].annotation)
+            if type(value) not in _FITTING.get(wanted, (type(value),)) and not (optional and value is None):
+                raise ConfigError(f"{kind} {name!r}: option {key!r} must be of type {wanted.__name__}, not {value!r}")
+        elif not open_end:
+            raise ConfigError(f"{kind} {name!r} has no option {key!r}; {nearest(key, known, told)}")
+    try:
+        signature(make).bind(*given, **shared, **options)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r}: {error}; {told}") from error
 
 
 def option(text: str) -> tuple[str, Any]:

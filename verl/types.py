@@ -150,6 +150,7 @@ class Trajectory:
     tool_uses: tuple[ToolUse, ...] = ()
     score: Score | None = None  # the environment's own, where it has one
     num_malformed_calls: int = 0  # texts that meant to be calls, but could not be read
+    lost_uses: tuple[ToolUse, ...] = ()  # of earlier attempts, which a broken service ended: counted, never judged
 
     @property
     def num_tool_calls(self) -> int:
@@ -174,6 +175,7 @@ class TrajectoryGroup:
     scores: tuple[Score, ...]  # [G]
     rewards: tuple[float, ...]  # [G]
     faults: tuple[str, ...] = ()  # one for each rollout that is missing
+    lost_uses: tuple[ToolUse, ...] = ()  # of attempts that a broken service ended, of the missing rollouts, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class EnvConfig:
     observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one
     on_malformed: str = "tell"  # tell | end: what a call does that cannot be read
     tool_timeout_s: float = 30.0
-    turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for the engine is not counted
+    turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for engine or tool is not counted
     episode_timeout_s: float = 1200.0  # of all its answers
     max_concurrent_calls: int = 64  # of one tool
     train_on_observations: bool = False  # on what the environment says, too, as a model of it

@@ -150,11 +150,8 @@ class ChatCodec:
         return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """The task's prompt; an error names the task."""
-        try:
-            return self.prompt_ids(task.prompt)
-        except DataError as error:
-            raise error.at(file=task.id) from error
+        """The task's prompt."""
+        return self.prompt_ids(task.prompt)
 
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""

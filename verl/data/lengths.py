@@ -61,11 +61,11 @@ def fitting(
 def _check(task: Task, prompt_ids: PromptIds, max_prompt_length: int) -> None:
     try:
         length = len(prompt_ids(task))
+        if length > max_prompt_length:
+            raise DataError(
+                f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",
+                mend="Raise it, or set data.on_bad_row=skip",
+            )
     except DataError as error:
-        raise error.at(file=task.id) from error
-    if length > max_prompt_length:
-        raise DataError(
-            f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",
-            mend="Raise it, or set data.on_bad_row=skip",
-            file=task.id,
-        )
+        file, _, row = task.id.rpartition("#")
+        raise error.at(file=file, row=int(row) if row.isdecimal() else None) from error

@@ -8,7 +8,7 @@ it needs is broken, and ends the episode as an infrastructure fault.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from verl.types import Message, Score, Task, ToolSpec, ToolUse
 
@@ -53,3 +53,11 @@ class EnvFactory(Protocol):
 
     async def close(self) -> None:
         """End what is shared."""
+
+
+@runtime_checkable
+class TaskChecker(Protocol):
+    """A factory, or a class of environments, that knows its own tasks; others are told before anything is started."""
+
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for a task that it cannot play."""

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.bfcl_tasks import data_folder, json_schema
+from verl.envs.bfcl_tasks import check_task, data_folder, json_schema
 from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
@@ -109,8 +109,7 @@ class BfclEnv:
             self._steps += 1
             if self._steps > MAX_STEPS:
                 return StepResult(done=True)
-            messages, uses = answer_calls(message.tool_calls, self._call)
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, self._call)
         self._turns_right.append(self._turn_is_right())
         turn = len(self._turns_right)
         if turn == len(self._gold_turns):
@@ -173,6 +172,10 @@ class BfclFactory:
 
     def __call__(self, task: Task) -> BfclEnv:
         return BfclEnv(task, self._score)
+
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for another environment's task."""
+        check_task(task)
 
     async def close(self) -> None:
         """Nothing is shared."""

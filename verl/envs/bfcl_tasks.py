@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
+from verl.envs.rows import check_row
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
@@ -17,6 +20,33 @@ CATEGORIES: tuple[Category, ...] = ("base", "miss_func", "miss_param", "long_con
 TRAIN_SCENARIOS = 150  # of 200; a scenario's four variants are on the same side
 _INSTALL = "pip install --no-deps bfcl-eval==2026.3.23 mpmath"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
+
+
+class Said(BaseModel):
+    """A message of the user."""
+
+    role: str
+    content: str
+
+
+class Extra(BaseModel):
+    """Task.extra."""
+
+    classes: list[str]
+    initial_config: dict[str, Any]
+    long_context: bool
+    turns: list[list[Said]]
+    excluded: list[str]
+    withheld: dict[str, list[str]]  # turn -> functions that are not there before it
+
+
+class GoldCall(BaseModel):
+    """One of the answer's calls, of which there is a list for each turn."""
+
+    name: str
+    positional: list[Any]
+    named: dict[str, Any]
+
 
 FAULTY: Mapping[str, str] = {
     "multi_turn_miss_func_49": "the gold calls `tail` while it is withheld",
@@ -45,6 +75,11 @@ def bfcl_tasks(
         if int(row["id"].rpartition("_")[2]) in wanted and (keep_faulty or row["id"] not in FAULTY)
     ]
     return found[:limit]
+
+
+def check_task(task: Task) -> None:
+    """Raises DataError for what is none of these tasks."""
+    check_row("bfcl", task, Extra, list[list[GoldCall]])
 
 
 def data_folder() -> Path:

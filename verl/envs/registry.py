@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
-from verl.envs.base import Env, EnvFactory
+from verl.envs.base import Env, EnvFactory, TaskChecker
 from verl.errors import ConfigError
-from verl.registry import resolve
+from verl.registry import check_options, resolve
 from verl.types import Task
 
 ENVS: Mapping[str, str] = {
@@ -37,6 +36,11 @@ class ClassFactory:
     def __call__(self, task: Task) -> Env:
         return self.env_class(task, **self.options)
 
+    def check_task(self, task: Task) -> None:
+        """Where the class itself can tell (a static method of this name)."""
+        if isinstance(self.env_class, TaskChecker):
+            self.env_class.check_task(task)
+
     async def close(self) -> None:
         """Nothing is shared."""
 
@@ -55,9 +59,10 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
             "with a task, they make such an environment"
         )
     if hasattr(found, "step"):
-        _check_options(name, found, (None,), options)
+        check_options("environment", name, found, options, None)
         return ClassFactory(found, options)
-    factory: EnvFactory = _made(name, found, options)
+    check_options("environment", name, found, options)
+    factory: EnvFactory = found(**options)
     return factory
 
 
@@ -65,18 +70,6 @@ def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Tas
     """Tasks of an environment that brings its own. Raises ConfigError for a name or options that do not fit."""
     if name in ENVS and name not in TASKS:
         raise ConfigError(f"environment {name!r} brings no tasks of its own: name a data file")
-    tasks: Iterable[Task] = _made(name, resolve("tasks", name, TASKS), dict(options or {}))
-    return list(tasks)
-
-
-def _made(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    _check_options(name, make, (), options)
-    return make(**options)
-
-
-def _check_options(name: str, make: Callable[..., Any], given: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for options that do not fit, now and not when the first episode starts."""
-    try:
-        signature(make).bind(*given, **options)
-    except TypeError as error:
-        raise ConfigError(f"environment {name!r} does not take the options {options} ({error})") from error
+    make: Callable[..., Iterable[Task]] = resolve("tasks", name, TASKS)
+    check_options("tasks of environment", name, make, options or {})
+    return list(make(**options or {}))

@@ -27,6 +27,7 @@ from verl.envs.wire import (
     sendable,
 )
 from verl.errors import ConfigError, ServiceDownError
+from verl.services import check_urls
 from verl.types import Message, Task
 
 _log = logging.getLogger(__name__)
@@ -186,6 +187,12 @@ class RemoteFactory:
 
     def __call__(self, task: Task) -> RemoteEnv:
         return RemoteEnv(task, self)
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where no server answers."""
+        urls = [f"{server.url}/health" for server in self._servers]
+        mend = "Start one with python -m verl.envs.server, or correct the environment's urls"
+        await check_urls("environment servers", urls, mend, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

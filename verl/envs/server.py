@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
@@ -38,6 +37,7 @@ from verl.envs.wire import (
 )
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
+from verl.services import serve
 from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
@@ -175,7 +175,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 for an environment that cannot be made."""
+    """Serve until interrupted. Returns 2 for an environment that cannot be made and an address that cannot be had."""
     parser = argparse.ArgumentParser(prog="python -m verl.envs.server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
@@ -189,9 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    app = build_app(arguments.env, factory, arguments.idle_s)
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
-    return 0
+    return serve(build_app(arguments.env, factory, arguments.idle_s), arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,17 @@ import json
 import random
 from typing import Annotated, Any
 
+from pydantic import BaseModel, Field
+
 from verl.envs.base import Observation, StepResult
 from verl.envs.functions import Toolbox, answer_calls
+from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.types import Message, Score, Task
 
 _GOODS = ("apples", "bread", "candles", "dates", "eggs", "flour", "grapes", "honey", "ink", "jam", "kale", "lamps")
-ProductId = Annotated[str, "Id of a product, for example 'p3'"]
+Quantity = Annotated[int, Field(description="How many, 0 to take it out")]
+ProductId = Annotated[str, Field(description="Id of a product, for example 'p3'")]
 
 
 class Shop:
@@ -36,7 +40,7 @@ class Shop:
             raise ToolError(f"there is no product {product_id!r}")
         return self._products[product_id]
 
-    def set_quantity(self, product_id: ProductId, quantity: Annotated[int, "How many, 0 to take it out"]) -> str:
+    def set_quantity(self, product_id: ProductId, quantity: Quantity) -> str:
         """Put a number of one product into the cart."""
         stock = self.get_product(product_id)["stock"]
         if not 0 <= quantity <= stock:
@@ -55,12 +59,31 @@ class Shop:
 _TOOLBOX = Toolbox.of(Shop)
 
 
+class Product(BaseModel):
+    """What a task tells of a product."""
+
+    name: str
+    price: int
+    stock: int
+
+
+class ShopExtra(BaseModel):
+    """Task.extra."""
+
+    products: dict[str, Product]
+
+
 class ShopEnv:
     """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} that is to be bought."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._shop = Shop(task.extra["products"])
+
+    @staticmethod
+    def check_task(task: Task) -> None:
+        """Raises DataError for what is no errand."""
+        check_row("shop", task, ShopExtra, dict[str, int])
 
     async def reset(self) -> Observation:
         """The errand and the shop's tools."""
@@ -69,8 +92,7 @@ class ShopEnv:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the errand."""
         if message.tool_calls:
-            messages, uses = answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return StepResult(done=True, score=Score(bought, {"bought": bought}))
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
 
 from verl.envs.base import Observation, StepResult
 from verl.envs.tools.arguments import check_schema
 from verl.envs.tools.base import EpisodeTool, Tool
-from verl.envs.tools.build import build_tools
-from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.envs.tools.runner import ToolRunner
 from verl.errors import ConfigError
-from verl.registry import nearest
-from verl.sandbox.base import Sandbox
+from verl.services import check_services
 from verl.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -66,40 +63,13 @@ class ToolEnvFactory:
             check_schema(tool.spec)
         self._runner = runner
 
-    @classmethod
-    def from_options(
-        cls,
-        tools: Sequence[str | Mapping[str, Any]],
-        limits: Mapping[str, Any] | None = None,
-        per_tool: Mapping[str, Mapping[str, Any]] | None = None,
-        sandbox: Sandbox | None = None,
-    ) -> Self:
-        """From a configuration.
-
-        tools:    see build_tools
-        limits:   fields of ToolLimits, for every tool
-        per_tool: by a tool's name, fields that differ for it
-        sandbox:  for tools that run code; it stays the caller's
-
-        Raises ConfigError for names, options and values that cannot be.
-        """
-        common = dict(limits or {})
-        try:
-            runner = ToolRunner(
-                ToolLimits(**common),
-                {name: ToolLimits(**{**common, **own}) for name, own in (per_tool or {}).items()},
-            )
-        except TypeError as error:
-            raise ConfigError(f"limits of tools: {error}; there are {', '.join(ToolLimits.__slots__)}") from error
-        built = build_tools(tools, sandbox)
-        names = [tool.spec.name for tool in built]
-        for name in set(per_tool or ()) - set(names):
-            raise ConfigError(f"limits of tools: there is no tool {name!r}; {nearest(name, names)}")
-        return cls(built, runner)
-
     def opening(self, task: Task) -> Observation:
         """How episodes of the task open, without starting one."""
         return opening(task, self._tools.values())
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where a service of a tool does not answer."""
+        await check_services(self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:
         return ToolEnv(task, tuple(self._tools.values()), self._runner)

@@ -2,15 +2,15 @@
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
 again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
-Seconds are counted while the environment answers alone. How long a reply waits for the engine is the load's doing, not
-the episode's, and an engine that is lost has a limit of its own (`trainer.call_timeout_s`).
+Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
+place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
+(`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -18,11 +18,25 @@ from typing import TypeVar
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
 from verl.envs.base import Env, EnvFactory, StepResult
+from verl.envs.clock import Clock
 from verl.errors import DataError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
-from verl.types import FinishReason, Message, Outcome, Score, StopReason, Task, ToolSpec, ToolUse, Trajectory, Turn
+from verl.services import check_services
+from verl.types import (
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    ToolSpec,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    Turn,
+)
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -56,6 +70,10 @@ class Interaction:
     budgets: Budgets
     sandbox: Sandbox | None = None  # that tools run code in
 
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where something that the episodes need does not answer."""
+        await check_services([self.envs, self.sandbox])
+
     async def close(self) -> None:
         """End what the environments share."""
         await self.envs.close()
@@ -67,14 +85,17 @@ class Interaction:
     ) -> Trajectory | Fault:
         """One episode; begun anew when a service fails, and a fault when it keeps failing."""
         problem = ""
+        lost: list[ToolUse] = []
         for _ in range(1 + self.budgets.retries):
+            attempt = _Episode(self, engine, sampling, task, index, seed)
             try:
-                return await _Episode(self, engine, sampling, task, index, seed).run()
+                return replace(await attempt.run(), lost_uses=tuple(lost))
             except ServiceDownError as error:
                 problem = str(error)
+                lost += attempt.uses
             except DataError as error:
-                return Fault(task.id, index, str(error))
-        return Fault(task.id, index, problem)
+                return Fault(task.id, index, str(error), tuple(lost))
+        return Fault(task.id, index, problem, tuple(lost))
 
 
 class _LateError(Exception):
@@ -99,7 +120,7 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
-        self._uses: list[ToolUse] = []
+        self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
         self._score: Score | None = None
@@ -117,7 +138,7 @@ class _Episode:
             tuple(self._turns),
             stop_reason,
             Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
-            tuple(self._uses),
+            tuple(self.uses),
             self._score,
             self._num_malformed,
         )
@@ -216,23 +237,30 @@ class _Episode:
         return self._budgets.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
 
     async def _step(self, env: Env, message: Message) -> StepResult:
-        result = await self._answered(env.step(message), "step")
-        self._uses += result.tool_uses
+        begun_s = self._answering_s
+        try:
+            result = await self._answered(env.step(message), "step")
+        except ServiceDownError as error:
+            if message.tool_calls:
+                tool = error.tool or message.tool_calls[0].name
+                self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._answering_s - begun_s))
+            raise
+        self.uses += result.tool_uses
         self._score = result.score or self._score
         return result
 
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
         left_s = self._budgets.episode_s - self._answering_s
-        begun = time.monotonic()
+        clock = Clock(min(self._budgets.turn_s, left_s))
         try:
-            async with asyncio.timeout(min(self._budgets.turn_s, left_s)):
+            async with clock.running():
                 return await _guarded(answer, doing)
         except TimeoutError as error:
             late = StopReason.TURN_TIMEOUT if self._budgets.turn_s < left_s else StopReason.EPISODE_TIMEOUT
             raise _LateError(late) from error
         finally:
-            self._answering_s += time.monotonic() - begun
+            self._answering_s += clock.seconds
 
     def _guarded_make(self) -> Env:
         try:

@@ -55,6 +55,7 @@ class GroupRollout:
             scores=tuple(score for _, score in scored),
             rewards=tuple(score.total for _, score in scored),
             faults=tuple(str(each) for each in judged if isinstance(each, Fault)),
+            lost_uses=tuple(use for each in judged for use in (each if isinstance(each, Fault) else each[0]).lost_uses),
         )
 
     async def close(self) -> None:
@@ -77,7 +78,7 @@ class GroupRollout:
         if isinstance(episode, Fault):
             return episode
         score = await self.scorer.score(episode, episode.task, step)
-        return score if isinstance(score, Fault) else (episode, score)
+        return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
 
     async def _reply(
         self, task: Task, index: int, prompt_ids: tuple[int, ...], replies: Awaitable[tuple[Completion, ...]]

@@ -13,17 +13,18 @@ from typing import Any, Protocol, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from verl.types import Score, Task, Trajectory
+from verl.types import Score, Task, ToolUse, Trajectory
 from verl.utils.reward_score.base import Reward, build_reward
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a reply has no score: a failure of the reward, not of the policy."""
+    """Why a reply has no score: a failure of a service or of the reward, not of the policy."""
 
     task_id: str
     index: int
     problem: str
+    lost_uses: tuple[ToolUse, ...] = ()  # of the attempts
 
     def __str__(self) -> str:
         return f"{self.task_id}, reply {self.index}: {self.problem}"

@@ -26,6 +26,7 @@ from verl.sandbox.protocol import (
     RunJupyterRequest,
     RunJupyterResponse,
 )
+from verl.services import check_urls
 
 FIRST_REST_S = 0.2  # of a server that failed; doubles with each failure in a row
 LONGEST_REST_S = 30.0
@@ -121,6 +122,12 @@ class RemoteSandbox:
     async def session(self) -> RemoteSession:
         """Cells that share variables; see `RemoteSession` for how."""
         return RemoteSession(self)
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where no server answers."""
+        urls = [f"{server.url}/health" for server in self._servers]
+        mend = "Start one with python -m verl.sandbox.server, or correct sandbox.urls"
+        await check_urls("sandbox", urls, mend, trust_env=False)
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
@@ -31,6 +31,7 @@ from verl.sandbox.protocol import (
     limits_of,
     run_result,
 )
+from verl.services import serve
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +134,8 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
         raise DataError("a file that is no base64", "base64", field="files") from error
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 for isolation that is not to be had here, or an address."""
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen to (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8080)
@@ -149,10 +150,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sandbox = LocalSandbox(options.workers, options.isolation, limits=limits)
     except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
-    uvicorn.run(make_app(sandbox), host=options.host, port=options.port, log_level="warning")
+    return serve(make_app(sandbox), options.host, options.port)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

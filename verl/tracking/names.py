@@ -48,7 +48,11 @@ METRICS = (
     Metric("tools/success", "share", "calls that went well"),
     Metric("tools/user_error", "share", "calls that were the policy's fault: wrong arguments, code that raises"),
     Metric("tools/timeout", "share", "calls that took too long"),
-    Metric("tools/unavailable", "share", "calls whose service was out of order"),
+    Metric(
+        "tools/unavailable",
+        "share",
+        "calls whose service was out of order, those of attempts that were begun anew for it, too",
+    ),
     Metric("tools/<tool>/seconds_mean", "s", "mean time of one tool's calls"),
     Metric("actor/loss", "1", "loss of the policy, mean over the step's optimizer steps"),
     Metric("actor/grad_norm", "1", "norm of the gradient before clipping"),
@@ -66,7 +70,9 @@ METRICS = (
     Metric("critic/values_mean", "points", "token mean of the values before the update"),
     Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
     Metric(
-        "engine/gap_mean", "nats", "token mean of the absolute difference between the trainer's log p and the engine's"
+        "engine/gap_mean",
+        "nats",
+        "mean of the absolute difference between the trainer's log p and the engine's, where it wrote",
     ),
     Metric("engine/gap_max", "nats", "largest of them"),
     Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool
 from verl.rollout.scoring import Scorer, ScoringPool
+from verl.services import check_services
 from verl.single_controller.group import Member, WorkerGroup
 from verl.single_controller.ray import Cluster
 from verl.tracking.console import Display
@@ -77,11 +79,21 @@ class Inputs:
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be."""
-    codec, data = load_codec(config.model), config.data
-    lengths = (data.max_prompt_length, data.max_response_length)
-    interaction = build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
+    """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be.
+
+    ServiceDownError tells of services that are down, before they are waited for by an engine that has started.
+    """
+    codec = load_codec(config.model)
+    interaction = interaction_of(config, codec)
+    asyncio.run(check_services([interaction]))
     return Inputs(codec, interaction, *load_tasks(config, opening_of(interaction, codec)))
+
+
+def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
+    """What the policy of a training acts in, as `build_interaction` makes it."""
+    data = config.data
+    lengths = (data.max_prompt_length, data.max_response_length)
+    return build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.lengths import PromptIds
-from verl.envs.base import EnvFactory
+from verl.envs.base import EnvFactory, TaskChecker
 from verl.envs.registry import ENVS, build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
@@ -26,7 +26,7 @@ from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
-from verl.types import Message
+from verl.types import Message, Task
 
 
 def build_interaction(
@@ -89,11 +89,22 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
 
 
 def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
-    """Task -> the tokens of its prompt; of environments that must run to tell, those of the task's own messages."""
-    if interaction is None or not isinstance(interaction.envs, ToolEnvFactory):
+    """Task -> the tokens of its prompt; of environments that must run to tell, those of the task's own messages.
+
+    Raises DataError for a task of another environment.
+    """
+    if interaction is None:
         return chat.task_prompt_ids
     envs, dialogue = interaction.envs, interaction.dialogue
-    return lambda task: dialogue.opening_ids(envs.opening(task))
+
+    def opening(task: Task) -> Sequence[int]:
+        if isinstance(envs, ToolEnvFactory):
+            return dialogue.opening_ids(envs.opening(task))
+        if isinstance(envs, TaskChecker):
+            envs.check_task(task)
+        return chat.task_prompt_ids(task)
+
+    return opening
 
 
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.files import replacing
 from verl.errors import ConfigError
-from verl.evaluation.base import Category, Setting
+from verl.evaluation.base import Category, Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records
@@ -26,14 +26,14 @@ from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
-from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
+from verl.services import check_services
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.ppo import RewardFaultError
-from verl.types import Task
 from verl.utils.reward_score.base import build_reward
 
 _SCORE_TIMEOUT_S = 120.0
@@ -94,48 +94,49 @@ async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
 
 
 async def _ask(player: _Player, left: Asked, records: Mapping[str, Records], console: Console) -> None:
-    config = player.config
     plays = [category.play for category, _ in left]
+    interactions = [_interaction(player, play) for play in plays]
+    await check_services(interactions)  # before anything that takes long
     widest = next((play for play in plays if play.handled), plays[0])
     with Progress(console=console, transient=True) as progress:
-        async with lone_engine(config, player.chat, env_of(widest, player.codec)) as (engine, sampling):
-            for category, tasks in left:
+        async with lone_engine(player.config, player.chat, env_of(widest, player.codec)) as (engine, sampling):
+            for (category, tasks), interaction in zip(left, interactions, strict=True):
                 bar = progress.add_task(category.name, total=len(tasks))
-                table = _Table(player, category, engine, sampling)
-                faults = await table.run(tasks, records[category.name], partial(progress.advance, bar))
-                _check_faults(category, faults, len(tasks), config.max_fault_share, console)
+                with _scorer(player.config, category.play) as scorer:
+                    rollout = GroupRollout(engine, player.chat, scorer, sampling, interaction)
+                    runner = _runner(player, category.play, rollout)
+                    try:
+                        faults = await runner.run(
+                            category, tasks, records[category.name], partial(progress.advance, bar)
+                        )
+                    finally:
+                        await rollout.close()
+                _check_faults(category, faults, len(tasks), player.config.max_fault_share, console)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """What a model and a category need to play."""
+def _interaction(player: _Player, play: Play) -> Interaction | None:
+    """What the episodes of a category act in."""
+    config, env = player.config, env_of(play, player.codec)
+    template = config.prompt_template if play.handled else None
+    sandbox = config.sandbox if env.tools else SandboxConfig()
+    return build_interaction(env, sandbox, player.chat, *reply_lengths(config), template)
 
-    player: _Player
-    category: Category
-    engine: RolloutEngine
-    sampling: Sampling
 
-    async def run(self, tasks: Sequence[Task], records: Records, done: Callable[[], None]) -> list[str]:
-        config, chat, play = self.player.config, self.player.chat, self.category.play
-        env = env_of(play, self.player.codec)
-        lengths = reply_lengths(config)
-        template = config.prompt_template if play.handled else None
-        sandbox = config.sandbox if env.tools else SandboxConfig()
-        interaction = build_interaction(env, sandbox, chat, *lengths, template)
-        with ScoringPool(play.reward, play.reward_options, config.num_scorers, _SCORE_TIMEOUT_S) as scorer:
-            runner = Runner(
-                GroupRollout(self.engine, chat, scorer, self.sampling, interaction),
-                opening_of(interaction, chat),
-                build_reward(play.reward, play.reward_options),
-                lengths[0],
-                config.n,
-                config.seed,
-                config.max_concurrent,
-            )
-            try:
-                return await runner.run(self.category, tasks, records, done)
-            finally:
-                await runner.rollout.close()
+def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
+    return ScoringPool(play.reward, play.reward_options, config.num_scorers, _SCORE_TIMEOUT_S)
+
+
+def _runner(player: _Player, play: Play, rollout: GroupRollout) -> Runner:
+    config = player.config
+    return Runner(
+        rollout,
+        opening_of(rollout.interaction, player.chat),
+        build_reward(play.reward, play.reward_options),
+        reply_lengths(config)[0],
+        config.n,
+        config.seed,
+        config.max_concurrent,
+    )
 
 
 def _check_faults(category: Category, faults: Sequence[str], asked: int, most: float, console: Console) -> None:

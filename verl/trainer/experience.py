@@ -92,8 +92,15 @@ def with_weights(minibatch: Experience, aggregation: Aggregation, constant_lengt
 
 
 def with_metric_weights(minibatch: Experience) -> Experience:
-    """The mini-batch with the weights of plain token means."""
-    return _weighted(minibatch, "metric_weight", Aggregation.TOKEN_MEAN)
+    """The mini-batch with the weights of plain token means: over all trained tokens, and over those of the engine.
+
+    The engine did not sample observations, which may be trained, too; its log-probs are NaN there.
+    """
+    engine = minibatch.columns["rollout_logprobs"]
+    trained = zip(engine, (mask_tensor(sample.action_mask) for sample in minibatch.samples), strict=True)
+    num_sampled = sum(int((~row_L[mask_L].isnan()).sum()) for row_L, mask_L in trained)
+    weighted = _weighted(minibatch, "metric_weight", Aggregation.TOKEN_MEAN)
+    return weighted.having("gap_weight", [torch.full_like(row_L, 1 / max(1, num_sampled)) for row_L in engine])
 
 
 def with_signal(minibatch: Experience, algorithm: Algorithm) -> Experience:

@@ -16,6 +16,7 @@ from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskSet
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
+from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
@@ -29,6 +30,7 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
     codec, lengths = load_codec(config.model), reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
+    await check_services([interaction])
     prompt_ids = opening_of(interaction, codec)
     tasks = [task for source in config.files for task in _tasks(source, config, prompt_ids)]
     reward = config.reward

@@ -31,7 +31,6 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     lengths = [sum(len(turn.completion.token_ids) for turn in trajectory.turns) for trajectory in replies]
     return {
         **metrics,
-        **tool_metrics(groups),
         "reward/zero_variance_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "reply/tokens_mean": sum(lengths) / len(lengths),
         "reply/tokens_max": max(lengths),
@@ -40,12 +39,16 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """What the policy did with its tools, where it had any: how often, with what success, in what time."""
+    """What the policy did with its tools, where it had any: how often, with what success, in what time.
+
+    Calls of attempts that a broken service ended count in the shares of how calls ended, not in what the policy did.
+    """
     judged = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
     replies = [trajectory for trajectory, _ in judged]
     uses = [use for trajectory in replies for use in trajectory.tool_uses]
+    made = [*uses, *(use for group in groups for use in group.lost_uses)]
     num_malformed = sum(trajectory.num_malformed_calls for trajectory in replies)
-    if not uses and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in replies):
+    if not made and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in replies):
         return {}
     correct = [trajectory for trajectory, score in judged if score.parts.get("correct", 0.0) > 0]
     return {
@@ -54,8 +57,8 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "tools/used_share": sum(bool(trajectory.tool_uses) for trajectory in replies) / len(replies),
         "tools/malformed_mean": num_malformed / len(replies),
         **({"tools/used_in_correct": sum(bool(each.tool_uses) for each in correct) / len(correct)} if correct else {}),
-        **{f"tools/{status}": sum(use.status is status for use in uses) / len(uses) for status in ToolStatus if uses},
-        **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(uses).items()},
+        **{f"tools/{status}": sum(use.status is status for use in made) / len(made) for status in ToolStatus if made},
+        **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(made).items()},
     }
 
 

@@ -392,19 +392,17 @@ def decoder_of(shape: ModelShape) -> DecoderShape:
     return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
-def read_lengths(
-    config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]], prompt_ids: PromptIds | None = None
-) -> Lengths:
+def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:
     """Mean tokens of prompts and golden replies of the training files; the greatest allowed where there is no file.
 
     Of episodes of several turns no golden one is known: they are as long as they may be.
+    prompt_ids: how training opens (verl.trainer.build_env.opening_of)
 
     Raises DataError for a row that is looked at and does not fit, unless data.on_bad_row=skip.
     """
     data = config.data
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
-    prompt_ids = prompt_ids or codec.task_prompt_ids
     prompts, replies = [], []
     policy: Any = data.on_bad_row
     for tasks in files:

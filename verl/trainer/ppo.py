@@ -85,7 +85,8 @@ class PPOTrainer:
         """One step: generate, score, learn, publish. Returns its metrics."""
         self.timer.start()
         with self.timer.phase("rollout"):
-            self.groups = await self._generate()
+            generated = await self._generate()
+            self.groups = self._learnable(generated)
             await self.rollout.engine.sleep()
         samples = [
             sample
@@ -106,7 +107,8 @@ class PPOTrainer:
         computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
         return {
             **tell.rollout_metrics(self.groups),
-            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            **tell.tool_metrics(generated),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in generated),
             **learned,
             **self._kl_metrics(samples, old, ref),
             **self._timings(samples, computed),
@@ -183,7 +185,7 @@ class PPOTrainer:
         return {**timings, **tell.throughput(samples, computed, timings), **used}
 
     async def _generate(self) -> list[TrajectoryGroup]:
-        """The step's groups; those with too few scored replies left are dropped, too many faults end the run."""
+        """The step's groups; too many faults end the run."""
         settings = self.settings
         first = (settings.seed << 40) + self.step * settings.prompts_per_step * settings.rollouts_per_prompt
         tasks = list(islice(self.tasks, settings.prompts_per_step))
@@ -202,7 +204,11 @@ class PPOTrainer:
         )
         groups = [group for _, group in sorted(zip(longest_first, finished, strict=True), key=lambda pair: pair[0])]
         self._check_faults([fault for group in groups for fault in group.faults])
-        enough = min(2, settings.rollouts_per_prompt)  # a group's only reply has nothing to be compared with
+        return groups
+
+    def _learnable(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Those with enough scored replies left, shaped. Raises RewardFaultError if there is none."""
+        enough = min(2, self.settings.rollouts_per_prompt)  # a group's only reply has nothing to be compared with
         kept = [group for group in groups if len(group.trajectories) >= enough]
         if not kept:
             raise RewardFaultError(f"step {self.step + 1}: no group has {enough} scored replies left to learn from")

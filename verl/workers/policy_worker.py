@@ -43,7 +43,8 @@ class PolicyWorker:
         """One optimizer step on the packs' columns.
 
         advantages, weight, metric_weight; old_logprobs, or the policy's own of this moment where that column is
-        missing; ref_logprobs if KL is in the loss; rollout_logprobs for the gap between engine and trainer.
+        missing; ref_logprobs if KL is in the loss; rollout_logprobs and gap_weight for the gap between engine and
+        trainer.
         """
 
         def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -131,11 +132,11 @@ def policy_loss(
 def _engine_gap(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
     """How far the engine's log-probs are from the trainer's, on the very tokens that the engine sampled.
 
-    Trained tokens that it did not sample (observations) count as no difference.
+    Trained tokens that it did not sample (observations) are left out.
     """
     gap_A = (column["rollout_logprobs"] - trainer_A).nan_to_num(0.0)
     largest = gap_A.abs().max() if len(gap_A) else gap_A.new_zeros(())
-    weight_A = column["metric_weight"]
+    weight_A = column["gap_weight"]
     return {
         "engine_gap_mean": (gap_A.abs() * weight_A).sum(),
         "engine_gap_max": largest,

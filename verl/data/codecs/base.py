@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Protocol
 
 from verl.errors import ConfigError
-from verl.registry import nearest, resolve
+from verl.registry import check_options, resolve
 from verl.types import Message, ToolCall, ToolSpec
 
 CODECS: Mapping[str, str] = {
@@ -97,17 +96,8 @@ def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     given = dict(options or {})
     if not callable(make):
         raise ConfigError(f"codec {name!r} must be a class or a function, not an object of {type(make).__name__}")
-    known = signature(make).parameters
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f"codec {name!r} has no option {key!r}; {nearest(key, list(known), 'it takes none')}")
-        kind, optional = type(known[key].default), "None" in str(known[key].annotation)
-        if kind in (bool, int, str) and type(value) is not kind and not (optional and value is None):
-            raise ConfigError(f"option {key!r} of codec {name!r} must be of type {kind.__name__}, not {value!r}")
-    try:
-        made = make(**given)
-    except TypeError as error:
-        raise ConfigError(f"codec {name!r} cannot be made with options {given} ({error})") from error
+    check_options("codec", name, make, given)
+    made = make(**given)
     lacking = [each for each in _ASKED if not hasattr(made, each)]
     if lacking:
         raise ConfigError(f"{name!r} is no codec: {type(made).__name__} has no {', '.join(lacking)}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError
 from verl.registry import nearest
@@ -87,6 +87,7 @@ class Prompted:
     prompt_template: name or path of a text with `{question}`, which replaces the last user message
     """
 
+    place: ClassVar[str] = "{question}"
     prompt_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class Prompted:
     @cached_property
     def prompt(self) -> PromptTemplate | None:
         """The text, read once."""
-        return None if self.prompt_template is None else load_template(self.prompt_template)
+        return None if self.prompt_template is None else load_template(self.prompt_template, self.place)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """The messages, with the question put into the recipe's words where there is a prompt template."""
@@ -112,29 +113,26 @@ class Prompted:
 
 
 @dataclass(frozen=True)
-class SystemPrompted:
-    """A codec that tells of its tools in the system message.
+class SystemPrompted(Prompted):
+    """A codec that tells of its tools in the system message, and whose calls end the turn.
 
     prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
     """
 
-    prompt_template: str = ""
-
-    def __post_init__(self) -> None:
-        _ = self.prompt  # a bad file is told before the run begins
-
-    @cached_property
-    def prompt(self) -> PromptTemplate:
-        """The text, read once."""
-        return load_template(self.prompt_template, "{tools}")
+    place: ClassVar[str] = "{tools}"
 
     @property
     def template_tools(self) -> bool:
         """The system message tells of them."""
         return False
 
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
     def system(self, messages: Sequence[Message], tools: str) -> Message:
         """The one system message."""
+        assert self.prompt is not None
         said = [message.content for message in messages if message.role == "system"]
         return Message("system", "\n\n".join([*said, self.prompt.fill("", tools)]))
 

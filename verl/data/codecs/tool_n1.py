@@ -24,10 +24,6 @@ class ToolN1Codec(SystemPrompted):
             return tuple(messages)
         return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
 
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
-
     def parse(self, written: str) -> Parsed:
         """Every element of the list, or what is wrong with the first that cannot be read."""
         try:

@@ -34,10 +34,6 @@ class ToolRlCodec(SystemPrompted):
         history = _history([message for message in messages if message.role != "system"])
         return (self.system(messages, numbered_tools(tools)), Message("user", f"{HISTORY_HEADING}\n{history}"))
 
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
-
     def parse(self, written: str) -> Parsed:
         """Every line of the block, or what is wrong with the first that cannot be read."""
         try:

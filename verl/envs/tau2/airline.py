@@ -8,34 +8,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import date as Date
 from datetime import timedelta
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from verl.envs.tau2.common import ServiceTools, UserId, calculate
 from verl.envs.tau2.database import Record
 from verl.envs.tools.base import ToolError
 
-ReservationId = Annotated[str, "Id of a reservation, for example 'ZFA04Y'"]
-Airport = Annotated[str, "Airport in three letters, for example 'JFK'"]
-Day = Annotated[str, "Date as YYYY-MM-DD"]
-FlightNumber = Annotated[str, "Number of a flight, for example 'HAT001'"]
-PaymentId = Annotated[str, "Id of a payment method of the user, for example 'credit_card_0000000'"]
+ReservationId = Annotated[str, Field(description="Id of a reservation, for example 'ZFA04Y'")]
+Airport = Annotated[str, Field(description="Airport in three letters, for example 'JFK'")]
+Day = Annotated[str, Field(description="Date as YYYY-MM-DD")]
+FlightNumber = Annotated[str, Field(description="Number of a flight, for example 'HAT001'")]
+PaymentId = Annotated[str, Field(description="Id of a payment method of the user, for example 'credit_card_0000000'")]
 Cabin = Literal["basic_economy", "economy", "business"]
 
 
+@with_config(extra="forbid")
 class FlightChoice(TypedDict):
     flight_number: FlightNumber
     date: Day
 
 
+@with_config(extra="forbid")
 class Passenger(TypedDict):
     first_name: str
     last_name: str
-    dob: Annotated[str, "Date of birth as YYYY-MM-DD"]
+    dob: Annotated[str, Field(description="Date of birth as YYYY-MM-DD")]
 
 
+@with_config(extra="forbid")
 class Payment(TypedDict):
     payment_id: PaymentId
-    amount: Annotated[float, "Dollars"]
+    amount: Annotated[float, Field(description="Dollars")]
 
 
 _NOW = "2024-05-15T15:00:00"  # the time of day in which the data's policy plays
@@ -53,7 +59,7 @@ _CITIES = {
 class AirlineTools(ServiceTools):
     """What an agent of the airline can look up and do."""
 
-    def calculate(self, expression: Annotated[str, "Numbers, + - * / and parentheses"]) -> str:
+    def calculate(self, expression: Annotated[str, Field(description="Numbers, + - * / and parentheses")]) -> str:
         """Calculate an expression."""
         return calculate(expression)
 
@@ -149,7 +155,7 @@ class AirlineTools(ServiceTools):
         self,
         reservation_id: ReservationId,
         cabin: Cabin,
-        flights: Annotated[list[FlightChoice], "All flights of the new trip, those that stay too"],
+        flights: Annotated[list[FlightChoice], Field(description="All flights of the new trip, those that stay too")],
         payment_id: PaymentId,
     ) -> Record:
         """Change flights or the cabin, once the user has confirmed it. Flights that stay keep their price."""
@@ -185,7 +191,7 @@ class AirlineTools(ServiceTools):
         reservation["passengers"] = [dict(passenger) for passenger in passengers]
         return reservation
 
-    def send_certificate(self, user_id: UserId, amount: Annotated[float, "Dollars"]) -> str:
+    def send_certificate(self, user_id: UserId, amount: Annotated[float, Field(description="Dollars")]) -> str:
         """Give a user a travel certificate."""
         methods = self._find("users", "User", user_id)["payment_methods"]
         payment_id = next((id for id in _NEW_CERTIFICATES if id not in methods), None)
@@ -195,7 +201,7 @@ class AirlineTools(ServiceTools):
         self._database["users"].edit(user_id)["payment_methods"][payment_id] = certificate
         return f"Certificate {payment_id} of {amount} dollars was added to user {user_id}."
 
-    def transfer_to_human_agents(self, summary: Annotated[str, "What the user wants"]) -> str:
+    def transfer_to_human_agents(self, summary: Annotated[str, Field(description="What the user wants")]) -> str:
         """Hand the user over to a human, only where the request is out of your reach."""
         return "Transfer successful"
 

@@ -7,10 +7,12 @@ import operator
 from collections.abc import Callable
 from typing import Annotated
 
+from pydantic import Field
+
 from verl.envs.tau2.database import Database, Record
 from verl.envs.tools.base import ToolError
 
-UserId = Annotated[str, "Id of a user, for example 'sara_doe_496'"]
+UserId = Annotated[str, Field(description="Id of a user, for example 'sara_doe_496'")]
 _LONGEST_EXPRESSION = 200
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -17,10 +17,11 @@ from verl.envs.tau2.airline import AirlineTools
 from verl.envs.tau2.common import ServiceTools
 from verl.envs.tau2.database import Database
 from verl.envs.tau2.retail import RetailTools
-from verl.envs.tau2.tasks import read_database
+from verl.envs.tau2.tasks import check_task, read_database
 from verl.envs.tau2.users import User, build_user
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
+from verl.services import check_services
 from verl.types import Message, Score, Task, ToolCall
 
 _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": AirlineTools}
@@ -57,8 +58,7 @@ class Tau2Env:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any is for the user, who answers or hangs up."""
         if message.tool_calls:
-            messages, uses = answer_calls(message.tool_calls, self._call)
-            return StepResult(messages, tool_uses=uses)
+            return answer_calls(message.tool_calls, self._call)
         self._said.append(replace(message, content=_visible(message.content)))
         if len(self._said) // 2 >= self._max_user_turns:
             return StepResult(done=True, score=self._score())
@@ -112,12 +112,21 @@ class Tau2Factory:
     def __call__(self, task: Task) -> Tau2Env:
         return Tau2Env(task, self.domain(task.extra["domain"]), self._user, self._max_user_turns)
 
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for another environment's task, ConfigError for a domain whose data are not there."""
+        check_task(task)
+        self.domain(task.extra["domain"])
+
     def domain(self, name: str) -> Domain:
-        """A domain's data, read when the first of its episodes starts."""
+        """A domain's data, read when the first of its tasks is looked at."""
         if name not in self._domains:
             tools = _TOOLS[name]
             self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
         return self._domains[name]
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where the user is a language model that does not answer."""
+        await check_services([self._user])
 
     async def close(self) -> None:
         """End the user's connections."""

@@ -6,21 +6,27 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from verl.envs.tau2.common import ServiceTools, UserId, calculate
 from verl.envs.tau2.database import Record
 from verl.envs.tools.base import ToolError
 
-OrderId = Annotated[str, "Id of an order with its leading '#', for example '#W0000000'"]
-PaymentId = Annotated[str, "Id of a payment method of the user, for example 'gift_card_0000000'"]
-Items = Annotated[list[str], "Item ids of the order, one for each piece"]
-NewItems = Annotated[list[str], "Item ids of the same products that take their places, in the same order"]
+ProductId = Annotated[str, Field(description="Id of a product, not of an item")]
+ItemId = Annotated[str, Field(description="Id of an item, not of a product")]
+OrderId = Annotated[str, Field(description="Id of an order with its leading '#', for example '#W0000000'")]
+PaymentId = Annotated[str, Field(description="Id of a payment method of the user, for example 'gift_card_0000000'")]
+Items = Annotated[list[str], Field(description="Item ids of the order, one for each piece")]
+NewItems = Annotated[
+    list[str], Field(description="Item ids of the same products that take their places, in the same order")
+]
 _OPEN = ("pending", "pending (item modified)")
 
 
 class RetailTools(ServiceTools):
     """What an agent of the shop can look up and do."""
 
-    def calculate(self, expression: Annotated[str, "Numbers, + - * / and parentheses"]) -> str:
+    def calculate(self, expression: Annotated[str, Field(description="Numbers, + - * / and parentheses")]) -> str:
         """Calculate an expression."""
         return calculate(expression)
 
@@ -41,11 +47,11 @@ class RetailTools(ServiceTools):
         """Items, address, status and payments of an order."""
         return self._find("orders", "Order", order_id)
 
-    def get_product_details(self, product_id: Annotated[str, "Id of a product, not of an item"]) -> Record:
+    def get_product_details(self, product_id: ProductId) -> Record:
         """A product and its variants, with prices and availability."""
         return self._find("products", "Product", product_id)
 
-    def get_item_details(self, item_id: Annotated[str, "Id of an item, not of a product"]) -> Record:
+    def get_item_details(self, item_id: ItemId) -> Record:
         """Options, price and availability of one item."""
         for product in self._database["products"].values():
             if item_id in product["variants"]:
@@ -152,7 +158,7 @@ class RetailTools(ServiceTools):
         user["address"] = _address(address1, address2, city, state, country, zip)
         return user
 
-    def transfer_to_human_agents(self, summary: Annotated[str, "What the user wants"]) -> str:
+    def transfer_to_human_agents(self, summary: Annotated[str, Field(description="What the user wants")]) -> str:
         """Hand the user over to a human, only where the request is out of your reach."""
         return "Transfer successful"
 

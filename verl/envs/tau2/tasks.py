@@ -8,11 +8,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
+from verl.envs.rows import check_row
 from verl.envs.tau2.users import scripted_opening
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
 DOMAINS = ("retail", "airline")
+
+
+class Instructions(BaseModel):
+    """What the user knows and wants."""
+
+    reason_for_call: str | None
+    known_info: str | None
+    task_instructions: str | None
+
+
+class Extra(BaseModel):
+    """Task.extra."""
+
+    domain: Literal["retail", "airline"]
+    instructions: Instructions
+
+
+class Action(BaseModel):
+    """A gold call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Gold(BaseModel):
+    """Task.answer, as JSON: what is to be done, and what must be said."""
+
+    actions: list[Action]
+    communicate: list[str]
 
 
 def tau2_tasks(
@@ -49,6 +81,11 @@ def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number
         field = str(error.args[0]) if isinstance(error, KeyError) else ""
         problem = "is missing" if field else f"is no task ({error})"
         raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
+
+
+def check_task(task: Task) -> None:
+    """Raises DataError for what is none of these tasks."""
+    check_row("tau2", task, Extra, Gold)
 
 
 def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from verl.errors import ConfigError, ServiceDownError
+from verl.services import check_urls
 from verl.types import Message, Task
 
 _GREETING = "Hello, how can I help you today?"
@@ -85,6 +86,10 @@ class ChatUser:
         ]
         text = await self._complete([{"role": "system", "content": role}, *turned])
         return None if _STOP in text else text
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where nothing answers at the endpoint."""
+        await check_urls("simulated user", [self._url], "Start it, or correct user_url")
 
     async def close(self) -> None:
         """Close the connections."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.envs.tools.base import EpisodeTool, Tool, Toolset
 from verl.errors import ConfigError
-from verl.registry import resolve
+from verl.registry import check_options, resolve
 from verl.sandbox.base import Sandbox
 
 TOOLS: Mapping[str, str] = {
@@ -68,19 +68,8 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
 
 
 def _instance(name: str, made_by: type, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
-    given = dict(options)
-    if "sandbox" in signature(made_by).parameters:
-        if sandbox is None:
-            raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
-        given["sandbox"] = sandbox
-    parameters = signature(made_by).parameters
-    try:
-        signature(made_by).bind(**given)
-    except TypeError as error:
-        takes = [parameter for parameter in parameters if parameter != "sandbox"]
-        raise ConfigError(f"tool {name!r}: {error}; its options are {', '.join(takes) or 'none'}") from error
-    for key, value in options.items():
-        kind = type(parameters[key].default) if key in parameters else None
-        if kind in (bool, int, str) and type(value) is not kind:
-            raise ConfigError(f"tool {name!r}: option {key!r} must be of type {kind.__name__}, not {value!r}")
-    return made_by(**given)
+    shared = {"sandbox": sandbox} if "sandbox" in signature(made_by).parameters else {}
+    if shared and sandbox is None:
+        raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
+    check_options("tool", name, made_by, options, **shared)
+    return made_by(**shared, **options)

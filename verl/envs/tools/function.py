@@ -9,15 +9,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from inspect import getdoc, iscoroutinefunction, signature
-from typing import Any, get_type_hints, overload
+from inspect import iscoroutinefunction
+from typing import Any, overload
 
-import docstring_parser
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic import ValidationError
 
 from verl.envs.tools.base import ToolError
-from verl.errors import ConfigError, ServiceDownError
+from verl.envs.tools.signature import read_signature
+from verl.errors import ServiceDownError
 from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
@@ -30,25 +29,12 @@ MAX_ABANDONED = 32  # threads of one tool that hang, before it is taken out of s
 class FunctionTool:
     """A function that a policy can call. Sync ones run in a thread of their own, for every call.
 
-    Raises ConfigError for a function without docstring, with parameters that are not annotated or cannot be named, or
-    with types that JSON cannot tell.
+    Raises ConfigError for a function that `read_signature` cannot tell of.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
-        name = name or function.__name__
-        told = docstring_parser.parse(getdoc(function) or "")
-        if not told.description:
-            raise ConfigError(f"tool {name!r}: its function needs a docstring, which tells the policy what it does")
-        words = {parameter.arg_name: parameter.description or "" for parameter in told.params}
-        try:
-            self._arguments = _arguments_model(name, function, words)
-            schema = self._arguments.model_json_schema(schema_generator=_Untitled)
-        except (PydanticUserError, NameError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"tool {name!r}: its type hints have no form in JSON ({reason})") from error
-        schema.pop("title")
-        self._spec = ToolSpec(name, told.description.strip(), schema)
+        self._spec, self._arguments = read_signature(function, name)
         self._abandoned: set[threading.Thread] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,28 +115,6 @@ def tool(
     if function is not None:
         return FunctionTool(function)
     return lambda decorated: FunctionTool(decorated, name)
-
-
-class _Untitled(GenerateJsonSchema):
-    """Schemas without a title for every field, which would only repeat its name."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
-def _arguments_model(name: str, function: Callable[..., Any], words: Mapping[str, str]) -> type[BaseModel]:
-    """A model with the function's parameters. Fields are numbered, because models keep some names for themselves."""
-    hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
-    for parameter in signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"tool {name!r}: parameter {parameter} has no name by which a policy could give it")
-        if parameter.name not in hints:
-            raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} needs a type hint")
-        default = ... if parameter.default is parameter.empty else parameter.default
-        told = Field(default, alias=parameter.name, description=words.get(parameter.name))
-        fields[f"parameter_{len(fields)}"] = (hints[parameter.name], told)
-    return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def _settle(ended: asyncio.Future[Ended], end: Ended) -> None:

@@ -14,6 +14,7 @@ import httpx
 
 from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
+from verl.services import check_urls
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ class HttpRetriever:
                 problems.append(f"{url}: {type(error).__name__}: {error}")
                 log.debug("retriever passed over: %s", problems[-1])
         raise ServiceDownError("retriever", "; ".join(problems))
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where no server answers."""
+        await check_urls("retriever", self._urls, "Start it (docs/tools.md), or correct the tool's urls")
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import shlex
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -55,7 +56,7 @@ class McpServer:
     url:       of a server that runs, such as http://127.0.0.1:8000/mcp
     env:       variables of the program, beside the few (PATH, HOME, ..) that it gets anyhow
     only:      names of the tools that are wanted; all of them if left out
-    timeout_s: for the server to answer while it is being connected
+    timeout_s: for the server to answer while it is being connected; a program that loads much before may need more
 
     Raises ConfigError for neither or both of command and url, and for tools that are not there; ServiceDownError for a
     server that cannot be reached.
@@ -67,7 +68,7 @@ class McpServer:
         url: str | None = None,
         env: Mapping[str, str] | None = None,
         only: Sequence[str] | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 8.0,
     ) -> None:
         if (command is None) == (url is None):
             raise ConfigError("tool 'mcp' needs either a command, such as 'python server.py', or a url")
@@ -134,12 +135,16 @@ class McpServer:
                 if self._url is None:
                     program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
                     transport = stdio_client(program, errlog=self._complaints)
-                client = Client(transport, read_timeout_seconds=self._timeout_s)
-                self._connection = self._portal.wrap_async_context_manager(client)
+                self._connection = self._portal.wrap_async_context_manager(_open(transport, self._timeout_s))
                 try:
                     self._client = self._connection.__enter__()
+                except TimeoutError as error:
+                    problem = self._complaint(f"does not answer within its option timeout_s={self._timeout_s:g}")
+                    raise ServiceDownError(self._name, problem) from error
                 except Exception as error:  # the package raises groups of whatever its transports raise
-                    raise ServiceDownError(self._name, f"cannot be reached ({self._complaint(error)})") from error
+                    raise ServiceDownError(
+                        self._name, f"cannot be reached ({self._complaint(_innermost(error))})"
+                    ) from error
             return self._client
 
     def _disconnect(self, client: Client | None) -> None:
@@ -160,12 +165,12 @@ class McpServer:
                 self._complaints.close()
                 self._portal.start_task_soon(self._portal.stop, True)
 
-    def _complaint(self, error: BaseException) -> str:
-        """The error and the last that the program has written to stderr."""
+    def _complaint(self, problem: str) -> str:
+        """The problem and the last that the program has written to stderr."""
         size = self._complaints.seek(0, os.SEEK_END)
         self._complaints.seek(max(0, size - MAX_COMPLAINT_CHARS))
         written = self._complaints.read().strip()
-        return f"{_innermost(error)}; it wrote: {written}" if written else _innermost(error)
+        return f"{problem}; it wrote: {written}" if written else problem
 
 
 def _portal() -> BlockingPortal:
@@ -179,6 +184,15 @@ def _portal() -> BlockingPortal:
 
     threading.Thread(target=anyio.run, args=(live,), name="mcp", daemon=True).start()
     return started.result()
+
+
+@asynccontextmanager
+async def _open(transport: Any, timeout_s: float) -> AsyncIterator[Client]:
+    """A client whose handshake, all of its attempts together, ends in time. Raises TimeoutError."""
+    with anyio.fail_after(timeout_s) as limit:
+        async with Client(transport, read_timeout_seconds=timeout_s) as client:
+            limit.deadline = math.inf
+            yield client
 
 
 async def _page(client: Client, cursor: str | None) -> mcp_types.ListToolsResult:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.search import Retriever
 from verl.errors import VerlError
+from verl.services import serve
 
 
 class Question(BaseModel):
@@ -51,19 +52,21 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
     return app
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 for a corpus that cannot be read and an address that cannot be had."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--topk", type=int, default=3, help="for requests that do not say theirs")
-    words = parser.parse_args()
+    words = parser.parse_args(argv)
     try:
         retriever = Bm25Retriever(words.corpus)
     except VerlError as error:
-        sys.exit(f"error: {error}")
-    uvicorn.run(application(retriever, words.topk), host=words.host, port=words.port, log_level="warning")
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return serve(application(retriever, words.topk), words.host, words.port)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

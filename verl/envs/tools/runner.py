@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
+from verl.envs.clock import in_place
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.text import NOTE_CHARS, shortened
@@ -103,7 +104,8 @@ class ToolRunner:
         except VerlError:
             raise
         except Exception as error:  # a tool may raise anything; a bug of its own is not the policy's fault
-            raise ServiceDownError(f"tool {call.name!r}", f"raised {type(error).__name__}: {error}") from error
+            problem = f"raised {type(error).__name__}: {error}"
+            raise ServiceDownError(f"tool {call.name!r}", problem, tool=call.name) from error
         text = shortened(text, self._limits_of(call.name).max_chars)
         return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
 
@@ -123,11 +125,11 @@ class ToolRunner:
         place = self._places.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):
             try:
-                async with place:
+                async with in_place(place):
                     return await self._attempt(tool, call, limits.deadline_s)
             except ServiceDownError as error:
                 if not retries_left:
-                    raise ServiceDownError(service, str(error)) from error
+                    raise ServiceDownError(service, str(error), tool=call.name) from error
                 log.warning("%s: %s; %d retries left", service, error, retries_left)
             await asyncio.sleep(limits.backoff_s * 2 ** (limits.retries - retries_left))
         raise AssertionError("the last attempt returns or raises")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from verl.errors import ConfigError
 from verl.registry import resolve
+from verl.services import check_services
 from verl.types import ToolSpec
 
 RETRIEVERS: Mapping[str, str] = {
@@ -66,6 +67,10 @@ class SearchTool:
     async def call(self, arguments: Mapping[str, Any]) -> str:
         (found,) = await self._retriever.search([arguments["query"]], self._topk)
         return told(found) or "Nothing was found."
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where the retriever's service does not answer."""
+        await check_services([self._retriever])
 
     async def close(self) -> None:
         await self._retriever.close()

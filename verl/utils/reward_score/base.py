@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError
-from verl.registry import resolve
+from verl.registry import check_options, resolve
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 REWARDS: Mapping[str, str] = {
@@ -112,10 +112,9 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     options = dict(options or {})
     if isinstance(found, type):
         from_options = getattr(found, "from_options", None)
-        try:
-            reward: Reward = from_options(options) if from_options else found(**options)
-        except TypeError as error:
-            raise ConfigError(f"reward {name!r} cannot be made with options {options} ({error})") from error
+        if from_options is None:
+            check_options("reward", name, found, options)
+        reward: Reward = from_options(options) if from_options else found(**options)
         return reward
     if not callable(found):
         raise ConfigError(f"reward {name!r} must be a class or a function, not an object of {type(found).__name__}")

@@ -1,0 +1,74 @@
+"""The seconds of an environment. What its calls wait for a free place is the load's doing, and is not among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+
+class Clock:
+    """Stands still while calls of an environment wait for a place and none of them works."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timeout = asyncio.timeout(None)
+        self._over = False
+        self._waiting = self._working = 0  # calls
+        self._counted_s = 0.0  # until it last stood still
+        self._since: float | None = None  # when it went on; None while it stands still
+
+    @property
+    def seconds(self) -> float:
+        """Those that were counted."""
+        return self._counted_s + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Raises TimeoutError past the limit, as asyncio.timeout does.
+
+        It hears of the calls that go through `in_place` inside, also in tasks that are started there.
+        """
+        token = _CURRENT.set(self)
+        try:
+            async with self._timeout:
+                self.tell()
+                yield
+        finally:
+            self._over = True
+            _CURRENT.reset(token)
+
+    def tell(self, waiting: int = 0, working: int = 0) -> None:
+        """So many more calls wait, or work."""
+        self._waiting += waiting
+        self._working += working
+        still = self._waiting > 0 and self._working == 0
+        now = asyncio.get_running_loop().time()
+        self._counted_s, self._since = self.seconds, None if still else now
+        if not (self._over or self._timeout.expired()):
+            self._timeout.reschedule(None if still else now + self._limit_s - self._counted_s)
+
+
+_CURRENT: ContextVar[Clock | None] = ContextVar("clock of the environment", default=None)
+
+
+@asynccontextmanager
+async def in_place(places: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Wait for one of the places, and work there."""
+    clock = _CURRENT.get()
+    if clock is None:  # a call outside of episodes
+        async with places:
+            yield
+        return
+    clock.tell(waiting=1)
+    try:
+        await places.acquire()
+    finally:
+        clock.tell(waiting=-1)
+    clock.tell(working=1)
+    try:
+        yield
+    finally:
+        clock.tell(working=-1)
+        places.release()

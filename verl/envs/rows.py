@@ -1,0 +1,27 @@
+"""Is a row of data a task of this environment? Asked at the door, where what it was made for can still be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from verl.errors import DataError
+from verl.types import Task
+
+
+def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
+    """Raises DataError where a task's `extra`, or the JSON of its answer, has not the form of these types."""
+    field = "extra_info"
+    try:
+        TypeAdapter(extra).validate_python(dict(task.extra))
+        field = "reward_model.ground_truth"
+        TypeAdapter(answer).validate_json(task.answer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"is no task of env.name={env}: {first['msg']}",
+            "a row that scripts/make_env_tasks.py writes for it",
+            "Name the data's own environment with env.name, or other files",
+            field=".".join([field, *map(str, first["loc"])]),
+        ) from error

@@ -1,0 +1,55 @@
+"""What a policy is told of a Python function: the schema comes from the type hints, the words from the docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import getdoc, signature
+from typing import Any, get_type_hints
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+from verl.errors import ConfigError
+from verl.types import ToolSpec
+
+
+def read_signature(function: Callable[..., Any], name: str | None = None) -> tuple[ToolSpec, type[BaseModel]]:
+    """The function as a tool called `name` (its own if left out), and a model that checks its arguments.
+
+    A parameter is described in the docstring or by Annotated[.., Field(description="..")]; those without a default are
+    required; `self` is left out. Raises ConfigError for a function without docstring, with parameters that are not
+    annotated or cannot be named, or with types that JSON cannot tell.
+    """
+    name = name or function.__name__
+    told = docstring_parser.parse(getdoc(function) or "")
+    if not told.description:
+        raise ConfigError(f"tool {name!r}: its function needs a docstring, which tells the policy what it does")
+    words: dict[str, dict[str, Any]] = {each.arg_name: {"description": each.description} for each in told.params}
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}  # numbered, because models keep some names for themselves
+        for parameter in signature(function).parameters.values():
+            if parameter.name == "self":
+                continue
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(f"tool {name!r}: parameter {parameter} has no name by which a policy could give it")
+            if parameter.name not in hints:
+                raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} needs a type hint")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            field = Field(default, alias=parameter.name, **words.get(parameter.name, {}))
+            fields[f"parameter_{len(fields)}"] = (hints[parameter.name], field)
+        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        schema = model.model_json_schema(schema_generator=_Untitled)
+    except (PydanticUserError, NameError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"tool {name!r}: its type hints have no form in JSON ({reason})") from error
+    schema.pop("title")
+    return ToolSpec(name, told.description.strip(), schema), model
+
+
+class _Untitled(GenerateJsonSchema):
+    """Schemas without a title for every field, which would only repeat its name."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False

@@ -1,0 +1,73 @@
+"""Services that a run needs, asked at its start whether they are there; and how our own ones listen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
+
+from verl.errors import ServiceDownError
+
+ANSWER_S = 5.0
+CHECK_S = 10.0  # for a check as a whole
+_GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class NeedsServices(Protocol):
+    """A tool, a factory of environments or a sandbox that can tell whether the services it needs are there."""
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError, within seconds, with the name of what does not answer and the mend."""
+
+
+async def check_services(things: Iterable[object]) -> None:
+    """Ask those that can tell. The loop that runs this may be another one than theirs later."""
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await asyncio.gather(*(each.check_services() for each in things if isinstance(each, NeedsServices)))
+    except TimeoutError as error:
+        raise ServiceDownError("a service", f"did not tell within {CHECK_S:g} s whether it is there") from error
+
+
+async def check_urls(service: str, urls: Sequence[str], mend: str, trust_env: bool = True) -> None:
+    """Does anything answer there, whatever it says? Some may be down; raises ServiceDownError if all are.
+
+    trust_env: whether a proxy that the environment names is used
+    """
+    import httpx
+
+    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=trust_env) as client:
+
+        async def problem(url: str) -> str:
+            try:
+                status = (await client.get(url)).status_code
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                return f"{url}: {type(error).__name__}: {error}"
+            return f"{url} answers {status}" if status in _GATEWAYS else ""
+
+        problems = [found for found in await asyncio.gather(*map(problem, urls)) if found]
+    if len(problems) == len(urls):
+        raise ServiceDownError(service, f"not reached. {'; '.join(problems)}. {mend}")
+    if problems:
+        log.warning("%s: passed over as long as they are down: %s", service, "; ".join(problems))
+
+
+def serve(app: Any, host: str, port: int) -> int:
+    """Serve an ASGI application until interrupted. Returns 2, after a line on stderr, for an address it cannot have."""
+    import uvicorn
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        sys.stderr.write(f"error: cannot listen on {host} port {port} ({error}); choose another --host or --port\n")
+        return 2
+    with listening, suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+    return 0
