@@ -19,6 +19,7 @@ import pytest
 from tests.sandbox_host import need_bubblewrap
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Execution, Limits, Status
+from verl.sandbox.fork_server import Isolation
 from verl.sandbox.inside import seccomp
 from verl.sandbox.local import LocalSandbox
 
@@ -225,6 +226,71 @@ def test_random_numbers_differ_between_executions(run: Callable[..., Execution])
     assert first[1] != second[1]
 
 
+def test_cpu_time_of_the_execution_before_is_not_charged(run: Callable[..., Execution]) -> None:
+    code = "import time\nwhile time.process_time() < 0.7: pass\ntime.sleep(0.3)"
+    for _ in range(2):
+        assert run(code, limits=Limits(cpu_s=1)).status is Status.FINISHED
+
+
+# Prints how often a text lies in its own memory; SPELLED has other letters between the text's.
+SEARCH = """
+import re
+found = 0
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for line in maps:
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if " rw" in line:
+            memory.seek(start)
+            found += memory.read(end - start).count(bytes(SPELLED[::2]))
+print(found)
+"""
+
+
+def search(*secrets: str) -> str:
+    """Code that looks for secrets which it does not itself contain."""
+    return "".join(f"SPELLED = {[*'-'.join(secret).encode()]}{SEARCH}" for secret in secrets)
+
+
+def test_nothing_of_an_execution_is_in_the_memory_of_the_next(run: Callable[..., Execution]) -> None:
+    assert run("here = 'in-my-own-code'\n" + search("in-my-own-code")).stdout != "0\n"
+    first = run(
+        "import os\nprint('mark-print' + 'ed', input(), os.getppid())\nassert 'mark-in-code'",
+        stdin="mark-in-stdin",
+        files={"mark-in-name": b"mark-in-file"},
+    )
+    assert first.stdout.startswith("mark-printed mark-in-stdin")
+    done = run(search("mark-printed", "mark-in-code", "mark-in-stdin", "mark-in-name", "mark-in-file"))
+    assert (done.status, done.stdout) == (Status.FINISHED, "0\n" * 5)
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+def test_a_supervisor_is_used_again_unless_it_knows_something(isolation: Isolation) -> None:
+    if isolation == "bubblewrap":
+        need_bubblewrap()
+
+    async def executions() -> None:
+        sandbox = LocalSandbox(workers=1, isolation=isolation, preload=())
+        supervisor = 0
+
+        async def is_new(**settings: Any) -> bool:
+            nonlocal supervisor
+            before = supervisor
+            done = await sandbox.run("import os; print(os.getppid(), os.getpid())", **settings)
+            supervisor, pid = map(int, done.stdout.split())
+            return supervisor != before or pid == 2  # the second of a pid namespace is its first execution
+
+        assert [await is_new() for _ in range(4)] == [True, False, False, False]
+        assert not await is_new(fetch=["a"])
+        assert [await is_new() for _ in range(2)] == [True, False]
+        session = await sandbox.session()
+        await session.run("x = 1")
+        await session.close()
+        assert await is_new()
+        await sandbox.close()
+
+    asyncio.run(executions())
+
+
 def test_a_session_keeps_its_variables(place: tuple[Runner, LocalSandbox]) -> None:
     runner, sandbox = place
 
@@ -388,10 +454,10 @@ async def _no_orphan(executions: int) -> None:
         done = await asyncio.gather(*[sandbox.run(code) for _ in range(start, start + 20)])
         assert {each.status for each in done} == {Status.FINISHED}
     for _ in range(100):
-        if len(psutil.Process().children(recursive=True)) <= before + 3:  # the second fork server
+        if len(psutil.Process().children(recursive=True)) <= before + 4:  # the second fork server, and its supervisor
             break
         await asyncio.sleep(0.05)
-    assert len(psutil.Process().children(recursive=True)) <= before + 3
+    assert len(psutil.Process().children(recursive=True)) <= before + 4
     assert len(psutil.Process().open_files()) < 50
     await sandbox.close()
 

@@ -34,6 +34,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 DEVICE_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}  # below /proc/self/fd
 MOVED = "/python"  # where an interpreter below /tmp lies, as /tmp is private
 NOBODY = 65534  # the user of untrusted code where root starts the pool
+HOME = {"HOME": "/tmp/work", "TMPDIR": "/tmp", "PWD": "/tmp/work"}  # of isolated executions
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
@@ -62,7 +63,7 @@ def check_isolation(isolation: str) -> None:
 class ForkServer:
     """One fork server, started when it is needed, and again when it has died.
 
-    num_channels: channels that are open, counted by the pool
+    num_channels: channels that are in use, counted by the pool
     """
 
     def __init__(self, isolation: Isolation, preload: Sequence[str]) -> None:
@@ -71,22 +72,36 @@ class ForkServer:
         self._lock = asyncio.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[socket.socket] = []
         self.num_channels = 0
 
     async def open(self) -> socket.socket:
-        """A channel to a fresh supervisor, non-blocking. ServiceDownError where no server can be started."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            async with self._lock:
+        """A channel to an idle supervisor, non-blocking. ServiceDownError where no server can be started."""
+        async with self._lock:
+            if self._process and self._process.poll() is not None:
+                self.close()
+            while self._idle:
+                channel = self._idle.pop()
+                if _is_silent(channel):
+                    return channel
+                channel.close()
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            with theirs:
                 if not self._hand_over(theirs):
                     await self._start()
                     if not self._hand_over(theirs):
                         raise ServiceDownError("sandbox", "a fork server ended as soon as it had started")
         return ours
 
+    def keep(self, channel: socket.socket) -> None:
+        """Take back a channel that `open` gave, whose supervisor has nothing more to do."""
+        self._idle.append(channel)
+
     def close(self) -> None:
         """End it with everything below it."""
+        while self._idle:
+            self._idle.pop().close()
         if self._control:
             self._control.close()
         if self._process:
@@ -134,8 +149,17 @@ class ForkServer:
         command = [python, "-I", "-c", start, json.dumps(settings)]
         variables = ENVIRONMENT | {"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
         if isolated:
-            return _in_bubblewrap(command, variables, control, said)
+            return _in_bubblewrap(command, variables | HOME, control, said)
         return _popen(command, control, said, env=variables)
+
+
+def _is_silent(channel: socket.socket) -> bool:
+    """Whether the supervisor at its end waits: it has neither hung up nor complained."""
+    try:
+        channel.recv(1, socket.MSG_PEEK)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _popen(command: Sequence[str], control: int, said: IO[bytes], **settings: Any) -> subprocess.Popen[bytes]:

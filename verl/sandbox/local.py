@@ -1,10 +1,10 @@
 """Untrusted code on this machine: an execution is a fork of a warm interpreter, in namespaces of its own.
 
     LocalSandbox -> ForkServer: bwrap -> inside/zygote.py -> inside/supervisor.py -> the code
-                                                             one for each execution or session
+                                                             one execution after the other, or a session
 
-The fork server is handed one end of a socket for each execution; a supervisor answers there, and ends everything when
-the other end is closed.
+The fork server is handed one end of a socket for each supervisor, which answers there, and ends everything when the
+other end is closed. Code, input and output travel in unnamed files, past the supervisor's memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import marshal
+import os
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -62,11 +64,14 @@ class LocalSandbox:
         """One piece of code in processes of its own. DataError for a language or path that cannot be."""
         if language not in LANGUAGES:
             raise DataError(f"language {language!r}", f"one of {', '.join(LANGUAGES)}", field="language")
-        start = _start(language, code, stdin, files or {}, limits or self.limits) | {"fetch": _paths(fetch)}
+        bounds = limits or self.limits
+        request = _request(language, code, files or {}, bounds)
+        task = {"limits": asdict(bounds), "fetch": _paths(fetch)}
         for _ in range(2):
             async with self._slots, self.converse() as conversation:
-                if answer := await conversation.ask(start):
-                    return _execution(answer)
+                if execution := await conversation.run(task, request, stdin.encode(errors="replace")):
+                    conversation.over = not fetch  # its supervisor would know the files
+                    return execution
             log.warning("a supervisor of the sandbox ended without an answer")
         raise ServiceDownError("sandbox", "its supervisor ended without an answer, twice in a row")
 
@@ -81,12 +86,15 @@ class LocalSandbox:
 
     @contextlib.asynccontextmanager
     async def converse(self) -> AsyncIterator[Conversation]:
-        """A fresh supervisor of the server that has least to do; what it has started ends with the block."""
+        """An idle supervisor of the server that has least to do; unless all is over, it ends with the block."""
         server = min(self._servers, key=lambda each: each.num_channels)
         server.num_channels += 1
         try:
             with await server.open() as channel:
-                yield Conversation(channel, server)
+                conversation = Conversation(channel, server)
+                yield conversation
+                if conversation.over:
+                    server.keep(channel.dup())
         finally:
             server.num_channels -= 1
 
@@ -102,13 +110,27 @@ class Conversation:
     def __init__(self, channel: socket.socket, server: ForkServer) -> None:
         self._channel = channel
         self._server = server
+        self.alive = False  # the interpreter that gave the last answer
+        self.over = False  # nothing is left of it, and the supervisor may begin another
 
-    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def run(self, task: Mapping[str, Any], *inputs: bytes) -> Execution | None:
+        """What came of a task, whose inputs and outputs the supervisor passes on unseen; None where it is lost."""
+        with contextlib.ExitStack() as stack:
+            outputs = [os.memfd_create("output") for _ in range(2)]
+            for output in outputs:
+                stack.callback(os.close, output)
+            answer = await self.ask(task, *inputs, outputs=outputs)
+            if answer is None:
+                return None
+            self.alive = answer.get("alive", False)
+            return _execution(answer, *map(frames.contents, outputs))
+
+    async def ask(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> dict[str, Any] | None:
         """The answer; None where the supervisor is lost. One that hangs takes its fork server with it."""
-        wall_s = message["limits"]["wall_s"] if "limits" in message else 0.0
+        wall_s = task["limits"]["wall_s"] if "limits" in task else 0.0
         try:
             async with asyncio.timeout(wall_s + GRACE_S):
-                await self.tell(message)
+                await self.tell(task, *inputs, outputs=outputs)
                 head = await self._read(frames.LENGTH.size)
                 return frames.decode(await self._read(*frames.LENGTH.unpack(head)))
         except TimeoutError:
@@ -118,9 +140,15 @@ class Conversation:
             pass
         return None
 
-    async def tell(self, message: Mapping[str, Any]) -> None:
+    async def tell(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> None:
         """Send what is not answered."""
-        await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(message))
+        frame = frames.encode(task)
+        with contextlib.ExitStack() as stack:
+            descriptors = [*map(frames.sealed, inputs)]
+            for descriptor in descriptors:
+                stack.callback(os.close, descriptor)
+            sent = socket.send_fds(self._channel, [frame], [*descriptors, *outputs])
+        await asyncio.get_running_loop().sock_sendall(self._channel, frame[sent:])
 
     async def _read(self, size: int) -> bytes:
         data = bytearray()
@@ -144,33 +172,31 @@ class LocalSession:
         self._files = files
         self._stack = contextlib.AsyncExitStack()
         self._conversation: Conversation | None = None
-        self._alive = False
         self._lock = asyncio.Lock()
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
         """The next cell; the value of a last expression is shown, as in a notebook."""
         bounds = limits or self._sandbox.limits
         async with self._lock, self._sandbox.slots:
-            if self._conversation is None or not self._alive:
+            if self._conversation is None or not self._conversation.alive:
                 await self._begin(bounds)
             assert self._conversation
             try:
-                answer = await self._conversation.ask({"code": code, "limits": asdict(bounds)})
+                execution = await self._conversation.run({"code": code, "limits": asdict(bounds)})
             except BaseException:  # nobody waits for it any more
                 await self._end()
                 raise
-            if answer is None:
+            if execution is None:
                 await self._end()
                 raise ServiceDownError("sandbox", "a session's supervisor ended without an answer")
-            self._alive = answer.get("alive", False)
-            return _execution(answer)
+            return execution
 
     async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
         """Files of the working folder. Ends the interpreter: nothing may change while they are read."""
         async with self._lock:
             if self._conversation is None:
                 return {}
-            self._alive = False
+            self._conversation.alive = False
             answer = await self._conversation.ask({"fetch": _paths(paths)})
             return frames.unpack_files(answer["files"]) if answer else {}
 
@@ -181,27 +207,22 @@ class LocalSession:
 
     async def _begin(self, limits: Limits) -> None:
         await self._end()
+        request = _request("session", "", self._files, limits)
         self._conversation = await self._stack.enter_async_context(self._sandbox.converse())
-        await self._conversation.tell(_start("session", "", "", self._files, limits))
+        await self._conversation.tell({"limits": asdict(limits)}, request, b"")
 
     async def _end(self) -> None:
-        self._conversation, self._alive = None, False
+        self._conversation = None
         await self._stack.aclose()
 
 
-def _start(language: str, code: str, stdin: str, files: Mapping[str, bytes], limits: Limits) -> dict[str, Any]:
-    """The first message to a supervisor. DataError for what cannot be."""
+def _request(language: str, code: str, files: Mapping[str, bytes], limits: Limits) -> bytes:
+    """What the forked process is told. DataError for what cannot be."""
     _paths(files)
     for name, bound in asdict(limits).items():
         if bound <= 0:
             raise DataError(f"a limit of {bound}", "more than 0", field=name)
-    return {
-        "language": language,
-        "code": code,
-        "stdin": stdin,
-        "files": frames.pack_files(files),
-        "limits": asdict(limits),
-    }
+    return marshal.dumps({"language": language, "code": code, "files": dict(files)})
 
 
 def _paths(paths: Iterable[str]) -> list[str]:
@@ -213,13 +234,14 @@ def _paths(paths: Iterable[str]) -> list[str]:
     return list(paths)
 
 
-def _execution(answer: Mapping[str, Any]) -> Execution:
+def _execution(answer: Mapping[str, Any], stdout: bytes, stderr: bytes) -> Execution:
     if "broken" in answer:
         raise ServiceDownError("sandbox", f"this machine cannot confine an execution: {answer['broken']}. {MEND}")
+    reason = f"killed: {answer['reason']}\n" if answer["reason"] else ""
     return Execution(
         status=Status(answer["status"]),
-        stdout=answer["stdout"],
-        stderr=answer["stderr"],
+        stdout=stdout.decode(errors="replace"),
+        stderr=stderr.decode(errors="replace") + reason,
         return_code=answer["return_code"],
         seconds=answer["seconds"],
         files=frames.unpack_files(answer["files"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import marshal
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
-from . import interpreter, kernel, seccomp
+from . import frames, interpreter, kernel, seccomp
 
 INNER_ID = 1000  # the user that the code is, as it sees it
 MIB = 1024 * 1024
@@ -36,23 +37,38 @@ class Jail:
     virtual_mib: int  # address space of the fork server, which every child begins with
 
 
-def become(jail: Jail, request: dict[str, Any], given: Sequence[int], report: int) -> Never:
-    """Turn this process, just forked, into the one that runs the request's code; does not return.
+def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int], report: int) -> Never:
+    """Turn this process, just forked, into the one that runs a request's code; does not return.
 
-    given:  standard input, output, error and, for a session, its cells
-    report: where to write why it cannot be done; closed without a word when all is given up
+    request: a file that holds it
+    given:   standard input, output, error and, for a session, its cells
+    report:  where to write why it cannot be done; closed without a word when all is given up
     """
     try:
-        _give_up(jail, request["limits"], given, report)
+        asked = marshal.loads(frames.contents(request))  # from the owner, whose interpreter this is
+        _write(asked["files"], jail)
+        _give_up(jail, limits, given, report)
     except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
         os.write(report, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(report)
     try:
-        _run(request)
+        _run(asked)
     except BaseException as error:  # noqa: BLE001  the same
         os.write(2, f"{error}\n".encode(errors="replace"))
         os._exit(126)
+
+
+def _write(files: dict[str, bytes], jail: Jail) -> None:
+    """Put the request's files into the working folder, which is the present one."""
+    for name, data in files.items():
+        path = Path(name)
+        for folder in reversed(path.parents[:-1]):
+            if not folder.is_dir():
+                folder.mkdir()
+                os.chown(folder, jail.user, jail.user)
+        path.write_bytes(data)
+        os.chown(path, jail.user, jail.user)
 
 
 def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: int) -> None:
@@ -69,7 +85,6 @@ def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: i
 
 
 def _run(request: dict[str, Any]) -> Never:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if request["language"] == "bash":
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -93,7 +108,7 @@ def _bound(jail: Jail, limits: dict[str, Any]) -> None:
     for name, bound in bounds.items():
         resource.setrlimit(name, (bound, bound))
     with contextlib.suppress(OSError):  # a hardened machine may forbid it
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if the machine runs short
+        _tell("oom_score_adj", "1000")  # the first to go if the machine runs short
 
 
 def _confine(jail: Jail, processes: int) -> None:
@@ -104,9 +119,16 @@ def _confine(jail: Jail, processes: int) -> None:
     os.setresuid(jail.user, jail.user, jail.user)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its own /proc/self would not be its own
     kernel.unshare(kernel.CLONE_NEWUSER)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{INNER_ID} {jail.user} 1")
-    Path("/proc/self/gid_map").write_text(f"{INNER_ID} {jail.user} 1")
+    _tell("setgroups", "deny")
+    _tell("uid_map", f"{INNER_ID} {jail.user} 1")
+    _tell("gid_map", f"{INNER_ID} {jail.user} 1")
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))  # counted in this namespace alone from here on
     kernel.drop_capabilities()
     seccomp.install(jail.filter)
+
+
+def _tell(name: str, text: str) -> None:
+    """Write what the kernel asks of this process. Without pathlib: an object used is a page copied after a fork."""
+    descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
+    os.write(descriptor, text.encode())
+    os.close(descriptor)

@@ -1,15 +1,18 @@
-"""Messages between the pool and a supervisor: four bytes that tell the length, then JSON."""
+"""Messages between the pool and a supervisor: four bytes that tell the length, then JSON; descriptors may go along."""
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct("!I")
+MOST_DESCRIPTORS = 4  # with one message
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -35,16 +38,31 @@ def unpack_files(files: Mapping[str, str]) -> dict[str, bytes]:
     return {path: base64.b64decode(data, validate=True) for path, data in files.items()}
 
 
+def sealed(data: bytes) -> int:
+    """A descriptor to read the data from; nobody can write there."""
+    descriptor = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def contents(descriptor: int) -> bytes:
+    """All that a file holds, wherever it is read at present."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
 def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
     """Blocks until the frame is on its way."""
     channel.sendall(encode(message))
 
 
-def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """The next message; None when the other side has hung up."""
-    head = _read(channel, LENGTH.size)
+def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next message and what came along; None when the other side has hung up."""
+    head, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, MOST_DESCRIPTORS)  # a frame begins in one piece
     body = head and _read(channel, *LENGTH.unpack(head))
-    return decode(body) if body else None
+    return decode(body) if body else None, descriptors
 
 
 def _read(channel: socket.socket, size: int) -> bytes:

@@ -9,7 +9,6 @@ import gc
 import linecache
 import os
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -33,7 +32,7 @@ def run_cells(channel: socket.socket) -> Never:
     """Run the cells that come through the channel in one namespace, and answer each with its token and exit code."""
     namespace = _fresh_main()
     number = 0
-    while request := frames.receive(channel):
+    while request := frames.receive(channel)[0]:
         number += 1
         code, name = request["code"], f"cell {number}"
         exit_code = _guarded(lambda code=code, name=name: _run_cell(code, name, namespace))
@@ -54,7 +53,7 @@ def _fresh_main() -> dict[str, Any]:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if "numpy.random" in sys.modules:  # Python's own generator does so by itself
-        sys.modules["numpy.random"].seed([*struct.unpack("8I", os.urandom(32))])
+        sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4), "little"))
     return main.__dict__
 
 

@@ -23,10 +23,15 @@ class Usage:
     processes: int
 
 
+def cpu_s_of_ended() -> float:
+    """CPU time of those that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime
+
+
 def usage() -> Usage:
     """What they use now."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s, kib, count = ended.ru_utime + ended.ru_stime, 0, 0
+    cpu_s, kib, count = cpu_s_of_ended(), 0, 0
     for pid, stat in _below(os.getpid()):
         count += 1
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its ended children

@@ -1,20 +1,23 @@
-"""One execution or session: a process that starts untrusted code, watches it, ends it and says what came of it.
+"""A process that starts untrusted code, watches it, ends it and says what came of it: one execution after the other,
+or one session.
 
 The answer goes through a socket that the code's processes never hold. With isolation this process is the first of a pid
-namespace of its own: nobody in there can signal or trace it, and its end is theirs.
+namespace of its own: nobody in there can signal or trace it, and its end is theirs. The code's process is a fork of
+this one and so could read all that this one ever knew: no code, input or output comes into this one's memory, and where
+any had to (of a session, or as files that were asked for), it does not begin another execution.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import selectors
+import select
 import shutil
 import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,33 +27,36 @@ from .child import Jail, become
 
 LOOK_S = 0.1  # between two looks at what the processes use
 CHUNK = 1 << 16
+NOWHERE = 0  # standard input, which the fork server has opened for that
 
 
 class Output:
-    """What comes out of a pipe, up to a bound; the rest is read and dropped."""
+    """What comes out of a pipe, moved into a file up to a bound; the rest is dropped."""
 
     def __init__(self, descriptor: int, bound: int) -> None:
-        os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.bound = bound
-        self.kept = bytearray()
+        self.begin(-1)
 
-    def read(self) -> bool:
-        """Take a chunk; False where there is none now."""
+    def begin(self, file: int) -> None:
+        """What comes from now on is for this file, which is empty."""
+        self.file, self.room = file, self.bound
+
+    def move(self) -> bool:
+        """Move a chunk, which never is in this process's memory; False where there is none now."""
+        target, most = (self.file, min(self.room, CHUNK)) if self.room else (NOWHERE, CHUNK)
         try:
-            chunk = os.read(self.descriptor, CHUNK)
+            moved = os.splice(self.descriptor, target, most, flags=os.SPLICE_F_NONBLOCK)
         except BlockingIOError:
             return False
-        self.kept += chunk[: self.bound - len(self.kept)]
-        return bool(chunk)
+        self.room -= moved if target == self.file else 0
+        return moved > 0
 
-    def take(self) -> str:
-        """All that is there, as text."""
+    def move_all(self) -> None:
+        """All that is there."""
         for _ in range(self.bound // CHUNK + 2):  # a writer that goes on cannot hold us
-            if not self.read():
+            if not self.move():
                 break
-        text, self.kept = self.kept.decode(errors="replace"), bytearray()
-        return text
 
 
 @dataclass(frozen=True)
@@ -65,57 +71,62 @@ class End:
 class Child:
     """The process that runs untrusted code, and our ends of what it holds."""
 
-    def __init__(self, jail: Jail, request: dict[str, Any]) -> None:
-        limits = request["limits"]
-        bound = limits["output_kib"] * 1024
+    def __init__(self, jail: Jail, limits: dict[str, Any], request: int, stdin: int, *, session: bool) -> None:
         self.cells: socket.socket | None = None
         self.token = self.heard = b""
-        given = [sealed(request["stdin"].encode(errors="replace"))]
-        ours = []
+        given = [stdin]
+        outputs = []
         for _ in range(2):
             reads, writes = os.pipe()
             given.append(writes)
-            ours.append(Output(reads, bound))
-        if request["language"] == "session":
+            outputs.append(Output(reads, limits["output_kib"] * 1024))
+        if session:
             self.cells, theirs = socket.socketpair()
             self.cells.setblocking(False)
             given.append(theirs.detach())
         reported, report = os.pipe()
         self.isolated = jail.isolated
         self.alive = True
+        self.cpu_before = processes.cpu_s_of_ended()
         self.pid = os.fork()
         if self.pid == 0:
-            become(jail, request, given, report)
-        for descriptor in (*given, report):
+            become(jail, limits, request, given, report)
+        for descriptor in (*given, request, report):
             os.close(descriptor)
         if problem := os.read(reported, CHUNK):
             raise OSError(problem.decode())
         os.close(reported)
-        self.stdout, self.stderr = ours
+        self.outputs = outputs
         self.descriptor = os.pidfd_open(self.pid)
 
-    def watch(self, limits: dict[str, Any], owner: socket.socket) -> dict[str, Any]:
-        """What comes of the code from now until it ends, answers or passes a limit."""
-        started, cpu_before = time.monotonic(), processes.usage().cpu_s if self.cells else 0.0
-        end = _wait(self, limits, owner, started + limits["wall_s"], cpu_before)
+    def watch(self, limits: dict[str, Any], owner: socket.socket, files: Sequence[int]) -> dict[str, Any]:
+        """What comes of the code from now until it ends, answers or passes a limit; its output goes to the files."""
+        for output, file in zip(self.outputs, files, strict=True):
+            output.begin(file)
+        started = time.monotonic()
+        end = _wait(self, limits, owner, started + limits["wall_s"])
         code = end.code
         if end.status != "answer":
             wait_status = self.end()
             code = os.waitstatus_to_exitcode(wait_status) if end.status == "exit" else None
+        for output, file in zip(self.outputs, files, strict=True):
+            output.move_all()
+            os.close(file)
         by_code = "finished" if code == 0 else "error"
         return {
             "status": by_code if end.status in ("exit", "answer") else end.status,
             "return_code": code,
             "seconds": time.monotonic() - started,
-            "stdout": self.stdout.take(),
-            "stderr": self.stderr.take() + (f"killed: {end.reason}\n" if end.reason else ""),
+            "reason": end.reason,
             "alive": self.alive,
+            "files": {},
         }
 
     def ask(self, code: str, patience_s: float) -> None:
         """Give a session its next cell, with a word that the answer must begin with: no other is taken for it."""
         assert self.cells
         self.token, self.heard = os.urandom(8).hex().encode(), b""
+        self.cpu_before = processes.usage().cpu_s
         self.cells.settimeout(patience_s)
         with contextlib.suppress(OSError):  # it does not listen, which `watch` will find
             frames.send(self.cells, {"code": code, "token": self.token.decode()})
@@ -141,38 +152,45 @@ class Child:
         self.alive = False
         return processes.end_all(self.pid, isolated=self.isolated)
 
+    def close(self) -> None:
+        """End it, and keep nothing of it."""
+        if self.alive:
+            self.end()
+        for descriptor in (self.descriptor, *(output.descriptor for output in self.outputs)):
+            os.close(descriptor)
+
     def pause(self, number: int) -> None:
         """Nothing of a session runs between its cells."""
         processes.signal_all(number, isolated=self.isolated)
 
 
-def _wait(child: Child, limits: dict[str, Any], owner: socket.socket, deadline: float, cpu_before: float) -> End:
-    """Take in what it says until it is over."""
-    outputs = {child.stdout.descriptor: child.stdout, child.stderr.descriptor: child.stderr}
-    with selectors.DefaultSelector() as selector:
-        for descriptor in (child.descriptor, owner.fileno(), *outputs):
-            selector.register(descriptor, selectors.EVENT_READ)
-        if child.cells:
-            selector.register(child.cells.fileno(), selectors.EVENT_READ)
-        next_look = time.monotonic() + LOOK_S
-        while (now := time.monotonic()) < deadline:
-            if now >= next_look:
-                if excess := _excess(limits, cpu_before):
-                    return excess
-                next_look = time.monotonic() + LOOK_S
-            ready = {key.fd for key, _ in selector.select(max(0.0, min(deadline, next_look) - now))}
-            for descriptor in ready & outputs.keys():
-                if not outputs[descriptor].read():
-                    selector.unregister(descriptor)
-            if owner.fileno() in ready:
-                return End("error", reason="nobody waits for it any more")
-            if child.cells and child.cells.fileno() in ready:
-                if not child.listen():
-                    selector.unregister(child.cells.fileno())  # the code has closed it, and most likely ends now
-                elif (code := child.answer()) is not None:
-                    return End("answer", code)
-            if child.descriptor in ready:
-                return End("exit")
+def _wait(child: Child, limits: dict[str, Any], owner: socket.socket, deadline: float) -> End:
+    """Pass on what it says until it is over."""
+    outputs = {output.descriptor: output for output in child.outputs}
+    poll = select.poll()
+    for descriptor in (child.descriptor, owner.fileno(), *outputs):
+        poll.register(descriptor, select.POLLIN)
+    if child.cells:
+        poll.register(child.cells.fileno(), select.POLLIN)
+    next_look = time.monotonic() + LOOK_S
+    while (now := time.monotonic()) < deadline:
+        if now >= next_look:
+            if excess := _excess(limits, child.cpu_before):
+                return excess
+            next_look = time.monotonic() + LOOK_S
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_look) - now))}
+        for descriptor in ready & outputs.keys():
+            if not outputs[descriptor].move():
+                poll.unregister(descriptor)
+        if owner.fileno() in ready:
+            return End("error", reason="nobody waits for it any more")
+        if child.cells and child.cells.fileno() in ready:
+            if not child.listen():
+                poll.unregister(child.cells.fileno())  # the code has closed it, and most likely ends now
+            elif (code := child.answer()) is not None:
+                return End("answer", code)
+        if child.descriptor in ready:
+            return End("exit")
     return End("timeout", reason=f"more than {limits['wall_s']:g} s of time")
 
 
@@ -188,99 +206,88 @@ def _excess(limits: dict[str, Any], cpu_before: float) -> End | None:
     return None
 
 
-def sealed(data: bytes) -> int:
-    """A descriptor to read the data from; nobody can write there."""
-    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(data)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
 def supervise(owner: socket.socket, jail: Jail) -> None:
     """Serve the one who holds the other end, until that is closed. Tells him where this machine does not play along."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if not (request := frames.receive(owner)):
-        return
+    mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     try:
-        with _scratch(jail, request["limits"]) as scratch:
-            work = scratch / "work"
-            os.chdir(work)
-            os.environ |= {"HOME": str(work), "TMPDIR": str(scratch), "PWD": str(work)}
-            _write(work, frames.unpack_files(request["files"]), jail)
-            _serve(Child(jail, request), request, owner, work)
+        while True:
+            if jail.isolated:
+                _isolate(mounts)
+            task, descriptors = frames.receive(owner)
+            if not task:
+                return
+            with _scratch(jail, task["limits"]) as work:
+                _serve(task, descriptors, owner, jail, work)
     except OSError as error:
         frames.send(owner, {"broken": str(error)})
 
 
-def _serve(child: Child, request: dict[str, Any], owner: socket.socket, work: Path) -> None:
+def _serve(task: dict[str, Any], descriptors: list[int], owner: socket.socket, jail: Jail, work: Path) -> None:
+    request, stdin, *files = descriptors
+    child = Child(jail, task["limits"], request, stdin, session=not files)
     try:
         if child.cells:
             _serve_cells(child, owner, work)
         else:
-            answer = child.watch(request["limits"], owner)
-            frames.send(owner, answer | {"files": _collect(work, request["fetch"])})
+            answer = child.watch(task["limits"], owner, files)
+            frames.send(owner, answer | {"files": _collect(work, task["fetch"])})
     finally:
-        child.end()
+        child.close()
 
 
 def _serve_cells(child: Child, owner: socket.socket, work: Path) -> None:
-    assert child.cells
-    while request := frames.receive(owner):
-        if "fetch" in request:
+    while True:
+        task, files = frames.receive(owner)
+        if not task:
+            return
+        if "fetch" in task:
             child.end()
-            frames.send(owner, {"files": _collect(work, request["fetch"])})
+            frames.send(owner, {"files": _collect(work, task["fetch"])})
             continue
         child.pause(signal.SIGCONT)
-        child.ask(request["code"], request["limits"]["wall_s"])
-        frames.send(owner, child.watch(request["limits"], owner) | {"files": {}})
+        child.ask(task["code"], task["limits"]["wall_s"])
+        frames.send(owner, child.watch(task["limits"], owner, files))
         child.pause(signal.SIGSTOP)
 
 
 @contextlib.contextmanager
-def _scratch(jail: Jail, limits: dict[str, Any]) -> Any:
-    """The folder that holds all that the code writes, with the working folder in it."""
+def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
+    """The working folder, in the folder that holds all that the code writes; both are gone afterwards."""
     if jail.isolated:
-        _isolate(limits["file_mib"])
         scratch = Path("/tmp")
+        _mount_scratch(limits["file_mib"])
     else:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         scratch = Path(tempfile.mkdtemp(prefix="verl-sandbox-")).resolve()
+        os.environ |= {"HOME": f"{scratch}/work", "TMPDIR": str(scratch), "PWD": f"{scratch}/work"}
     work = scratch / "work"
     work.mkdir()
     os.chown(work, jail.user, jail.user)
+    os.chdir(work)
     try:
-        yield scratch
+        yield work
     finally:
+        os.chdir("/")
         if not jail.isolated:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _isolate(file_mib: int) -> None:
-    """Fresh namespaces, and in them a private /tmp, /dev/shm and /proc. The pid namespace is fresh already.
+def _isolate(mounts: int) -> None:
+    """Fresh namespaces, with the fork server's mounts. That of pids stays: nobody in it outlived his execution."""
+    kernel.setns(mounts, kernel.CLONE_NEWNS)  # nothing holds the last execution's files from here on
+    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+
+
+def _mount_scratch(file_mib: int) -> None:
+    """A private /tmp, /dev/shm and /proc.
 
     This /proc has processes alone, and of them those that the reader may trace: the supervisor is not there.
     """
-    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-    socket.sethostname("sandbox")
-    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     private = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", "/tmp", "tmpfs", private, f"size={file_mib}m,nr_inodes=16k,mode=1777")
     kernel.mount("/tmp", "/dev/shm", flags=kernel.MS_BIND)
     kernel.mount("proc", "/proc", "proc", private | kernel.MS_NOEXEC, "subset=pid,hidepid=ptraceable")
-
-
-def _write(work: Path, files: dict[str, bytes], jail: Jail) -> None:
-    """Put the request's files where the code finds them. Nothing untrusted has run yet."""
-    for name, data in files.items():
-        path = work / name
-        for folder in reversed(path.relative_to(work).parents[:-1]):
-            if not (work / folder).is_dir():
-                (work / folder).mkdir()
-                os.chown(work / folder, jail.user, jail.user)
-        path.write_bytes(data)
-        os.chown(path, jail.user, jail.user)
 
 
 def _collect(work: Path, names: list[str]) -> dict[str, str]:

@@ -67,7 +67,11 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _finish_root(bound: Sequence[str]) -> None:
-    """Small files that programs look for; folders above what is bound opened to all; then nobody writes any more."""
+    """Small files that programs look for; folders above what is bound opened to all; then nobody writes any more.
+
+    Supervisors begin with a copy of these mounts, of which theirs are independent.
+    """
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     device = Path("/").stat().st_dev
     for path in bound:
         for folder in Path(path).parents:
@@ -114,6 +118,7 @@ def _become_supervisor(channel: socket.socket, control: socket.socket, own: int,
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
+        gc.enable()
         control.close()
         if own >= 0:
             os.close(own)
