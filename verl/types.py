@@ -174,6 +174,7 @@ class TrajectoryGroup:
     scores: tuple[Score, ...]  # [G]
     rewards: tuple[float, ...]  # [G]
     faults: tuple[str, ...] = ()  # one for each rollout that is missing
+    baseline: float | None = None  # the reward of a greedy rollout beside them, where the algorithm asks for one
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.algorithms.filters import num_written
 from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
@@ -28,7 +29,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         for source, members in by_source.items():
             metrics |= _reward_means(f"reward/{source}", members)
     replies = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [sum(len(turn.completion.token_ids) for turn in trajectory.turns) for trajectory in replies]
+    lengths = [num_written(trajectory) for trajectory in replies]
     return {
         **metrics,
         **tool_metrics(groups),
