@@ -144,6 +144,9 @@ def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
     watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
     with pytest.raises(ConfigError, match=r"env\.train_on_observations leaves no observation"):
         check_algorithm(build_algorithm(gigpo.algorithm, 64), watching, object())
+    single = replace(remax, rollout=replace(remax.rollout, n=1))  # an algorithm of one's own is not known by its name
+    with pytest.raises(ConfigError, match=r"rollout\.n=1 leaves algorithm\.name=grpo nothing to compare"):
+        check_algorithm(GRPO, single, object())
     check_algorithm(build_algorithm(gigpo.algorithm, 64), gigpo, Ranks())
     check_algorithm(build_algorithm(remax.algorithm, 64), remax, object())
 

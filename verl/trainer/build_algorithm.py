@@ -60,6 +60,8 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
 
 def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
     """Raises ConfigError where an algorithm asks for what the rest of the configuration cannot give."""
+    if algorithm.compares_replies and config.rollout.n < 2:
+        raise ConfigError(f"rollout.n=1 leaves algorithm.name={algorithm.name} nothing to compare; set it to 2 or more")
     if algorithm.greedy_baseline and isinstance(reward, GroupReward):
         raise ConfigError(
             f"reward.name={config.reward.name} compares the replies to a prompt, but algorithm.name={algorithm.name} "
