@@ -116,6 +116,7 @@ def test_what_a_preset_asks_of_the_rollout_can_be_changed() -> None:
     made = build_algorithm(settings, 100)
     assert [name_of(each) for each in made.filters] == ["truncated", "accuracy"]
     assert made.max_draws == 3 and made.overlong is None
+    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100).max_draws == 1
     added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100)
     assert added.overlong == Overlong(100, 8, 0.5)
 

@@ -55,7 +55,7 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
     made = replace(algorithm, **changes)
     if config.max_draws is not None and config.max_draws > 1 and not made.filters:
         raise ConfigError(f"algorithm.max_draws={config.max_draws} has no effect: algorithm.filters drops nothing")
-    return made
+    return made if made.filters else replace(made, max_draws=1)
 
 
 def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:

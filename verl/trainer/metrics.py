@@ -108,9 +108,14 @@ def explained_variance(experience: Experience) -> float:
     return float(1.0 - (returns - values).var() / spread) if spread > 0 else 0.0
 
 
-def throughput(samples: Sequence[Sample], computed: Sequence[Sample], timings: Mapping[str, float]) -> Metrics:
-    """Tokens per second of the rollout, the update (of what it computed) and the whole step."""
-    written = sum(sum(sample.action_mask) for sample in samples)
+def throughput(
+    groups: Sequence[TrajectoryGroup],
+    samples: Sequence[Sample],
+    computed: Sequence[Sample],
+    timings: Mapping[str, float],
+) -> Metrics:
+    """Tokens per second of the rollout (all that was drawn), the update (what it computed) and the whole step."""
+    written = sum(num_written(trajectory) for group in groups for trajectory in group.trajectories)
     total, updated = (sum(len(sample.token_ids) for sample in each) for each in (samples, computed))
     return {
         "perf/rollout_tokens_per_s": written / timings["time/rollout_s"],

@@ -188,7 +188,7 @@ class PPOTrainer:
         """computed: by the update"""
         timings = self.timer.metrics()
         used = self.meter.mfu(computed, self.policy.packing, timings["time/update_s"]) if self.meter else {}
-        return {**timings, **tell.throughput(samples, computed, timings), **used}
+        return {**timings, **tell.throughput(self.groups, samples, computed, timings), **used}
 
     async def _generate(self) -> Collection:
         """Prompts are drawn until the filters have left enough groups, each time as many as are missing.
