@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.filters import name_of
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.overlong import Overlong
 from verl.algorithms.policy_loss import clipped
 from verl.algorithms.ppo import PPO
 from verl.config.load import load_config
@@ -32,9 +36,9 @@ from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
 from verl.trainer.build import load_codec, load_tasks, run_folder
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import choose_device, located, rank_spec
-from verl.types import Outcome
+from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
 
@@ -72,9 +76,26 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"name": "gpro"}, "did you mean 'grpo'"),
+        ({"name": "grppo"}, "did you mean 'grpo'"),
         ({"name": "verl.types:Task"}, "is not an Algorithm"),
-        ({"lam": 0.9}, "algorithm.lam has no effect"),
+        (
+            {"lam": 0.9},
+            "algorithm.lam has no effect: the settings of algorithm 'grpo' are clip_high, clip_low",
+        ),
+        (
+            {"name": "rloo", "clip_low": 0.1},
+            "clip_low has no effect: the settings of algorithm 'rloo' are none",
+        ),
+        ({"options": {"tau_pos": 2.0}}, "algorithm.options.tau_pos has no effect"),
+        ({"name": "sapo", "options": {"tau_pos": "hot"}}, "algorithm.options.tau_pos must be a number, true or false"),
+        ({"filters": ["zero_varianc"]}, "unknown algorithm.filters 'zero_varianc'; did you mean 'zero_variance'?"),
+        ({"filters": [{"low": 0.1}]}, "names no filter"),
+        ({"filters": [{"name": "accuracy", "hihg": 0.1}]}, "accuracy has no option 'hihg'; did you mean 'high'?"),
+        ({"filters": ["length"]}, "length needs max_tokens, as in {name: length, max_tokens: ..}"),
+        ({"max_draws": 3}, "algorithm.max_draws=3 has no effect"),
+        ({"name": "dapo", "filters": [], "max_draws": 3}, "algorithm.max_draws=3 has no effect"),
+        ({"overlong_factor": 0.5}, "algorithm.overlong_factor has no effect"),
+        ({"overlong_buffer": 65}, "algorithm.overlong_buffer=65 is more than data.max_response_length=64"),
         ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
         ({"aggregation_length": 9}, "algorithm.aggregation_length has no effect: seq-mean-token-mean"),
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
@@ -86,6 +107,49 @@ def test_overrides_without_use_are_refused(overrides: dict[str, object], said: s
     with pytest.raises(ConfigError) as caught:
         build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64)  # type: ignore[arg-type]
     assert said in str(caught.value)
+
+
+def test_what_a_preset_asks_of_the_rollout_can_be_changed() -> None:
+    assert build_algorithm(AlgorithmConfig("dapo"), 100).overlong == Overlong(100, 20, 1.0)
+    filters = ["truncated", {"name": "accuracy", "low": 0.1}]
+    settings = AlgorithmConfig("dapo", filters=filters, max_draws=3, overlong_buffer=0)
+    made = build_algorithm(settings, 100)
+    assert [name_of(each) for each in made.filters] == ["truncated", "accuracy"]
+    assert made.max_draws == 3 and made.overlong is None
+    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100).max_draws == 1
+    added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100)
+    assert added.overlong == Overlong(100, 8, 0.5)
+
+
+def test_options_reach_the_function_that_has_them() -> None:
+    made = build_algorithm(AlgorithmConfig("kl_cov", options={"share": 0.1, "beta": 2.0}), 64)
+    assert isinstance(made.selection, partial) and made.selection.keywords == {"share": 0.1}
+    assert isinstance(made.policy_loss, partial) and made.policy_loss.keywords == {"beta": 2.0}
+    assert build_algorithm(AlgorithmConfig("gigpo", gamma=1.0), 64).advantage.keywords["gamma"] == 1.0  # type: ignore[attr-defined]
+
+
+class Ranks:
+    """A reward that compares the replies to a prompt."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(0.0, {})
+
+    def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[Sequence[float], Mapping[str, Any]]:
+        return group.rewards, state
+
+
+def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
+    remax, gigpo = (load_config([f"algorithm.name={name}"]) for name in ("remax", "gigpo"))
+    with pytest.raises(ConfigError, match=r"algorithm\.name=remax compares each with a greedy one"):
+        check_algorithm(build_algorithm(remax.algorithm, 64), remax, Ranks())
+    watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
+    with pytest.raises(ConfigError, match=r"env\.train_on_observations leaves no observation"):
+        check_algorithm(build_algorithm(gigpo.algorithm, 64), watching, object())
+    single = replace(remax, rollout=replace(remax.rollout, n=1))  # an algorithm of one's own is not known by its name
+    with pytest.raises(ConfigError, match=r"rollout\.n=1 leaves algorithm\.name=grpo nothing to compare"):
+        check_algorithm(GRPO, single, object())
+    check_algorithm(build_algorithm(gigpo.algorithm, 64), gigpo, Ranks())
+    check_algorithm(build_algorithm(remax.algorithm, 64), remax, object())
 
 
 def test_a_constant_length_is_the_longest_reply_unless_it_is_given() -> None:

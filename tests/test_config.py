@@ -139,6 +139,26 @@ def test_toolrls_ppo_script_is_understood() -> None:
     assert (config.rollout.n, config.data.max_prompt_length, config.trainer.critic_warmup) == (1, 1024, 0)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "name"),
+    [("gae", "ppo"), ("reinforce_plus_plus", "reinforce_pp"), ("grpo_passk", "pass_at_k"), ("rloo", "rloo")],
+)
+def test_verls_estimators_are_algorithms(estimator: str, name: str) -> None:
+    assert load_config([f"algorithm.adv_estimator={estimator}"]).algorithm.name == name
+
+
+def test_algorithms_that_compare_nothing_do_with_one_reply() -> None:
+    for name in ("ppo", "reinforce_pp", "remax"):
+        assert load_config([f"algorithm.name={name}", "rollout.n=1"]).rollout.n == 1
+
+
+def test_settings_of_algorithms_are_words() -> None:
+    words = ["algorithm.options.share=0.01", "algorithm.filters=[truncated,{name: length, max_tokens: 9}]"]
+    algorithm = load_config(["algorithm.name=kl_cov", *words]).algorithm
+    assert algorithm.options == {"share": 0.01}
+    assert algorithm.filters == ["truncated", {"name": "length", "max_tokens": 9}]
+
+
 def test_a_users_reward_by_verls_names() -> None:
     path = "custom_reward_function.path=mine.py"
     assert load_config([path]).reward.name == "mine.py:compute_score"
@@ -204,6 +224,9 @@ def test_reward_options_are_open() -> None:
         (["trainer.experiment_name=a/b"], "trainer.experiment_name must be a plain folder name"),
         (["algorithm.name=grpo", "rollout.n=1"], "has nothing to compare"),
         (["actor_rollout_ref.actor.use_kl_loss=True"], "says where KL is paid but not how much"),
+        (["algorithm.name=rloo", "rollout.n=1"], "has nothing to compare"),
+        (["algorithm.max_draws=0"], "algorithm.max_draws must be at least 1"),
+        (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
         (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, got 'k9'"),
         (["algorithm.aggregation=mean"], "algorithm.aggregation must be one of token-mean"),

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from tests.conftest import ROOT
 from tests.tiny import MINI
+from verl.algorithms import ALGORITHMS
 from verl.tracking.jsonl import read_rows
 
 
@@ -34,3 +35,14 @@ def test_the_embedded_default_learns(algorithm: str, gain: float, ratio: float, 
     assert after["val/test/total"] >= before["val/test/total"] + gain
     assert after["val/test/exact"] >= ratio * before["val/test/exact"]
     assert "val/test_new_tools/total" in after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("grpo", "ppo")])
+def test_every_algorithm_raises_the_reward(algorithm: str, tmp_path: Path) -> None:
+    """On GRPO's recipe for the embedded model, half as long."""
+    words = ["recipe=mini_grpo", f"algorithm.name={algorithm}", "trainer.total_training_steps=24"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words, f"trainer.default_local_dir={tmp_path}"]
+    subprocess.run(command, check=True, cwd=ROOT, env=dict(os.environ), stdout=subprocess.DEVNULL)
+    rows = read_rows(tmp_path / "mini_grpo" / "metrics.jsonl")
+    assert rows[-1]["val/test/total"] >= rows[0]["val/test/total"] + 0.3

@@ -357,8 +357,7 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
         return TrajectoryGroup(task, (None,) * 2, (), (), ())  # type: ignore[arg-type]
 
     monkeypatch.setattr(GroupRollout, "run", run)
-    groups = asyncio.run(learning._generate())
-    drawn = [group.task.id for group in groups]
+    drawn = [group.task.id for group in asyncio.run(learning._generate()).kept]
     assert [name for name, _ in started] == ["longest", "long", "middle", "short"]
     assert [name for name, _ in sorted(started, key=lambda pair: pair[1])] == drawn  # a prompt's seed stays its own
 

@@ -176,6 +176,7 @@ class TrajectoryGroup:
     rewards: tuple[float, ...]  # [G]
     faults: tuple[str, ...] = ()  # one for each rollout that is missing
     lost_uses: tuple[ToolUse, ...] = ()  # of attempts that a broken service ended, of the missing rollouts, too
+    baseline: float | None = None  # the reward of a greedy rollout beside them, where the algorithm asks for one
 
 
 @dataclass(frozen=True, slots=True)

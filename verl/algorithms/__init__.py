@@ -1,10 +1,32 @@
-"""Algorithms as values, one short preset file each. Pure tensors: no configuration object, no input or output."""
+"""Algorithms as values, one short preset file each. Pure tensors: no configuration object, no input or output.
+
+This table needs no torch; `python -m verl.algorithms` prints what each of them is made of.
+"""
 
 from collections.abc import Mapping
 
 ALGORITHMS: Mapping[str, str] = {
     "grpo": "verl.algorithms.grpo:GRPO",
     "toolrl_grpo": "verl.algorithms.toolrl_grpo:TOOLRL_GRPO",
-    "reinforce_pp_baseline": "verl.algorithms.reinforce_pp_baseline:REINFORCE_PP_BASELINE",
     "ppo": "verl.algorithms.ppo:PPO",
+    "reinforce_pp": "verl.algorithms.reinforce_pp:REINFORCE_PP",
+    "reinforce_pp_baseline": "verl.algorithms.reinforce_pp_baseline:REINFORCE_PP_BASELINE",
+    "rloo": "verl.algorithms.rloo:RLOO",
+    "remax": "verl.algorithms.remax:REMAX",
+    "opo": "verl.algorithms.opo:OPO",
+    "gpg": "verl.algorithms.gpg:GPG",
+    "dr_grpo": "verl.algorithms.dr_grpo:DR_GRPO",
+    "dapo": "verl.algorithms.dapo:DAPO",
+    "gspo": "verl.algorithms.gspo:GSPO",
+    "cispo": "verl.algorithms.cispo:CISPO",
+    "gmpo": "verl.algorithms.gmpo:GMPO",
+    "sapo": "verl.algorithms.sapo:SAPO",
+    "clip_cov": "verl.algorithms.clip_cov:CLIP_COV",
+    "kl_cov": "verl.algorithms.kl_cov:KL_COV",
+    "pass_at_k": "verl.algorithms.pass_at_k:PASS_AT_K",
+    "gigpo": "verl.algorithms.gigpo:GIGPO",
 }
+
+# What a configuration must know before torch is imported.
+WITH_CRITIC = ("ppo",)
+LEARNS_FROM_ONE = ("ppo", "reinforce_pp", "remax")  # all others compare the replies to a prompt

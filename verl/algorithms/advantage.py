@@ -18,12 +18,36 @@ _WHITEN_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of one episode. N: turns."""
+
+    turn_L: Tensor  # [L] in which turn each token was written, counting from 0
+    state_N: Tensor  # [N] what the policy had before it: equal numbers, the same prompt and the same observation
+
+
+@dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What an estimator sees of a batch."""
+    """What an estimator sees of a batch. The last three are there where the algorithm asks for them."""
 
     token_rewards: list[Tensor]  # [B][L]; a sample's reward is the sum
     group_B: Tensor  # [B] which prompt each sample answers
-    values: list[Tensor] | None = None  # [B][L] the critic's estimates, where there is a critic
+    values: list[Tensor] | None = None  # [B][L] the critic's estimates
+    baseline_B: Tensor | None = None  # [B] the reward of the greedy reply to each sample's prompt
+    turns: list[Turns] | None = None  # [B]
+
+    @property
+    def rewards(self) -> Tensor:
+        """[B] the whole reward of each sample."""
+        return torch.stack([rewards_L.sum() for rewards_L in self.token_rewards])
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] trained tokens of each sample."""
+        return torch.tensor([len(rewards_L) for rewards_L in self.token_rewards])
+
+    def spread(self, values_B: Tensor) -> list[Tensor]:
+        """[B][L] each sample's value on all of its tokens."""
+        return [value.expand(len(rewards_L)) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +74,18 @@ def group_normalised(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     return centred_G / (rewards_G.std() + _EPSILON) if divide_by_std else centred_G
 
 
+def within(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
+    """[N] `estimate` of the members of each group, given their part of every tensor of `values_N`."""
+    estimates_N = torch.empty_like(values_N[0])
+    for group in group_N.unique():
+        members_N = group_N == group
+        estimates_N[members_N] = estimate(*(each_N[members_N] for each_N in values_N))
+    return estimates_N
+
+
 def per_group(rollouts: Rollouts, estimate: Callable[[Tensor], Tensor]) -> Advantages:
-    """Each sample's group estimate on all of its tokens."""
-    rewards_B = torch.stack([rewards_L.sum() for rewards_L in rollouts.token_rewards])
-    advantages_B = torch.empty_like(rewards_B)
-    for group in rollouts.group_B.unique():
-        members_B = rollouts.group_B == group
-        advantages_B[members_B] = estimate(rewards_B[members_B])
-    spread = zip(advantages_B, rollouts.token_rewards, strict=True)
-    return Advantages([advantage.expand(len(rewards_L)) for advantage, rewards_L in spread])
+    """Each sample's estimate among the rewards of its group, on all of its tokens."""
+    return Advantages(rollouts.spread(within(rollouts.group_B, estimate, rollouts.rewards)))
 
 
 def grpo(rollouts: Rollouts) -> Advantages:
@@ -75,6 +102,15 @@ def reinforce_pp_baseline(rollouts: Rollouts) -> Advantages:
     return Advantages(whitened(centred.advantages))
 
 
+def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
+    """[L] R_t = r_t + gamma * R_{t+1}"""
+    running, returns = 0.0, []
+    for reward in reversed(rewards_L.tolist()):  # plain floats: a tensor a token would take minutes
+        running = reward + gamma * running
+        returns.append(running)
+    return rewards_L.new_tensor(returns[::-1])
+
+
 def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 
@@ -89,14 +125,7 @@ def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
 
 def _gae_of_one(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
     next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
-    deltas = (
-        rewards_L + gamma * next_values_L - values_L
-    ).tolist()  # plain floats: a tensor a token would take minutes
-    running, advantages = 0.0, []
-    for delta in reversed(deltas):
-        running = delta + gamma * lam * running
-        advantages.append(running)
-    return values_L.new_tensor(advantages[::-1])
+    return returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam)
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+from torch import Tensor
+
 from verl.algorithms.advantage import AdvantageEstimator
 from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.filters import Filter
+from verl.algorithms.overlong import Overlong
 from verl.algorithms.policy_loss import PolicyLoss
 
 
@@ -42,6 +48,11 @@ class KLTerm:
         assert self.placement is not KLPlacement.REWARD or self.estimator == "k1"
 
 
+# (log-probs [N] before the update, advantages [N], generator) -> [N] bool: which of all trained tokens of a mini-batch
+# the policy loss treats apart. Chosen before the cut into packs, so that the cut cannot change it.
+TokenSelection = Callable[[Tensor, Tensor, torch.Generator], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """One algorithm. A preset file holds one such value; overrides replace its fields."""
@@ -56,3 +67,10 @@ class Algorithm:
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0
     needs_critic: bool = False
+    compares_replies: bool = True  # whether a prompt's only reply teaches nothing
+    greedy_baseline: bool = False  # one more reply to each prompt, greedy and not trained on, as Rollouts.baseline_B
+    needs_turns: bool = False  # Rollouts.turns
+    selection: TokenSelection | None = None  # makes LossInputs.selected_T
+    filters: tuple[Filter, ...] = ()  # which rollouts are trained on
+    max_draws: int = 1  # times that a step may draw prompts until the filters have left it enough
+    overlong: Overlong | None = None  # what long replies are penalised by, after the filters

@@ -1,6 +1,10 @@
 """REINFORCE++-baseline (arXiv 2501.03262) as ZeroTIR runs it (arXiv 2505.07773).
 
-A = r - mean(group), whitened over all trained tokens of the batch; clip-higher, dual clip, token mean, no KL.
+    A = r - mean(group), whitened over all trained tokens of the batch
+    loss = mean over tokens of clip(A, p / p_old), clip 0.22 / 0.28, dual clip 3, no KL
+
+The paper has KL in the loss (k2) where a reference is kept; ZeroTIR has none. OpenRLHF whitens with the biased
+variance, veRL with the unbiased one, as here.
 """
 
 from functools import partial

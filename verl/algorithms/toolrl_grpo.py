@@ -1,6 +1,9 @@
 """GRPO as ToolRL's script really runs it (arXiv 2504.13958; the paper says "no KL", the code keeps it).
 
-k1 paid for in the reward at 0.001 per token, so that it enters the group's sums; token mean; entropy bonus 0.001.
+    r = reward - 0.001 * sum over tokens of k1(p_old, p_ref);  A = (r - mean(group)) / (std(group) + 1e-6)
+    loss = mean over tokens of [clip(A, p / p_old) - 0.001 * entropy]
+
+KL is paid for in the reward, so that it enters the group's sums.
 """
 
 from functools import partial

@@ -61,7 +61,12 @@ _MOOT = {
     "critic.forward_micro_batch_size_per_gpu": _PACKS,
     "critic.forward_max_token_len_per_gpu": _PACKS,
 }
-_ALGORITHMS = {"gae": "ppo", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
+_ALGORITHMS = {
+    "gae": "ppo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "grpo_passk": "pass_at_k",
+}
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 

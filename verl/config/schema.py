@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
 
@@ -209,7 +210,8 @@ class SandboxConfig:
         _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)
 
 
-WITHOUT_CRITIC = ("grpo", "toolrl_grpo", "reinforce_pp_baseline")  # they compare the replies of a prompt instead
+WITHOUT_CRITIC = tuple(name for name in ALGORITHMS if name not in WITH_CRITIC)
+_COMPARING = tuple(name for name in ALGORITHMS if name not in LEARNS_FROM_ONE)
 _NAMES = {  # spelled out here, because the algorithms' own enumerations need torch; a test compares them
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     "old_logprobs": ("trainer", "rollout"),
@@ -235,17 +237,25 @@ class AlgorithmConfig:
     kl_target: float | None = None  # the KL that the coefficient is adapted to; it stays fixed if left out
     kl_horizon: int = 10000  # samples over which it adapts
     entropy_coefficient: float | None = None
-    gamma: float | None = None  # of GAE
-    lam: float | None = None
+    gamma: float | None = None  # of returns
+    lam: float | None = None  # of GAE
+    options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's own functions
+    filters: list[Any] | None = None  # which rollouts are trained on: names, or {name: .., option: ..}
+    max_draws: int | None = None  # times that a step may draw prompts until the filters have left it enough
+    overlong_buffer: int | None = None  # tokens before the longest reply over which the penalty grows; 0: no penalty
+    overlong_factor: float | None = None  # points of penalty at the longest reply
 
     def __post_init__(self) -> None:
         for name, known in _NAMES.items():
             value = getattr(self, name)
             _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
-        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length"):
+        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length", "overlong_factor"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
+        _require(self.max_draws is None or self.max_draws >= 1, "algorithm.max_draws", "at least 1", self.max_draws)
+        buffer = self.overlong_buffer
+        _require(buffer is None or buffer >= 0, "algorithm.overlong_buffer", "0 or more", buffer)
         for name in ("gamma", "lam"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 1, f"algorithm.{name}", "between 0 and 1", value)
@@ -357,7 +367,7 @@ class Config:
                 f"actor.max_tokens_per_pack ({self.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
                 f"data.max_response_length ({longest}), so the longest sample would fit no pack"
             )
-        if self.algorithm.name in WITHOUT_CRITIC and self.rollout.n < 2:
+        if self.algorithm.name in _COMPARING and self.rollout.n < 2:
             raise ConfigError(
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"

@@ -33,7 +33,7 @@ from verl.tracking.flops import DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
@@ -109,6 +109,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         1, len(stream) // config.data.train_batch_size
     )
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    check_algorithm(algorithm, config, build_reward(config.reward.name, config.reward.options))
     display = Display(total_steps, console)
     told = {**asdict(config), **prompt_record(inputs.interaction)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)

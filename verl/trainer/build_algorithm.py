@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.filters import FILTERS, Filter
 from verl.algorithms.kl import AdaptiveKL
-from verl.algorithms.policy_loss import clipped
-from verl.config.schema import AlgorithmConfig
+from verl.algorithms.overlong import Overlong
+from verl.config.schema import AlgorithmConfig, Config
 from verl.errors import ConfigError
-from verl.registry import resolve
+from verl.registry import nearest, resolve
+from verl.utils.reward_score.base import GroupReward
+
+_SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
 
 
 def pays_kl(algorithm: Algorithm) -> bool:
@@ -30,20 +35,9 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
-    clips = {
-        name: getattr(config, name)
-        for name in ("clip_low", "clip_high", "dual_clip")
-        if getattr(config, name) is not None
-    }
-    discounts = {name: getattr(config, name) for name in ("gamma", "lam") if getattr(config, name) is not None}
-    changes: dict[str, Any] = {}
-    if clips:
-        changes["policy_loss"] = _rebound(algorithm.policy_loss, clipped, clips, config.name)
-    if discounts:
-        changes["advantage"] = _rebound(algorithm.advantage, gae, discounts, config.name)
     mode = algorithm.aggregation if config.aggregation is None else _aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
-    changes |= {"aggregation": mode, "aggregation_length": length}
+    changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
     if config.old_logprobs is not None:
         if config.old_logprobs not in list(OldLogprobs):
             raise ConfigError(
@@ -52,15 +46,96 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
         changes["old_logprobs"] = OldLogprobs(config.old_logprobs)
     if config.entropy_coefficient is not None:
         changes["entropy_coefficient"] = config.entropy_coefficient
+    if config.filters is not None:
+        changes["filters"] = tuple(_filter(entry) for entry in config.filters)
+    if config.max_draws is not None:
+        changes["max_draws"] = config.max_draws
+    changes["overlong"] = _overlong(config, algorithm.overlong, max_response_length)
     changes["kl"] = _kl_term(config, algorithm.kl)
-    return replace(algorithm, **changes)
+    made = replace(algorithm, **changes)
+    if config.max_draws is not None and config.max_draws > 1 and not made.filters:
+        raise ConfigError(f"algorithm.max_draws={config.max_draws} has no effect: algorithm.filters drops nothing")
+    return made if made.filters else replace(made, max_draws=1)
 
 
-def _rebound(given: Any, function: Any, settings: dict[str, float], name: str) -> Any:
-    if getattr(given, "func", given) is not function:
-        keys = ", ".join(f"algorithm.{key}" for key in settings)
-        raise ConfigError(f"{keys} has no effect: algorithm {name!r} does not use {function.__name__}")
-    return partial(function, **{**getattr(given, "keywords", {}), **settings})
+def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
+    """Raises ConfigError where an algorithm asks for what the rest of the configuration cannot give."""
+    if algorithm.compares_replies and config.rollout.n < 2:
+        raise ConfigError(f"rollout.n=1 leaves algorithm.name={algorithm.name} nothing to compare; set it to 2 or more")
+    if algorithm.greedy_baseline and isinstance(reward, GroupReward):
+        raise ConfigError(
+            f"reward.name={config.reward.name} compares the replies to a prompt, but algorithm.name={algorithm.name} "
+            "compares each with a greedy one of its own, which that reward cannot judge; choose another of the two"
+        )
+    if algorithm.needs_turns and config.env.train_on_observations:
+        raise ConfigError(
+            f"env.train_on_observations leaves no observation by which algorithm.name={algorithm.name} could tell "
+            "states apart; set it to false"
+        )
+
+
+def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
+    """The preset's functions with the settings that the configuration changes, each where a function has it."""
+    keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
+    settings = {name: getattr(config, name) for name in keys}
+    for name, value in config.options.items():
+        if not isinstance(value, int | float):
+            raise ConfigError(f"algorithm.options.{name} must be a number, true or false, got {value!r}")
+    settings |= config.options
+    keys |= {name: f"algorithm.options.{name}" for name in config.options}
+    functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
+    own = {name: _settings_of(function) for name, function in functions.items() if function is not None}
+    for setting, key in keys.items():
+        if not any(setting in names for names in own.values()):
+            known = sorted(set().union(*own.values())) or ["none"]
+            raise ConfigError(f"{key} has no effect: the settings of algorithm {config.name!r} are {', '.join(known)}")
+    return {
+        name: partial(functions[name], **chosen)
+        for name, names in own.items()
+        if (chosen := {setting: value for setting, value in settings.items() if setting in names})
+    }
+
+
+def _settings_of(function: Callable[..., object]) -> list[str]:
+    """Parameters that a function has a default for."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
+
+
+def _filter(entry: Any) -> Filter:
+    """A filter by its name, or by {name: .., option: ..}."""
+    options = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"algorithm.filters: {entry!r} names no filter; expected a name, or {{name: .., option: ..}}")
+    known = {each: f"verl.algorithms.filters:{each}" for each in FILTERS}
+    function = resolve("algorithm.filters", name, known)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    names = [each.name for each in parameters]
+    for option in options:
+        if option not in names:
+            raise ConfigError(f"algorithm.filters: {name} has no option {option!r}; {nearest(option, names, 'none')}")
+    missing = [each.name for each in parameters if each.default is each.empty and each.name not in options]
+    if missing:
+        told = f"{{name: {name}, {missing[0]}: ..}}"
+        raise ConfigError(f"algorithm.filters: {name} needs {', '.join(missing)}, as in {told}")
+    return partial(function, **options) if options else cast(Filter, function)
+
+
+def _overlong(config: AlgorithmConfig, preset: Overlong | None, max_response_length: int) -> Overlong | None:
+    """The penalty with its lengths settled; none where the buffer is 0."""
+    asked = config.overlong_buffer
+    if asked == 0 or (asked is None and preset is None):
+        if config.overlong_factor is not None:
+            raise ConfigError("algorithm.overlong_factor has no effect: algorithm.overlong_buffer is 0 or left out")
+        return None
+    if asked is not None and asked > max_response_length:
+        raise ConfigError(
+            f"algorithm.overlong_buffer={asked} is more than data.max_response_length={max_response_length}"
+        )
+    base = preset or Overlong()
+    factor = base.factor if config.overlong_factor is None else config.overlong_factor
+    return replace(base, buffer=asked or base.buffer, factor=factor).within(max_response_length)
 
 
 def _aggregation(name: str) -> Aggregation:

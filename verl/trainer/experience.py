@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import Rollouts
+from verl.algorithms.advantage import Rollouts, Turns
 from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import penalised
 from verl.data.packing import mask_tensor
 from verl.types import Sample
@@ -52,11 +53,13 @@ def build_experience(
     algorithm: Algorithm,
     ref_logprobs: Sequence[Tensor] | None = None,
     values: Sequence[Tensor] | None = None,
+    baselines: Sequence[float | None] = (),
 ) -> Experience:
     """Rewards on the last trained token, less the KL penalty if it is paid there; then the algorithm's advantages.
 
     The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
     needs them before the update; a KL penalty in the reward then takes the engine's.
+    baselines: [B] the reward of the greedy reply to each sample's prompt, where the algorithm asks for it
     """
     masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
@@ -70,7 +73,9 @@ def build_experience(
         token_rewards.append(rewards)
     groups = torch.tensor([sample.group for sample in samples])
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]
-    estimate = algorithm.advantage(Rollouts(token_rewards, groups, dense_values))
+    baseline_B = torch.tensor(baselines) if algorithm.greedy_baseline else None
+    turns = turns_of(samples) if algorithm.needs_turns else None
+    estimate = algorithm.advantage(Rollouts(token_rewards, groups, dense_values, baseline_B, turns))
     columns: dict[str, Sequence[Tensor]] = {
         "advantages": _scattered(estimate.advantages, masks),
         "rollout_logprobs": [
@@ -84,6 +89,46 @@ def build_experience(
     if estimate.returns is not None and values is not None:
         columns |= {"returns": _scattered(estimate.returns, masks), "values": values}
     return Experience(samples, columns)
+
+
+def turns_of(samples: Sequence[Sample]) -> list[Turns]:
+    """The turns of every sample: unbroken stretches of trained tokens, and the state that each was written in.
+
+    A state is the prompt's group and the tokens that lie between a turn and the one before it.
+    """
+    states: dict[tuple[int, tuple[int, ...]], int] = {}
+    turns = []  # [B]
+    for sample in samples:
+        numbers: list[int] = []
+        found: list[int] = []
+        ended, place = 0, 0
+        for written, stretch in groupby(sample.action_mask):
+            length = len(list(stretch))
+            if written:
+                state = (sample.group, sample.token_ids[ended:place])
+                numbers += [len(found)] * length
+                found.append(states.setdefault(state, len(states)))
+                ended = place + length
+            place += length
+        turns.append(Turns(torch.tensor(numbers, dtype=torch.long), torch.tensor(found, dtype=torch.long)))
+    return turns
+
+
+def with_selected(minibatch: Experience, algorithm: Algorithm, seed: int) -> Experience:
+    """The mini-batch with the tokens that the algorithm treats apart; the same where it has no such tokens.
+
+    They are chosen among all trained ones, by the log-probs that the ratio is measured from.
+    """
+    if algorithm.selection is None:
+        return minibatch
+    masks = [mask_tensor(sample.action_mask) for sample in minibatch.samples]
+    known = "rollout_logprobs" if algorithm.old_logprobs is OldLogprobs.ROLLOUT else "old_logprobs"
+    logprobs_N, advantages_N = (
+        torch.cat([row[mask] for row, mask in zip(minibatch.columns[name], masks, strict=True)])
+        for name in (known, "advantages")
+    )
+    chosen_N = algorithm.selection(logprobs_N, advantages_N, torch.Generator().manual_seed(seed))
+    return minibatch.having("selected", _scattered(chosen_N.float().split([int(m.sum()) for m in masks]), masks))
 
 
 def with_weights(minibatch: Experience, aggregation: Aggregation, constant_length: float | None = None) -> Experience:
@@ -113,8 +158,9 @@ def with_signal(minibatch: Experience, algorithm: Algorithm) -> Experience:
 
 
 def rows_with_signal(minibatch: Experience, algorithm: Algorithm) -> list[int]:
-    """Which of the samples `with_signal` keeps."""
-    everywhere = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
+    """Which of the samples `with_signal` keeps; all of them, too, where tokens are to be chosen among all."""
+    in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
+    everywhere = in_loss or algorithm.selection is not None
     return [row for row, each in enumerate(minibatch.columns["advantages"]) if everywhere or bool(each.any())]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.algorithms.filters import num_written
 from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
@@ -28,7 +29,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         for source, members in by_source.items():
             metrics |= _reward_means(f"reward/{source}", members)
     replies = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [sum(len(turn.completion.token_ids) for turn in trajectory.turns) for trajectory in replies]
+    lengths = [num_written(trajectory) for trajectory in replies]
     return {
         **metrics,
         "reward/zero_variance_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
@@ -110,9 +111,14 @@ def explained_variance(experience: Experience) -> float:
     return float(1.0 - (returns - values).var() / spread) if spread > 0 else 0.0
 
 
-def throughput(samples: Sequence[Sample], computed: Sequence[Sample], timings: Mapping[str, float]) -> Metrics:
-    """Tokens per second of the rollout, the update (of what it computed) and the whole step."""
-    written = sum(sum(sample.action_mask) for sample in samples)
+def throughput(
+    groups: Sequence[TrajectoryGroup],
+    samples: Sequence[Sample],
+    computed: Sequence[Sample],
+    timings: Mapping[str, float],
+) -> Metrics:
+    """Tokens per second of the rollout (all that was drawn), the update (what it computed) and the whole step."""
+    written = sum(num_written(trajectory) for group in groups for trajectory in group.trajectories)
     total, updated = (sum(len(sample.token_ids) for sample in each) for each in (samples, computed))
     return {
         "perf/rollout_tokens_per_s": written / timings["time/rollout_s"],

@@ -293,7 +293,8 @@ class Plan:
     def _needs_old(self) -> bool:
         if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
             return False
-        return self.config.minibatches_per_step > 1 or self.algorithm.kl.placement is KLPlacement.REWARD
+        several = self.config.minibatches_per_step > 1 or self.algorithm.selection is not None
+        return several or self.algorithm.kl.placement is KLPlacement.REWARD
 
     def _forward(self, shape: ModelShape) -> float:
         """FLOPs of one pass over a step's samples, logits at replies alone."""
@@ -308,7 +309,8 @@ class Plan:
         """Prompts once, then replies token by token: bound by FLOPs, or by reading weights and cache."""
         config, shape = self.config, decoder_of(self.policy)
         prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
-        prompts, samples = config.data.train_batch_size, config.data.train_batch_size * config.rollout.n
+        prompts = config.data.train_batch_size
+        samples = prompts * (config.rollout.n + self.algorithm.greedy_baseline)
         prefill = prompts * forward_flops(shape, [(prompt, 0)])
         computed = samples * forward_flops(shape, [(reply, prompt)], reply)
         waves = math.ceil(samples / config.num_engines / config.rollout.max_num_seqs)

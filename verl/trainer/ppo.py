@@ -23,7 +23,8 @@ from verl.errors import VerlError
 from verl.rollout.group import GroupRollout
 from verl.tracking.timers import PhaseTimer
 from verl.trainer import metrics as tell
-from verl.trainer.experience import Experience, build_experience, rows_with_signal
+from verl.trainer.collection import Collection, penalised
+from verl.trainer.experience import Experience, build_experience, rows_with_signal, with_selected
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
 from verl.trainer.weights import Publisher
@@ -74,7 +75,7 @@ class PPOTrainer:
     meter: Meter | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     step: int = 0
-    groups: Sequence[TrajectoryGroup] = ()  # of the last step, for transcripts
+    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
 
     def __post_init__(self) -> None:
         needs_reference = self.algorithm.kl.placement is not KLPlacement.NONE
@@ -85,18 +86,19 @@ class PPOTrainer:
         """One step: generate, score, learn, publish. Returns its metrics."""
         self.timer.start()
         with self.timer.phase("rollout"):
-            generated = await self._generate()
-            self.groups = self._learnable(generated)
+            collected = await self._generate()
             await self.rollout.engine.sleep()
+        self.groups = collected.drawn
         samples = [
             sample
-            for number, group in enumerate(self.groups)
+            for number, group in enumerate(collected.kept)
             for sample in to_samples(group, number, self.settings.train_on_observations)
         ]
         with self.timer.phase("score"):
             old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):
-            experience = build_experience(samples, old, self._algorithm_now(), ref, values)
+            baselines = [collected.kept[sample.group].baseline for sample in samples]
+            experience = build_experience(samples, old, self._algorithm_now(), ref, values, baselines)
         with self.timer.phase("score"):
             experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):
@@ -107,8 +109,9 @@ class PPOTrainer:
         computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
         return {
             **tell.rollout_metrics(self.groups),
-            **tell.tool_metrics(generated),
-            "reward/infrastructure_faults": sum(len(group.faults) for group in generated),
+            **tell.tool_metrics(self.groups),
+            **collected.metrics(),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
             **learned,
             **self._kl_metrics(samples, old, ref),
             **self._timings(samples, computed),
@@ -124,10 +127,12 @@ class PPOTrainer:
     def _with_old_logprobs(self, experience: Experience) -> Experience:
         """With the policy's log-probs before the first of several updates, of the samples that will be computed.
 
-        With one optimizer step per batch the policy's own log-probs in the update are the old ones.
+        With one optimizer step per batch the policy's own log-probs in the update are the old ones, unless tokens are
+        chosen by them before it.
         """
         known = "old_logprobs" in experience.columns
-        if known or self.settings.minibatches_per_step == 1 or not self._of_trainer:
+        needed = self.settings.minibatches_per_step > 1 or self.algorithm.selection is not None
+        if known or not needed or not self._of_trainer:
             return experience
         rows = rows_with_signal(experience, self.algorithm)
         scored = iter(self.policy.score(self.policy.laid_out([experience.samples[row] for row in rows])))
@@ -147,7 +152,9 @@ class PPOTrainer:
     def _update(self, experience: Experience) -> Metrics:
         """Critic and policy on every mini-batch."""
         of_policy, of_critic = [], []
-        for minibatch in experience.split(self.settings.minibatches_per_step):
+        num_parts = self.settings.minibatches_per_step
+        for number, part in enumerate(experience.split(num_parts)):
+            minibatch = with_selected(part, self.algorithm, self._first_seed(num_parts) + number)
             if self.critic:
                 of_critic.append(self.critic.update(minibatch))
             if self.step >= self.settings.critic_warmup:
@@ -182,37 +189,49 @@ class PPOTrainer:
         """computed: by the update"""
         timings = self.timer.metrics()
         used = self.meter.mfu(computed, self.policy.packing, timings["time/update_s"]) if self.meter else {}
-        return {**timings, **tell.throughput(samples, computed, timings), **used}
+        return {**timings, **tell.throughput(self.groups, samples, computed, timings), **used}
 
-    async def _generate(self) -> list[TrajectoryGroup]:
-        """The step's groups; too many faults end the run."""
-        settings = self.settings
-        first = (settings.seed << 40) + self.step * settings.prompts_per_step * settings.rollouts_per_prompt
-        tasks = list(islice(self.tasks, settings.prompts_per_step))
+    async def _generate(self) -> Collection:
+        """Prompts are drawn until the filters have left enough groups, each time as many as are missing.
+
+        Raises RewardFaultError where too many replies could not be scored, NoSignalError where nothing is left.
+        """
+        wanted, draws, n = self.settings.prompts_per_step, self.algorithm.max_draws, self.settings.rollouts_per_prompt
+        collected = Collection(self.algorithm, least=min(2, n))  # a group's only reply has nothing to be compared with
+        while collected.draws < draws and len(collected.kept) < wanted:
+            first = self._first_seed(wanted * draws * n) + wanted * collected.draws * n
+            collected.add(await self._draw(wanted - len(collected.kept), first))
+            self._check_faults([fault for group in collected.drawn for fault in group.faults], len(collected.drawn) * n)
+        collected.check()
+        if draws > 1 and len(collected.kept) < wanted:
+            _log.warning("step %d: %d groups of %d after %d draws", self.step + 1, len(collected.kept), wanted, draws)
+        return collected
+
+    def _first_seed(self, per_step: int) -> int:
+        """The first of this step's seeds, where each step has as many."""
+        return (self.settings.seed << 40) + self.step * per_step
+
+    async def _draw(self, num_prompts: int, first_seed: int) -> list[TrajectoryGroup]:
+        """The groups of the next prompts, in their order."""
+        n = self.settings.rollouts_per_prompt
+        tasks = list(islice(self.tasks, num_prompts))
         # All are in flight at once; the engine starts them as they come, and a long one that starts last is waited for.
-        longest_first = sorted(range(len(tasks)), key=lambda number: -prompt_length(tasks[number]))
-        finished = await asyncio.gather(
-            *(
-                self.rollout.run(
-                    tasks[number],
-                    settings.rollouts_per_prompt,
-                    self.step,
-                    first + number * settings.rollouts_per_prompt,
-                )
-                for number in longest_first
-            )
-        )
+        longest_first = sorted(range(num_prompts), key=lambda number: -prompt_length(tasks[number]))
+        finished = await asyncio.gather(*(self._roll(tasks[each], first_seed + each * n) for each in longest_first))
         groups = [group for _, group in sorted(zip(longest_first, finished, strict=True), key=lambda pair: pair[0])]
-        self._check_faults([fault for group in groups for fault in group.faults])
-        return groups
+        return [self._shaped(group) if group.trajectories else group for group in groups]
 
-    def _learnable(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Those with enough scored replies left, shaped. Raises RewardFaultError if there is none."""
-        enough = min(2, self.settings.rollouts_per_prompt)  # a group's only reply has nothing to be compared with
-        kept = [group for group in groups if len(group.trajectories) >= enough]
-        if not kept:
-            raise RewardFaultError(f"step {self.step + 1}: no group has {enough} scored replies left to learn from")
-        return [self._shaped(group) for group in kept]
+    async def _roll(self, task: Task, seed: int) -> TrajectoryGroup:
+        """One prompt's rollouts; none of them where the greedy one that they are to be compared with is missing."""
+        rolled = self.rollout.run(task, self.settings.rollouts_per_prompt, self.step, seed)
+        if not self.algorithm.greedy_baseline:
+            return await rolled
+        greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
+        group, lone = await asyncio.gather(rolled, greedy.run(task, 1, self.step, seed))
+        if lone.faults:
+            lost = (*group.lost_uses, *lone.lost_uses)
+            return TrajectoryGroup(task, (), (), (), (*group.faults, *lone.faults), lost)
+        return replace(group, baseline=penalised(lone, self.algorithm.overlong).rewards[0])
 
     def _shaped(self, group: TrajectoryGroup) -> TrajectoryGroup:
         if self.shaping is None:
@@ -220,9 +239,8 @@ class PPOTrainer:
         rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
         return replace(group, rewards=rewards)
 
-    def _check_faults(self, faults: Sequence[str]) -> None:
+    def _check_faults(self, faults: Sequence[str], replies: int) -> None:
         shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
-        replies = self.settings.prompts_per_step * self.settings.rollouts_per_prompt
         said = f"step {self.step + 1}: {len(faults)} of {replies} replies could not be scored:\n{shown}"
         if len(faults) > self.settings.max_fault_share * replies:
             limit = self.settings.max_fault_share

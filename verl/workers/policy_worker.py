@@ -43,8 +43,8 @@ class PolicyWorker:
         """One optimizer step on the packs' columns.
 
         advantages, weight, metric_weight; old_logprobs, or the policy's own of this moment where that column is
-        missing; ref_logprobs if KL is in the loss; rollout_logprobs and gap_weight for the gap between engine and
-        trainer.
+        missing; ref_logprobs if KL is in the loss; selected if the algorithm treats tokens apart; rollout_logprobs and
+        gap_weight for the gap between engine and trainer.
         """
 
         def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,7 +118,8 @@ def policy_loss(
     column = packed.columns
     trainer_A = column["old_logprobs"] if "old_logprobs" in column else output.logprobs.detach()
     old_A = column["rollout_logprobs"] if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
-    token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, column["advantages"], packed.sample))
+    inputs = LossInputs(output.logprobs, old_A, column["advantages"], packed.sample, column.get("selected"))
+    token = algorithm.policy_loss(inputs)
     loss_A = token.loss_T - algorithm.entropy_coefficient * output.entropy
     facts = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:

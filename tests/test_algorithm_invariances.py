@@ -1,0 +1,208 @@
+"""What no algorithm may depend on: how a mini-batch is cut, the order of its samples, what lies at masked tokens.
+
+A policy that is a table of numbers, one for each token, takes the place of a model, so that losses and gradients of the
+worker's own function can be compared exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.gigpo import gigpo
+from verl.algorithms.table import presets
+from verl.batch import PackedBatch
+from verl.data.packing import assign, make_units, mask_tensor, pack
+from verl.trainer.experience import Experience, build_experience, with_metric_weights, with_selected, with_weights
+from verl.types import Sample
+from verl.workers.policy_worker import policy_loss
+
+EVERY = pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
+P, A, O = False, True, False  # prompt, action, observation  # noqa: E741
+MASKS = (
+    (P, P, A, A, A),
+    (P, P, A, O, A, A),
+    (P, P, A, A, O, O, A),
+    (P, A, A),
+    (P, A, O, A),
+    (P, A, O, A, A, A),
+)
+GROUPS, REWARDS, GREEDY = (0, 0, 0, 1, 1, 1), (1.0, 0.0, 0.25, 2.0, 0.5, 0.5), (0.5, 0.5, 0.5, 1.0, 1.0, 1.0)
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples, and per token what models say of them."""
+
+    samples: list[Sample]
+    logprobs: list[Tensor]
+    old: list[Tensor]
+    ref: list[Tensor]
+    values: list[Tensor]
+    greedy: list[float]
+
+    def rows(self, order: Sequence[int]) -> Case:
+        return Case(*([each[row] for row in order] for each in vars(self).values()))
+
+
+def case(elsewhere: float = 0.0, shift: float = 0.0) -> Case:
+    """`elsewhere`: what stands at masked tokens. `shift`: of all rewards"""
+    generator = torch.Generator().manual_seed(5)
+    masks = [mask_tensor(mask) for mask in MASKS]
+
+    def column(scale: float) -> list[Tensor]:
+        drawn = [scale * torch.randn(len(mask), generator=generator) - 1.0 for mask in masks]
+        return [torch.where(mask, row, elsewhere) for row, mask in zip(drawn, masks, strict=True)]
+
+    logprobs, old, ref, values = (column(scale) for scale in (0.5, 0.5, 0.5, 0.1))
+    samples = [
+        Sample(tuple(range(len(mask))), mask, tuple(row.tolist()), group, reward + shift)
+        for mask, row, group, reward in zip(MASKS, old, GROUPS, REWARDS, strict=True)
+    ]
+    return Case(samples, logprobs, old, ref, values, [each + shift for each in GREEDY])
+
+
+def lively(algorithm: Algorithm) -> Algorithm:
+    """With settings under which so few tokens show something."""
+    if algorithm.name == "clip_cov":
+        return replace(algorithm, selection=partial(algorithm.selection, share=1.0, low=0.05))  # type: ignore[arg-type]
+    if algorithm.name == "dr_grpo":
+        return replace(algorithm, aggregation_length=8.0)
+    return algorithm
+
+
+def built(algorithm: Algorithm, given: Case) -> Experience:
+    ref = None if algorithm.kl.placement is KLPlacement.NONE else given.ref
+    values = given.values if algorithm.needs_critic else None
+    return build_experience(given.samples, given.old, algorithm, ref, values, given.greedy)
+
+
+def advantages_of(algorithm: Algorithm, given: Case) -> Tensor:
+    return torch.cat(list(built(algorithm, given).columns["advantages"]))
+
+
+def experience_of(algorithm: Algorithm, given: Case) -> Experience:
+    selected = with_selected(built(algorithm, given), algorithm, 3)
+    return with_metric_weights(with_weights(selected, algorithm.aggregation, algorithm.aggregation_length))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A policy whose parameters are its log-probs."""
+
+    parameters: Tensor
+
+    def __call__(self, packed: PackedBatch, temperature: float, entropy: bool) -> Any:
+        logprobs = self.parameters[packed.columns["place"].long()]
+        return type("Output", (), {"logprobs": logprobs, "entropy": -logprobs})
+
+
+def learned(algorithm: Algorithm, given: Case, max_tokens: int = 100, share: bool = True, ranks: int = 1) -> Any:
+    """(loss, its gradient [B][L] as one row, metrics) of the mini-batch in packs of at most `max_tokens`."""
+    samples, lengths = given.samples, [len(sample.token_ids) for sample in given.samples]
+    places = torch.arange(sum(lengths)).split(lengths)
+    experience = experience_of(algorithm, given).having("place", places)
+    parameters = torch.cat(given.logprobs).nan_to_num(0.0).requires_grad_()
+    total, metrics = torch.zeros(()), dict[str, float]()
+    for units in assign(make_units(samples, share, max_tokens), max_tokens, ranks):
+        if units:
+            loss, facts = policy_loss(Table(parameters), pack(units, samples, experience.columns), algorithm, 1.0)
+            total = total + loss
+            for name in facts.keys() - {"engine_gap_max"}:
+                metrics[name] = metrics.get(name, 0.0) + float(facts[name])
+    total.backward()
+    assert parameters.grad is not None
+    return float(total.detach()), parameters.grad, metrics
+
+
+@EVERY
+def test_the_cut_into_packs_changes_nothing(algorithm: Algorithm) -> None:
+    algorithm = lively(algorithm)
+    loss, gradient, metrics = learned(algorithm, case())
+    assert gradient.abs().sum() > 0
+    for cut in ({"max_tokens": 7}, {"max_tokens": 7, "share": False}, {"max_tokens": 12, "share": False, "ranks": 3}):
+        other, moved, facts = learned(algorithm, case(), **cut)
+        assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(moved, gradient)
+        assert facts == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+@EVERY
+def test_the_order_of_samples_changes_nothing(algorithm: Algorithm) -> None:
+    """Clip-Cov's choice here takes all candidates, so that its dice have no say."""
+    algorithm, order = lively(algorithm), [4, 0, 5, 2, 3, 1]
+    loss, gradient, _ = learned(algorithm, case())
+    other, moved, _ = learned(algorithm, case().rows(order))
+    lengths = [len(mask) for mask in MASKS]
+    rows = gradient.split(lengths)
+    assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(moved, torch.cat([rows[row] for row in order]))
+
+
+@EVERY
+def test_what_stands_at_masked_tokens_is_never_seen(algorithm: Algorithm) -> None:
+    algorithm = lively(algorithm)
+    loss, gradient, _ = learned(algorithm, case())
+    other, moved, _ = learned(algorithm, case(elsewhere=NAN))
+    masked = ~torch.cat([mask_tensor(mask) for mask in MASKS])
+    assert other == loss and torch.equal(moved, gradient)
+    assert gradient[masked].abs().sum() == 0
+
+
+@EVERY
+def test_a_shift_of_all_rewards_changes_no_advantage(algorithm: Algorithm) -> None:
+    """GiGPO's turns are discounted, so that a shift counts for more in late ones; undiscounted it does not."""
+    if algorithm.needs_turns:
+        algorithm = replace(algorithm, advantage=partial(gigpo, gamma=1.0))
+    plain, moved = (advantages_of(algorithm, case(shift=by)) for by in (0.0, 3.0))
+    torch.testing.assert_close(plain, moved, atol=1e-4, rtol=1e-4)
+
+
+@EVERY
+def test_equal_rewards_teach_nothing(algorithm: Algorithm) -> None:
+    """Where replies are compared with one another, and nothing but rewards is learned from."""
+    if not algorithm.compares_replies or algorithm.kl.placement is KLPlacement.REWARD:
+        pytest.skip("is taught by more than differences within a group")
+    given = case()
+    same = replace(given, samples=[replace(sample, reward=0.1) for sample in given.samples])
+    gamma_one = replace(algorithm, advantage=partial(gigpo, gamma=1.0)) if algorithm.needs_turns else algorithm
+    assert not advantages_of(gamma_one, same).any()
+
+
+def shortened(sample: Sample, kept: Tensor) -> Sample:
+    token_ids, mask, logprobs = (
+        tuple(compress(row, kept.tolist())) for row in (sample.token_ids, sample.action_mask, sample.rollout_logprobs)
+    )
+    return replace(sample, token_ids=token_ids, action_mask=mask, rollout_logprobs=logprobs)
+
+
+@EVERY
+def test_observations_between_turns_do_not_count(algorithm: Algorithm) -> None:
+    """With the masked tokens of the episodes left out, every trained token learns the same."""
+    if algorithm.needs_turns:
+        pytest.skip("tells turns apart by what lies between them")
+    algorithm, given = lively(algorithm), case()
+    kept = [mask_tensor(mask) for mask in MASKS]
+    for mask in kept:
+        mask[0] = True  # something to predict the first trained token from
+    short = Case(
+        [shortened(sample, mask) for sample, mask in zip(given.samples, kept, strict=True)],
+        *(
+            [row[mask] for row, mask in zip(rows, kept, strict=True)]
+            for rows in (given.logprobs, given.old, given.ref, given.values)
+        ),
+        given.greedy,
+    )
+    loss, gradient, _ = learned(algorithm, given)
+    other, moved, _ = learned(algorithm, short)
+    assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(moved, gradient[torch.cat(kept)])

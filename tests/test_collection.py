@@ -1,0 +1,243 @@
+"""What a step draws and keeps: filters, dynamic sampling, penalties for length, greedy baselines, states of turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.dapo import DAPO
+from verl.algorithms.dr_grpo import DR_GRPO
+from verl.algorithms.filters import accuracy, grader_faults, length, name_of, passed, truncated, zero_variance
+from verl.algorithms.overlong import Overlong
+from verl.algorithms.remax import REMAX
+from verl.data.chat import ChatCodec
+from verl.data.tasks import TaskCursor, TaskStream
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.tracking.names import known
+from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.experience import build_experience, turns_of
+from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Sample,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+
+def trajectory(task: Task, index: int, num_tokens: int = 1, stop: StopReason = StopReason.STOP) -> Trajectory:
+    completion = Completion((5,) * num_tokens, (-1.0,) * num_tokens, FinishReason.STOP, 0)
+    turn = Turn((1, 2), completion, Message("assistant", "x"))
+    return Trajectory(task, index, (turn,), stop, Outcome.SCORED)
+
+
+def group(rewards: Sequence[float], lengths: Sequence[int] = (), name: str = "t", **more: Any) -> TrajectoryGroup:
+    task = Task(name, (Message("user", name),), "a", "s")
+    lengths = lengths or [1] * len(rewards)
+    replies = tuple(trajectory(task, index, tokens) for index, tokens in enumerate(lengths))
+    scores = tuple(Score(reward, {"correct": float(reward > 0.5)}) for reward in rewards)
+    return TrajectoryGroup(task, replies, scores, tuple(rewards), **more)
+
+
+def test_groups_without_spread_are_dropped_whatever_their_mean() -> None:
+    assert zero_variance(group([0.4, 0.4, 0.4])) == [False] * 3
+    assert zero_variance(group([0.0, 1.0])) == [True] * 2
+    assert zero_variance(group([0.0, 0.1]), least_spread=0.2) == [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("rewards", "inclusive", "stays"),
+    [
+        ([1, 1, 1, 1], False, False),
+        ([1, 1, 1, 0], False, False),  # on the bound
+        ([1, 1, 1, 0], True, True),
+        ([1, 0, 1, 0], False, True),
+        ([0, 0, 0, 0], True, False),
+    ],
+)
+def test_the_accuracy_window_by_hand(rewards: list[float], inclusive: bool, stays: bool) -> None:
+    assert accuracy(group(rewards), 0.25, 0.75, inclusive=inclusive) == [stays] * 4
+
+
+def test_the_accuracy_of_a_part() -> None:
+    assert accuracy(group([0.6, 0.7]), high=0.9, part="correct") == [False] * 2  # both are correct, the totals 0.65
+    assert accuracy(group([0.6, 0.7]), high=0.9) == [True] * 2
+
+
+def test_rollouts_are_dropped_by_length_truncation_and_faults_of_the_grader() -> None:
+    assert length(group([0, 1, 1], [3, 4, 5]), max_tokens=4) == [True, True, False]
+    whole = group([0.0, 1.0])
+    cut = replace(whole, trajectories=(whole.trajectories[0], trajectory(whole.task, 1, stop=StopReason.LENGTH)))
+    assert truncated(cut) == [True, False]
+    assert grader_faults(group([0, 1, 1], faults=("a", "b"))) == [True] * 3  # 2 of 5
+    assert grader_faults(group([0, 1, 1], faults=("a", "b")), max_share=0.3) == [False] * 3
+
+
+def test_filters_are_applied_in_turn_and_counted() -> None:
+    groups = [group([0, 1, 1], [9, 1, 1]), group([0, 1, 1, 0], [9, 1, 1, 1]), group([1, 1], [1, 9])]
+
+    def short(each: TrajectoryGroup) -> list[bool]:
+        return length(each, max_tokens=4)
+
+    left, dropped = passed(groups, (short, zero_variance), least=2)
+    # the first loses its only other reward, the second one of four, the third falls below two
+    assert [each.rewards for each in left] == [(1, 1, 0)]
+    assert [len(each.scores) for each in left] == [3] and left[0].trajectories[0].index == 1
+    assert dropped == Counter(short=1 + 1 + 2, zero_variance=2)
+    assert name_of(zero_variance) == "zero_variance"
+
+
+class Scripted:
+    """Rewards of each task, in the place of rollouts; remembers what it was asked for."""
+
+    def __init__(self, rewards: dict[str, Sequence[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rewards, self.asked, self.broken = rewards, list[tuple[str, int, int, float]](), set[str]()
+        script = self
+
+        async def run(self: GroupRollout, task: Task, n: int, step: int, first_seed: int) -> TrajectoryGroup:
+            script.asked.append((task.id, n, first_seed, self.sampling.temperature))
+            if self.sampling.temperature == 0.0:
+                return group([], faults=("down",)) if task.id in script.broken else group([0.5], [10])
+            rewards = script.rewards[task.id]
+            return replace(group(rewards, [10] + [1] * (len(rewards) - 1)), task=task)
+
+        monkeypatch.setattr(GroupRollout, "run", run)
+
+
+DAPO_SHORT = replace(DAPO, overlong=None)
+TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in range(6)]
+
+
+def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
+    rollout = GroupRollout(None, ChatCodec, None, Sampling(16))  # type: ignore[arg-type]
+    settings = StepSettings(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
+    model: Any = object()
+    reference = None if algorithm.kl.placement is KLPlacement.NONE else model
+    stream = TaskStream([TASKS], cursor=cursor)
+    return PPOTrainer(settings, algorithm, stream, rollout, model, model, reference)
+
+
+def order(number: int) -> list[str]:
+    stream = TaskStream([TASKS])
+    return [next(stream).id for _ in range(number)]
+
+
+def test_prompts_are_drawn_until_there_are_enough_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third, fourth, *_ = order(6)
+    script = Scripted({first: (1, 1), second: (0, 1), third: (0, 0), fourth: (1, 0)}, monkeypatch)
+    learning = trainer(replace(DAPO, overlong=Overlong(16, 8)))
+    collected = asyncio.run(learning._generate())
+    assert [each.task.id for each in collected.kept] == [second, fourth]
+    assert [each.task.id for each in collected.drawn] == [first, second, third, fourth] and collected.draws == 3
+    seeds = [seed for _, _, seed, _ in script.asked]
+    assert len({seed + more for seed in seeds for more in (0, 1)}) == 8  # no two rollouts share a seed
+    # 10 tokens are 2 into the buffer of 8: a quarter point less, once the filters have looked
+    assert [each.rewards for each in collected.kept] == [(-0.25, 1), (0.75, 0)]
+    metrics = collected.metrics()
+    assert metrics == {
+        "filter/kept": 0.5,
+        "filter/zero_variance": 0.5,
+        "filter/draws": 3.0,
+        "reply/overlong_penalty": pytest.approx(-0.125),
+    }
+    assert all(known(name) for name in metrics)
+
+
+def test_the_next_step_draws_on_from_there_and_so_does_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = order(6)
+    rewards = dict.fromkeys(names, (0.0, 1.0)) | {names[0]: (1.0, 1.0)}
+    script = Scripted(rewards, monkeypatch)
+    learning = trainer(DAPO_SHORT)
+    asyncio.run(learning._generate())
+    learning.step = 1
+    saved = json.loads(json.dumps(learning.state()))
+    asyncio.run(learning._generate())
+    straight = script.asked[3:]
+    assert [name for name, *_ in straight] == names[3:5]
+
+    script.asked.clear()
+    resumed = trainer(DAPO_SHORT, cursor=TaskCursor(**saved["data"]))
+    resumed.restore(saved)
+    asyncio.run(resumed._generate())
+    assert script.asked == straight
+
+
+def test_a_step_without_any_signal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Scripted(dict.fromkeys(order(6), (1.0, 1.0)), monkeypatch)
+    with pytest.raises(NoSignalError, match=r"none of 6 groups .* after 3 draws \(zero_variance dropped 12 replies\)"):
+        asyncio.run(trainer(replace(DAPO_SHORT, max_draws=3))._generate())
+    assert len(script.asked) == 6
+
+
+def test_a_step_that_is_not_full_after_its_draws_is_trained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = order(6)
+    Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[0]: (0.0, 1.0)}, monkeypatch)
+    collected = asyncio.run(trainer(replace(DAPO_SHORT, max_draws=2))._generate())
+    assert len(collected.kept) == 1 and "1 groups of 2 after 2 draws" in caplog.text
+
+
+def test_one_draw_drops_and_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = order(6)
+    script = Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[1]: (0.0, 1.0)}, monkeypatch)
+    collected = asyncio.run(trainer(replace(DR_GRPO, filters=(zero_variance,)))._generate())
+    assert [each.task.id for each in collected.kept] == [names[1]] and len(script.asked) == 2
+    assert Collection(DR_GRPO, 2).metrics() == {}
+
+
+def test_remax_compares_with_a_greedy_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = order(6)
+    script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
+    kept = asyncio.run(trainer(replace(REMAX, overlong=Overlong(16, 8)))._generate()).kept
+    assert sorted((n, temperature) for _, n, _, temperature in script.asked) == [(1, 0.0)] * 2 + [(2, 1.0)] * 2
+    assert [each.baseline for each in kept] == [0.25, 0.25]  # it is long, too
+    samples = [Sample((1, 5), (False, True), (0.0, -1.0), 0, reward) for reward in (0.0, 1.0)]
+    plain = replace(REMAX, kl=DAPO.kl)
+    experience = build_experience(samples, None, plain, baselines=[0.25, 0.25])
+    assert [row.tolist() for row in experience.columns["advantages"]] == [[0.0, -0.25], [0.0, 0.75]]
+
+
+def test_without_its_greedy_reply_a_group_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = order(6)
+    script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
+    script.broken.add(names[0])
+    learning = trainer(REMAX)
+    learning.settings = replace(learning.settings, max_fault_share=0.5)
+    collected = asyncio.run(learning._generate())
+    assert [each.task.id for each in collected.kept] == [names[1]] and collected.drawn[0].faults == ("down",)
+    learning.settings = replace(learning.settings, max_fault_share=0.1)
+    with pytest.raises(RewardFaultError):
+        script.broken.update(names)
+        asyncio.run(learning._generate())
+
+
+def test_turns_and_their_states_by_hand() -> None:
+    """Prompt 1 2, turns of 5s, observations 7 or 8; a state is told by group and observation."""
+    tokens = [(1, 2, 5, 5, 7, 5), (1, 2, 5, 8, 8, 5, 7, 5), (1, 2, 5, 7, 5)]
+    samples = [
+        Sample(ids, tuple(each == 5 for each in ids), (0.0,) * len(ids), number, 0.0)
+        for number, ids in zip((0, 0, 1), tokens, strict=True)
+    ]
+    turns = turns_of(samples)
+    assert [each.turn_L.tolist() for each in turns] == [[0, 0, 1], [0, 1, 2], [0, 1]]
+    first, second, third = (each.state_N.tolist() for each in turns)
+    assert first[0] == second[0] != third[0]  # one prompt, another prompt
+    assert first[1] == second[2] and second[1] not in first and third[1] not in (*first, *second)
+    assert turns_of([Sample((1, 2), (False, False), (0.0, 0.0), 0, 0.0)])[0].turn_L.dtype is torch.long

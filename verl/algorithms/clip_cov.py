@@ -1,0 +1,59 @@
+"""Clip-Cov (Cui et al., arXiv 2505.22617): some of the tokens that cost most entropy are let go.
+
+    cov_t = (log p_t - mean of log p) * (A_t - mean of A) over all trained tokens of the mini-batch
+    of the tokens with 1 < cov < 5 a random 2e-4 of all tokens lose their gradient;  A as in GRPO
+    loss = mean over tokens of clip(A, p / p_old), clip 0.2
+
+Its authors have neither KL nor an entropy bonus and drop groups whose replies are all right or all wrong. They
+compare log-probs of the very update and leave out tokens that PPO's clip has stopped, within one pack on one rank;
+here log p is the policy's before the step's first update, and tokens are chosen once for the whole mini-batch,
+however it is cut. Until the first update that is the same. What the log-probs are taken from costs a pass over the
+batch.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantage import grpo
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.filters import zero_variance
+from verl.algorithms.policy_loss import LossInputs, TokenLoss, clipped, covariances, token_loss
+
+
+def within_bounds(
+    logprobs_N: Tensor,
+    advantages_N: Tensor,
+    generator: torch.Generator,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+) -> Tensor:
+    """[N] a random choice of the tokens with low < covariance < high: `share` of all tokens, at least one."""
+    covariances_N = covariances(logprobs_N, advantages_N)
+    candidates = ((covariances_N > low) & (covariances_N < high)).nonzero().squeeze(-1)
+    order = torch.randperm(len(candidates), generator=generator)
+    chosen_N = torch.zeros(len(logprobs_N), dtype=torch.bool)
+    chosen_N[candidates[order[: max(1, int(share * len(logprobs_N)))]]] = True
+    return chosen_N
+
+
+def clipped_unless_selected(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """PPO's clip; selected tokens are left out, but keep their weight in the mean."""
+    assert inputs.selected_T is not None
+    token = clipped(inputs, clip_low, clip_high)
+    return token_loss(token.loss_T * (1.0 - inputs.selected_T), **token.metrics_T, selected_fraction=inputs.selected_T)
+
+
+CLIP_COV = Algorithm(
+    name="clip_cov",
+    paper="arXiv 2505.22617",
+    advantage=grpo,
+    policy_loss=partial(clipped_unless_selected, clip_low=0.2, clip_high=0.2),
+    aggregation=Aggregation.TOKEN_MEAN,
+    selection=partial(within_bounds, share=2e-4, low=1.0, high=5.0),
+    filters=(zero_variance,),
+    max_draws=10,
+)

@@ -1,0 +1,58 @@
+"""GiGPO, group-in-group policy optimisation (arXiv 2505.10978): turns that met the same state are compared, too.
+
+    A = A_episode + w * A_turn
+    A_episode = (R - mean(group)) / (std(group) + 1e-6)
+    A_turn = the same of R_t among all turns of the group's episodes that answered the same observation
+    R_t = sum of gamma^(j - t) r_j over turns j >= t
+    loss = mean over tokens of [clip(A, p / p_old) + 0.01 * k3(p, p_ref)]
+
+Its authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor
+(`algorithm.options.divide_by_std`). A state is the text that was put before the policy since it last wrote: the first
+turns of a group share theirs. A turn whose state nobody else met has no A_turn. Their prompts are made anew for each
+turn with a short memory; here an episode is one growing transcript, and the states are told by what each turn added.
+They also group states that are merely similar, which is left out.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantage import Advantages, Rollouts, Turns, group_normalised, per_group, returns_to_go, within
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.policy_loss import clipped
+
+
+def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
+    """[N] discounted rewards from each turn on; within a turn nothing is discounted."""
+    rewards_N = rewards_L.new_zeros(len(turns.state_N)).index_add(0, turns.turn_L, rewards_L)
+    return returns_to_go(rewards_N, gamma)
+
+
+def gigpo(rollouts: Rollouts, gamma: float = 0.95, turn_weight: float = 1.0, divide_by_std: bool = True) -> Advantages:
+    """Advantages among episodes plus advantages among turns in the same state."""
+    assert rollouts.turns is not None, "GiGPO needs the turns of episodes"
+    pairs = list(zip(rollouts.token_rewards, rollouts.turns, strict=True))
+    returns = [turn_returns(rewards_L, turns, gamma) for rewards_L, turns in pairs]
+
+    def compared(returns_G: Tensor) -> Tensor:
+        alone = returns_G.numel() == 1
+        return torch.zeros_like(returns_G) if alone else group_normalised(returns_G, divide_by_std)
+
+    state_N = torch.cat([turns.state_N for turns in rollouts.turns])
+    of_turns = within(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
+    episodes = per_group(rollouts, partial(group_normalised, divide_by_std=divide_by_std)).advantages
+    each = zip(episodes, of_turns, rollouts.turns, strict=True)
+    return Advantages([whole_L + turn_weight * own_N[turns.turn_L] for whole_L, own_N, turns in each])
+
+
+GIGPO = Algorithm(
+    name="gigpo",
+    paper="arXiv 2505.10978",
+    advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=True),
+    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
+    aggregation=Aggregation.TOKEN_MEAN,
+    kl=KLTerm(KLPlacement.LOSS, "k3", 0.01),
+    needs_turns=True,
+)

@@ -1,0 +1,40 @@
+"""GMPO, geometric-mean policy optimisation (arXiv 2507.20673): one outlier among a reply's ratios moves it little.
+
+    w_t = log(p / p_old), held below 0.4 where A > 0 and above -0.4 where A < 0 (PPO's clip, in logs)
+    loss = mean over replies of -A * exp(mean over the reply's tokens of w_t);  A as in GRPO
+
+Its authors clip at e^-0.4 and e^0.4, token by token, and have no KL. Their code and veRL's divide by all rows of the
+batch, empty ones too; here samples without trained tokens are no replies.
+"""
+
+from functools import partial
+
+import torch
+
+from verl.algorithms.advantage import grpo
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, sample_means, token_loss
+
+
+def geometric_mean(inputs: LossInputs, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+    """Each token holds the loss of its whole sample, so that the mean over the sample's tokens is just that.
+
+    clip_low, clip_high: of the log ratio
+    """
+    advantages_T, log_ratio_T = sample_means(inputs.advantages_T, inputs.sample_T), log_ratios(inputs)
+    bounded_T = log_ratio_T.clamp(-clip_low, clip_high)
+    pessimistic_T = torch.where(
+        advantages_T > 0, torch.minimum(log_ratio_T, bounded_T), torch.maximum(log_ratio_T, bounded_T)
+    )
+    loss_T = -advantages_T * sample_means(pessimistic_T, inputs.sample_T).exp()
+    return token_loss(loss_T, clip_fraction=log_ratio_T != pessimistic_T, ppo_kl=-log_ratio_T)
+
+
+GMPO = Algorithm(
+    name="gmpo",
+    paper="arXiv 2507.20673",
+    advantage=grpo,
+    policy_loss=partial(geometric_mean, clip_low=0.4, clip_high=0.4),
+    aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
+)

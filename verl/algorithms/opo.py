@@ -1,0 +1,39 @@
+"""OPO, on-policy learning with the optimal reward baseline (arXiv 2505.23585).
+
+    b = sum of (length_i * r_i) / sum of length_i over the group;  A_i = r_i - b
+    loss = mean over replies of the sum over their tokens of -A log p
+
+The baseline that makes the gradient's variance least weighs rewards by the squared norm of each reply's gradient,
+which grows with its length. Its authors insist on exact on-policy training (one update per batch) and have neither KL
+nor an entropy bonus. veRL's version has PPO's clip, which does nothing with one update per batch.
+"""
+
+from torch import Tensor
+
+from verl.algorithms.advantage import Advantages, Rollouts, within
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.policy_loss import policy_gradient
+
+
+def less_weighted_mean(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
+    """[G] rewards less their mean by length; equal ones give exactly zero, a group of one keeps its reward."""
+    if rewards_G.numel() == 1:
+        return rewards_G
+    shifted_G = rewards_G - rewards_G[0]  # so that rounding cannot make a signal of equal rewards
+    return shifted_G - (lengths_G * shifted_G).sum() / lengths_G.sum()
+
+
+def opo(rollouts: Rollouts) -> Advantages:
+    """Rewards less the group's mean by length."""
+    advantages_B = within(rollouts.group_B, less_weighted_mean, rollouts.rewards, rollouts.lengths)
+    return Advantages(rollouts.spread(advantages_B))
+
+
+OPO = Algorithm(
+    name="opo",
+    paper="arXiv 2505.23585",
+    advantage=opo,
+    policy_loss=policy_gradient,
+    aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
+)

@@ -1,0 +1,104 @@
+"""What every preset is made of, in words: the table of `python -m verl.algorithms` and the page docs/algorithms.md."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.filters import name_of
+from verl.registry import resolve
+
+COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")
+_INTRODUCTION = """# Algorithms
+
+An algorithm is a value: an advantage, a policy loss, the way in which token losses become one number, the place of
+KL, and what it asks of the rollout. Each stands in a short file of `verl/algorithms/`; `algorithm.name` chooses one,
+and these keys override it:
+
+| key | what |
+|---|---|
+| `algorithm.clip_low`, `clip_high`, `dual_clip` | of losses that clip |
+| `algorithm.gamma`, `lam` | of advantages that discount |
+| `algorithm.options.<setting>` | any other setting of the preset's functions, as the table shows them |
+| `algorithm.aggregation`, `aggregation_length` | from token losses to one |
+| `algorithm.kl_placement`, `kl_estimator`, `kl_coefficient`, `kl_target`, `kl_horizon` | KL to the reference |
+| `algorithm.entropy_coefficient`, `old_logprobs` | the entropy bonus; whose log-probs the ratio is measured from |
+| `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
+| `algorithm.max_draws` | times that a step may draw prompts until the filters have left it enough |
+| `algorithm.overlong_buffer`, `overlong_factor` | the penalty for long replies: tokens before the longest, and points |
+
+A key that the preset has no use for is an error. Filters (`verl/algorithms/filters.py`): `zero_variance`, `accuracy`,
+`grader_faults`, `length`, `truncated`, or `file.py:function` of yours. Your own algorithm is a file with an
+`Algorithm` in it: `algorithm.name=mine.py:MINE`.
+
+Losses are sums over trained tokens whose weights are made once for a whole mini-batch: how it is cut into packs and
+dealt to ranks changes nothing. Below, p is the policy, p_old the policy before the step's updates, p_ref the
+reference, r a reply's reward, clip(A, x) = max(-A x, -A * (x held within 1 - low and 1 + high)), and stop() lets no
+gradient through. The page is made by `python -m verl.algorithms --markdown`.
+
+"""
+
+
+def told(function: Callable[..., object]) -> str:
+    """A function's name with the settings that a preset binds: clipped clip_low=0.2 clip_high=0.2."""
+    bound = function.keywords if isinstance(function, partial) else {}
+    values = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in bound.items()}
+    return " ".join([name_of(function), *(f"{name}={value}" for name, value in values.items())])
+
+
+def kl_told(algorithm: Algorithm) -> str:
+    """Where KL is paid, by which estimator and how much."""
+    kl = algorithm.kl
+    return "none" if kl.placement is KLPlacement.NONE else f"{kl.estimator} in {kl.placement}, {kl.coefficient:g}"
+
+
+def extras_told(algorithm: Algorithm) -> str:
+    """What it asks for beside advantage, loss and KL."""
+    overlong = algorithm.overlong
+    extras = {
+        "critic": algorithm.needs_critic,
+        "one more greedy reply": algorithm.greedy_baseline,
+        "states of turns": algorithm.needs_turns,
+        f"entropy bonus {algorithm.entropy_coefficient:g}": algorithm.entropy_coefficient != 0.0,
+        "old log-probs of the engine": algorithm.old_logprobs is OldLogprobs.ROLLOUT,
+        f"filter {', '.join(map(told, algorithm.filters))}": bool(algorithm.filters),
+        f"{algorithm.max_draws} draws": algorithm.max_draws > 1,
+        "overlong penalty": overlong is not None,
+    }
+    if algorithm.selection is not None:
+        extras[f"selects {told(algorithm.selection)}"] = True
+    return ", ".join(text for text, there in extras.items() if there)
+
+
+def row(algorithm: Algorithm) -> tuple[str, ...]:
+    """The algorithm's cells, as COLUMNS names them."""
+    return (
+        algorithm.name,
+        told(algorithm.advantage),
+        told(algorithm.policy_loss),
+        algorithm.aggregation.value,
+        kl_told(algorithm),
+        extras_told(algorithm),
+        algorithm.paper,
+    )
+
+
+def presets() -> list[Algorithm]:
+    """All known ones."""
+    return [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]
+
+
+def markdown() -> str:
+    """The page docs/algorithms.md: the table, and what each preset's file says of it."""
+    rows = [f"| {' | '.join(row(each))} |" for each in presets()]
+    table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows])
+    pages = [f"## {name}\n\n{_said_of(location)}\n" for name, location in ALGORITHMS.items()]
+    return "\n".join([_INTRODUCTION + table + "\n", *pages])
+
+
+def _said_of(location: str) -> str:
+    return inspect.getdoc(sys.modules[location.partition(":")[0]]) or ""

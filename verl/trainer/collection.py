@@ -1,0 +1,79 @@
+"""What a step draws, and what of it is trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.filters import name_of, num_written, passed
+from verl.algorithms.overlong import Overlong
+from verl.errors import VerlError
+from verl.types import TrajectoryGroup
+
+
+class NoSignalError(VerlError, RuntimeError):
+    """Faults and filters left nothing to train on."""
+
+
+@dataclass
+class Collection:
+    """Groups as they come, those that pass the algorithm's filters beside them, both after the penalty for length.
+
+    least: scored rollouts that a group needs
+    """
+
+    algorithm: Algorithm
+    least: int
+    drawn: list[TrajectoryGroup] = field(default_factory=list)
+    kept: list[TrajectoryGroup] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts by filter
+    draws: int = 0
+
+    def add(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """One draw's groups, scored and shaped."""
+        enough = [group for group in groups if len(group.trajectories) >= self.least]
+        kept, dropped = passed(enough, self.algorithm.filters, self.least)
+        self.drawn += [penalised(group, self.algorithm.overlong) for group in groups]
+        self.kept += [penalised(group, self.algorithm.overlong) for group in kept]
+        self.dropped.update(dropped)
+        self.draws += 1
+
+    def check(self) -> None:
+        """Raises NoSignalError where nothing can be learned from."""
+        if self.kept:
+            return
+        said = f"none of {len(self.drawn)} groups has {self.least} scored replies left to learn from"
+        if self.dropped.total():
+            told = ", ".join(f"{name} dropped {count}" for name, count in self.dropped.items())
+            said += (
+                f" after {self.draws} draws ({told} replies). The tasks are too hard or too easy for the policy; "
+                "take others, or change algorithm.filters or algorithm.max_draws"
+            )
+        raise NoSignalError(said)
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the rollouts, and how often prompts were drawn; nothing where nothing is filtered or penalised."""
+        drawn, kept = self._num_rollouts(self.drawn), self._num_rollouts(self.kept)
+        metrics = {}
+        if self.algorithm.filters:
+            names = [name_of(each) for each in self.algorithm.filters]
+            shares = {f"filter/{name}": self.dropped[name] / drawn for name in names}
+            metrics = {"filter/kept": kept / drawn, **shares, "filter/draws": float(self.draws)}
+        if self.algorithm.overlong is not None:
+            lengths = [num_written(each) for group in self.drawn for each in group.trajectories]
+            metrics["reply/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
+        return metrics
+
+    @staticmethod
+    def _num_rollouts(groups: Sequence[TrajectoryGroup]) -> int:
+        return sum(len(group.trajectories) for group in groups)
+
+
+def penalised(group: TrajectoryGroup, overlong: Overlong | None) -> TrajectoryGroup:
+    """The group with rewards less what its long replies cost."""
+    if overlong is None:
+        return group
+    pairs = zip(group.rewards, group.trajectories, strict=True)
+    return replace(group, rewards=tuple(reward + overlong.penalty(num_written(reply)) for reward, reply in pairs))
