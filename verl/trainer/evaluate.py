@@ -50,11 +50,11 @@ async def evaluate(config: EvalConfig, benchmarks: Sequence[Benchmark], console:
     model = await _judge(config, asked, console)
     for benchmark in benchmarks:
         found = result_of(benchmark, asked, model, config.bootstrap)
-        _tell(found, result_grid(found), model.folder / benchmark.name, console)
+        tell(found, result_grid(found), model.folder / benchmark.name, console)
         if base is not None:
             found = comparison_of(benchmark, asked, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
-            _tell(found, comparison_grid(found), place, console)
+            tell(found, comparison_grid(found), place, console)
 
 
 async def _judge(config: EvalConfig, asked: Asked, console: Console) -> Evaluated:
@@ -68,7 +68,7 @@ async def _judge(config: EvalConfig, asked: Asked, console: Console) -> Evaluate
     records = {category.name: Records(folder / "answers", category, config.n) for category, _ in asked}
     left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
     if left:
-        _write(folder / "settings.json", json.dumps(settings, indent=2))
+        write(folder / "settings.json", json.dumps(settings, indent=2))
         await _ask(config, left, records, chat, codec, console)
     answers = {category.name: records[category.name].of(tasks) for category, tasks in asked}
     return Evaluated(name, folder, settings, answers)
@@ -85,7 +85,7 @@ async def _ask(
                 bar = progress.add_task(category.name, total=len(tasks))
                 table = _Table(config, category, chat, codec, engine, sampling)
                 faults = await table.run(tasks, records[category.name], partial(progress.advance, bar))
-                _check_faults(category, faults, len(tasks), config.max_fault_share, console)
+                check_faults(category.name, faults, len(tasks), config.max_fault_share, console)
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,13 @@ class _Table:
                 await runner.rollout.close()
 
 
-def _check_faults(category: Category, faults: Sequence[str], asked: int, most: float, console: Console) -> None:
+def check_faults(name: str, faults: Sequence[str], asked: int, most: float, console: Console) -> None:
+    """Tells of the first. Raises RewardFaultError where more than the share `most` of what was asked has failed."""
     for fault in faults[:3]:
         console.print(f"not answered, left out: {fault}", markup=False)
     if len(faults) > most * asked:
         raise RewardFaultError(
-            f"{category.name}: {len(faults)} of {asked} tasks could not be judged, more than max_fault_share={most:g} "
+            f"{name}: {len(faults)} of {asked} could not be judged, more than max_fault_share={most:g} "
             f"allows; the first: {faults[0]}. What was answered is kept; the same command goes on from there"
         )
 
@@ -149,17 +150,17 @@ def _settings(config: EvalConfig, codec: str, chat: ChatCodec) -> dict[str, Any]
     }
 
 
-def _tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
+def tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
     """On the console, and beside the answers as JSON and Markdown."""
     told = [*(made["formula"] for made in found.get("aggregates", {}).values()), *found.get("notes", ())]
-    _write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
-    _write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
+    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
+    write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
     console.print(grid.for_terminal())
     for each in told:
         console.print(f"  {each}", markup=False, highlight=False)
     console.print(f"written to {path}.json and .md", markup=False, highlight=False)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     with replacing(path) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")
