@@ -32,7 +32,12 @@ def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
     for name in names:
         whole = name if name.endswith(_DATA_SUFFIXES) else name.partition("/")[0]
         wanted.setdefault(whole, []).append(name)
-    return [_build(whole, parts, setting) for whole, parts in wanted.items()]
+    benchmarks = [_build(whole, parts, setting) for whole, parts in wanted.items()]
+    names = [category.name for benchmark in benchmarks for category in benchmark.categories]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two of the benchmarks have a category {name!r}; rename a file, or run them apart")
+    return benchmarks
 
 
 def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:

@@ -35,6 +35,7 @@ from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
@@ -74,14 +75,16 @@ class Inputs:
     interaction: Interaction | None  # to be closed in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
+    exams: Exams
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be."""
+    """Tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for what cannot be."""
     codec, data = load_codec(config.model), config.data
     lengths = (data.max_prompt_length, data.max_response_length)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
-    return Inputs(codec, interaction, *load_tasks(config, opening_of(interaction, codec)))
+    train, val = load_tasks(config, opening_of(interaction, codec))
+    return Inputs(codec, interaction, train, val, build_exams(config, codec))
 
 
 @contextmanager
@@ -124,6 +127,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 ),
                 trainer,
                 Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
+                inputs.exams,
                 workers.trainer,
                 store,
                 trackers,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -30,9 +31,12 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
-        from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+        from verl.evaluation.base import Setting
+        from verl.evaluation.registry import build_benchmarks  # these need more than a wrong key takes to be told
+        from verl.trainer.build_env import check_names
 
         check_names(config.env, config.data.prompt_template)
+        build_benchmarks(config.trainer.eval_benchmarks, Setting(Path(config.trainer.eval_data_dir)))
         return train(config, console, only_preflight="--preflight" in words.options)
 
     return told(words, __doc__ or "", Config, run, known=("--preflight",))
