@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import MINI, save_tiny_model
@@ -29,6 +29,7 @@ from verl.utils.reward_score.base import build_reward
 TASK = Task("train.parquet#3", (Message("user", "What is 6 x 7?"),), "42", "math")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=7), st.data())
 def test_smaller_groups_are_counted_over_all_subsets(rewards: list[float], data: st.DataObject) -> None:
     n = data.draw(st.integers(2, len(rewards)))
@@ -73,6 +74,7 @@ def test_prompts_that_are_all_hopeless_stay_so() -> None:
     assert predict([[0.0] * 8] * 64, 32).share > 0.9
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_a_larger_group_has_a_signal_no_less_often(groups: list[list[int]]) -> None:
     shares = [predict(groups, n).share for n in (2, 3, 4, 8, 32)]
