@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.tiny import MINI, save_tiny_model
 from verl.config.load import load_probe
+from verl.data.chat import ChatCodec
 from verl.errors import ConfigError
 from verl.evaluation.advice import advice
 from verl.evaluation.probe import Cost, Judge, row_of, summary
 from verl.evaluation.signal import fit_beta, predict
+from verl.rollout.engine import Sampling
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_eval
-from verl.trainer.probe import judge_of
-from verl.types import Message, Task
-from verl.utils.reward_score.base import build_reward
+from verl.trainer.probe import Shaped, judge_of
+from verl.types import Message, Task, TrajectoryGroup
+from verl.utils.reward_score.base import GroupReward, build_reward
 
 TASK = Task("train.parquet#3", (Message("user", "What is 6 x 7?"),), "42", "math")
 
@@ -183,6 +190,7 @@ def dead(at_8: float, at_16: float, at_32: float) -> dict[str, Any]:
         ({"format": 0.08}, ["SFT first: 92 % of the replies have no valid format"]),
         ({"success": {"mean": 0.0}} | dead(0.6, 0.55, 0.52), ["no reply was right", "larger groups would not help"]),
         (dead(0.6, 0.35, 0.2), ["raise n to 16: 60 % of the groups have no signal at 8, 35 % would at 16"]),
+        ({"success": {"mean": 0.0}, "useless_never_right": 1.0, "useless_always_right": 0.0}, ["nothing stands"]),
         (dead(0.9, 0.8, 0.7), ["raise n to 32: 90 % of the groups have no signal at 8, 70 % would at 32"]),
         (
             {"useless_never_right": 0.15, "useless_always_right": 0.25},
@@ -213,6 +221,7 @@ def test_a_recipe_tells_of_episodes_alone() -> None:
     assert (config.reward.name, config.env.codec, config.env.tools) == ("torl", "fence", ["python"])
     assert load_probe(["recipe=mini_grpo"]).dtype == "float32"
     assert load_probe([]).n == 8
+    assert load_probe(["limit=null"]).limit is None
 
 
 @pytest.mark.parametrize(
@@ -231,6 +240,31 @@ def test_what_a_probe_cannot_use_is_named(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_probe(words)
     assert said in str(caught.value)
+
+
+def test_rewards_are_those_after_shaping() -> None:
+    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    texts = ["\\boxed{42}", "\\boxed{41}"]
+    engine = ScriptedEngine(lambda prompt_ids, number: chat.reply_ids(texts[number])[0])
+    reward = build_reward("otc_grpo", {"scale": 3.0, "answers": "math"})
+    assert isinstance(reward, GroupReward)
+    judged = DirectScorer(reward)
+    plain = Shaped(engine, chat, judged, Sampling(64))
+    group = asyncio.run(plain.run(TASK, 2, 0))
+    assert group.rewards == (3.0, 0.0)
+
+    class Flat:
+        """Shapes all differences away."""
+
+        score = reward.score
+
+        def shape(self, group: TrajectoryGroup, state: Any) -> tuple[tuple[float, ...], dict[str, Any]]:
+            assert state == {}
+            return (7.0,) * len(group.rewards), {}
+
+    shaped = asyncio.run(replace(plain, shaping=Flat()).run(TASK, 2, 0))
+    assert shaped.rewards == (7.0, 7.0)
+    assert shaped.scores == group.scores
 
 
 def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -64,17 +64,12 @@ def _groups(found: Mapping[str, Any]) -> list[str]:
     enough = [size for size, share in larger.items() if share <= MANY_WITHOUT_SIGNAL]
     if now > MANY_WITHOUT_SIGNAL and larger:
         size = min(enough, default=max(larger))
-        if now - larger[size] >= ENOUGH_GAIN:
-            share = _percent(larger[size])
-            told.append(
-                f"raise n to {size}: {_percent(now)} of the groups have no signal at {n}, {share} would at {size}"
-            )
-        else:
-            told.append(
-                f"larger groups would not help: {_percent(now)} have no signal at {n}, as many at {max(larger)}"
-            )
+        what = f"raise n to {size}" if now - larger[size] >= ENOUGH_GAIN else "larger groups would not help"
+        told.append(
+            f"{what}: {_percent(now)} of the groups have no signal at {n}, {_percent(larger[size])} would at {size}"
+        )
     never, always = found["useless_never_right"], found["useless_always_right"]
-    if never + always > MANY_USELESS:
+    if MANY_USELESS < never + always < 1:
         told.append(
             f"drop rows that teach nothing: {_percent(never)} were never right, {_percent(always)} always "
             "(scripts/select_by_difficulty.py)"

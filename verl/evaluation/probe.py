@@ -16,6 +16,7 @@ from verl.types import Message, Task
 
 SIZES = (2, 4, 8, 16, 32)
 _TOLERANCE = 1e-9
+_LEAST_USEFUL = 0.01  # share of groups with a signal below which no price is named
 Rollout = Mapping[str, Any]  # a record of verl.evaluation.records
 Row = dict[str, Any]
 
@@ -99,7 +100,7 @@ def _sizes(rewards: Sequence[Sequence[float]], tokens: float, seconds: float | N
     for size in sorted({*SIZES, len(rewards[0])}):
         prediction = predict(rewards, size)
         useful = 1 - prediction.share
-        rollouts = size / useful if useful > _TOLERANCE else None
+        rollouts = size / useful if useful >= _LEAST_USEFUL else None
         found.append(
             {
                 "n": size,

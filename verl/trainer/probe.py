@@ -78,7 +78,7 @@ def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
 
 
 @dataclass(frozen=True)
-class _Shaped(GroupRollout):
+class Shaped(GroupRollout):
     """Groups with the rewards that training would see, before its reward has any memory."""
 
     shaping: GroupReward | None = None
@@ -105,7 +105,7 @@ async def _ask(
     ):
         bar = progress.add_task("probe", total=len(tasks))
         async with lone_engine(config, chat, config.env) as (engine, sampling):
-            rollout = _Shaped(engine, chat, scorer, sampling, interaction, shaping)
+            rollout = Shaped(engine, chat, scorer, sampling, interaction, shaping)
             prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
             runner = Runner(rollout, prompt_ids, reward, longest, config.n, config.seed)
             started = time.perf_counter()
