@@ -36,6 +36,7 @@ measure controller.py
 measure reward.py
 measure plan_memory.py
 measure sandbox.py
+measure eval_throughput.py
 "$python" bench/results.py "$lines" || failed+=("results.py $lines")
 
 if ((${#failed[@]})); then

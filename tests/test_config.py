@@ -215,6 +215,9 @@ def test_reward_options_are_open() -> None:
         (["trainer.num_threads=4", "trainer.device=cuda"], "trainer.num_threads=4 has no effect"),
         (["trainer.test_freq=7"], "trainer.test_freq=7 has no effect: there are no data.val_files"),
         (["recipe=mini_grpo", "data.val_files=[]", "trainer.keep_best=2"], "trainer.keep_best=2 has no effect"),
+        (["trainer.eval_limit=9"], "trainer.eval_limit=9 has no effect: trainer.eval_benchmarks names none"),
+        (["trainer.eval_data_dir=x"], "trainer.eval_data_dir=x has no effect"),
+        (["trainer.eval_limit=0"], "trainer.eval_limit must be at least 1, got 0"),
         (["critic.model.path=x"], "critic.model.path=x has no effect: the algorithm has no critic"),
         (
             ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "trainer.device=cpu"],
@@ -282,6 +285,9 @@ def test_a_chat_refuses_what_belongs_to_files(word: str) -> None:
 def test_what_asks_for_nothing_or_for_the_default_is_no_mistake() -> None:
     load_config(["trainer.test_freq=0", "trainer.keep_best=1", "critic.optim.lr=1e-5", "algorithm.name=grpo"])
     load_plain(["trainer.test_freq=3", "data.val_files=[x.parquet]"], SFTConfig)
+    load_config(
+        ["trainer.test_freq=7", "trainer.keep_best=2", "trainer.eval_benchmarks=[bfcl]", "trainer.eval_limit=9"]
+    )
     load_plain(["model.compute_dtype=bfloat16", "kv_cache_gib=2"], GenerationConfig)
 
 

@@ -78,13 +78,13 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
 
 def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> None:
     words = run_words(model, tmp_path, "vllm", steps=2)
-    said = run(
-        [*words, "trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{MINI / 'test.parquet'}]"]
-    )
+    words += ["trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{MINI / 'test.parquet'}]"]
+    said = run([*words, f"trainer.eval_benchmarks=[{MINI / 'test_new_tools.parquet'}]", "trainer.eval_limit=3"])
     assert "a step: 4 prompts x 2 rollouts = 8 samples; 2 optimizer steps" in said
     assert "main_generation --chat model.path=" in said
     zero, one, two = rows(tmp_path)
     assert zero["val/test/total"] < 0 and {"val/test/exact", "val/test/format"} <= two.keys()
+    assert zero["eval/test_new_tools/figure"] == two["eval/test_new_tools/figure"] == 0.0
     assert one["engine/gap_mean"] < 1e-4 and two["engine/canary_gap"] < 1e-4
     assert one["actor/grad_norm"] > 0 and two["step"] == 2
     assert [name for row in (zero, one, two) for name in row if name not in ("step", "time") and not known(name)] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from verl.config.schema import WITHOUT_CRITIC, Config, EvalConfig, GenerationConfig, SFTConfig
+from verl.config.schema import WITHOUT_CRITIC, Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
 from verl.errors import ConfigError
 
 
@@ -62,9 +62,16 @@ _OF_EPISODES = (
     *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
 )
 _NO_VALIDATION = "there are no data.val_files to validate on"
+
+
+def _untested(config: Config | SFTConfig) -> bool:
+    benchmarks = config.trainer.eval_benchmarks if isinstance(config, Config) else ()
+    return not config.data.val_files and not benchmarks
+
+
 _OF_TRAINING = (
-    Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.data.val_files, _NO_VALIDATION),
-    Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and not c.data.val_files, _NO_VALIDATION),
+    Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _untested(c), _NO_VALIDATION),
+    Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _untested(c), _NO_VALIDATION),
     Rule("trainer.num_threads", lambda c: c.trainer.device == "cuda", "it is for processes on CPU"),
 )
 _OF_A_LONE_ENGINE = (
@@ -77,9 +84,19 @@ _OF_A_LONE_ENGINE = (
     Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
     Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
 )
+_OF_LONE_EPISODES = (
+    *_OF_EPISODES,
+    *_OF_A_LONE_ENGINE,
+    Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
+    Rule("env.train_on_observations", _always, "nothing is trained"),
+)
 _RULES: Mapping[type, tuple[Rule, ...]] = {
     Config: (
         *_OF_TRAINING,
+        *(
+            Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks names none")
+            for name in ("eval_limit", "eval_data_dir")
+        ),
         Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
         Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
         Rule("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
@@ -120,13 +137,9 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         *_OF_TRAINING,
         Rule("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
     ),
-    GenerationConfig: (
-        *_OF_EPISODES,
-        *_OF_A_LONE_ENGINE,
-        Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
-        Rule("env.train_on_observations", _always, "nothing is trained"),
-    ),
+    GenerationConfig: _OF_LONE_EPISODES,
     EvalConfig: _OF_A_LONE_ENGINE,
+    ProbeConfig: _OF_LONE_EPISODES,
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")

@@ -17,13 +17,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.idle import Rule, refuse_idle
 from verl.config.legacy import our_key, translate
-from verl.config.schema import Config
+from verl.config.schema import Config, ProbeConfig
 from verl.errors import ConfigError
 from verl.registry import nearest
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
-
+# Of a recipe, what an episode is made of, in the words of a command that does not train.
+_EPISODE_GROUPS = ("env.", "reward.", "sandbox.", "model.path", "model.tokenizer_path")
+_EPISODE_KEYS = {
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_response_length",
+    "data.prompt_template": "prompt_template",
+    "model.compute_dtype": "dtype",
+    "rollout.n": "n",
+    "rollout.name": "engine",
+    "rollout.temperature": "temperature",
+}
 
 Kind = TypeVar("Kind")
 
@@ -53,6 +63,21 @@ def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = 
     written = _parse(words)
     config = _build(kind, written)
     refuse_idle({key: (key, value) for key, value in written.items()}, config, idle)
+    return config
+
+
+def load_probe(words: Sequence[str]) -> ProbeConfig:
+    """The configuration of a probe that `key=value` words choose, over what a `recipe=name` says of episodes.
+
+    What the recipe says of the update is left out: nothing is trained. Raises ConfigError like `load_config`.
+    """
+    written = _parse(words)
+    recipe = written.pop("recipe", None)
+    told = _read_recipe(str(recipe)) if recipe is not None else {}
+    beneath = {key: value for key, value in told.items() if key.startswith(_EPISODE_GROUPS)}
+    beneath |= {ours: told[key] for key, ours in _EPISODE_KEYS.items() if key in told}
+    config = _build(ProbeConfig, {**beneath, **written})
+    refuse_idle({key: (key, value) for key, value in written.items()}, config)
     return config
 
 

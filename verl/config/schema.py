@@ -331,9 +331,13 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = 0  # first steps, in which the critic alone learns
     num_transcripts_shown: int = 1  # per step, on the console
     preflight: bool | None = None  # try everything on a tiny model first; true on GPU if left out
+    eval_benchmarks: list[str] = field(default_factory=list)  # played when a validation is (docs/evaluation.md)
+    eval_limit: int | None = None  # rows of each category; all if left out
+    eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require(self.eval_limit is None or self.eval_limit >= 1, "trainer.eval_limit", "at least 1", self.eval_limit)
         for name in ("critic_warmup", "num_transcripts_shown"):
             _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
 
@@ -535,3 +539,28 @@ class EvalConfig(LoneEngineConfig):
         _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n={self.n} answers at temperature=0 are all alike; set a temperature, or n=1")
+
+
+@dataclass(frozen=True)
+class ProbeConfig(LoneEngineConfig):
+    """Rollouts of a data file as training would make them, before any training; a recipe tells of the episodes."""
+
+    data: str | None = None  # one file, as data.train_files
+    n: int = 8  # rollouts of each prompt
+    temperature: float = 1.0
+    limit: int | None = 64  # rows, drawn with the seed; null: all
+    on_bad_row: str = "error"  # error | skip
+    output: str = "outputs/probe"  # one folder in it for each model, file and setting
+    bootstrap: int = 2000  # resamples behind an interval
+    env: EnvConfig = field(default_factory=EnvConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("limit", "bootstrap"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "at least 1", value)
+        _require(2 <= self.n <= 256, "n", "from 2 (a group of one has nothing to compare) to 256", self.n)
+        _require(self.temperature > 0, "temperature", "positive, as in training", self.temperature)
+        _require(self.on_bad_row in ("error", "skip"), "on_bad_row", "error or skip", self.on_bad_row)
+        check_env_judges(self.reward, self.env)

@@ -53,7 +53,13 @@ class Records:
         self._append(
             digest,
             [
-                {**row, "digest": digest, "figure": figure, "num_turns": len(episode.turns)}
+                {
+                    **row,
+                    "digest": digest,
+                    "figure": figure,
+                    "num_turns": len(episode.turns),
+                    "malformed_calls": episode.num_malformed_calls,
+                }
                 for row, episode, figure in answers
             ],
         )

@@ -15,7 +15,7 @@ from verl.types import Task
 Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
 Asked = Sequence[tuple[Category, Sequence[Task]]]
 _RIGHT = 1.0 - 1e-9
-_CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
+CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
         "tool_calls": _mean([len(row["tool_uses"]) for row in answered]),
         "tool_productivity": productivity,
         "tokens": _mean([row["num_tokens"] for row in answered]),
-        "cut_off": _mean([row["stop_reason"] in _CUT_OFF for row in rows]),
+        "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from verl.data.lengths import PromptIds
 from verl.errors import DataError
 from verl.evaluation.base import Category
-from verl.evaluation.records import Records, digest_of
+from verl.evaluation.records import digest_of
 from verl.rollout.group import GroupRollout
 from verl.types import Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward, Reward
@@ -18,6 +19,16 @@ EXACT = "exact"  # the metric that is 1 for the highest reward there is
 _TOLERANCE = 1e-9
 _STEP = 0  # of rewards that follow a schedule
 _MOST_ROLLOUTS = 256  # of a task; their seeds must not meet another task's
+
+
+class Kept(Protocol):
+    """Where answers go: `verl.evaluation.records.Records`, or what only counts them."""
+
+    def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
+        """The rollouts of a task with the figure of each."""
+
+    def add_unasked(self, task: Task, problem: str) -> None:
+        """A task whose prompt the model has no room for."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class Runner:
     max_concurrent: int = 256
 
     async def run(
-        self, category: Category, tasks: Sequence[Task], records: Records, done: Callable[[], None]
+        self, category: Category, tasks: Sequence[Task], records: Kept, done: Callable[[], None]
     ) -> list[str]:
         """Answers the tasks into the records; `done` is called after each. Returns why some could not be answered.
 
@@ -50,7 +61,7 @@ class Runner:
 
         return [fault for faults in await asyncio.gather(*map(answer, tasks)) for fault in faults]
 
-    async def _answer(self, category: Category, task: Task, records: Records) -> tuple[str, ...]:
+    async def _answer(self, category: Category, task: Task, records: Kept) -> tuple[str, ...]:
         try:
             length = len(self.prompt_ids(task))
         except DataError as error:  # the chat template refuses the messages

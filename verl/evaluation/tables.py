@@ -82,3 +82,50 @@ def _percent(figure: Mapping[str, float]) -> tuple[str, str]:
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def probe_grids(found: Mapping[str, Any]) -> tuple[Grid, Grid]:
+    """A probe: what the replies are like, and what groups of each size would teach and cost."""
+    unknown = "the reward has no such part"
+    told = {
+        "rows, rollouts of each": f"{found['rows']}, {found['n']}",
+        "reward": _interval(found["reward"], 1, 3),
+        "reward, spread within groups and between rows": (
+            f"{found['spread_within_groups']:.3f}, {found['spread_between_rows']:.3f}"
+        ),
+        "right, %": _interval(found["success"], 100, 1),
+        "rows never right, always right, %": f"{100 * found['never_right']:.1f}, {100 * found['always_right']:.1f}",
+        "replies in a valid format, %": unknown if found["format"] is None else f"{100 * found['format']:.1f}",
+        "replies cut off, %": f"{100 * found['cut_off']:.1f}",
+        "episodes with a malformed call, %": f"{100 * found['malformed']:.1f}",
+        "tool calls of an episode": f"{found['tool_calls']:.2f}",
+        "tokens of a reply": f"{found['tokens']:.0f}",
+        "groups without a signal, %": _interval(found["without_signal"], 100, 1),
+        "prompts too long, rows missing": f"{found['rows_too_long']}, {found['missing']}",
+    }
+    sizes = [
+        (
+            str(size["n"]),
+            f"{100 * size['without_signal']:.1f}",
+            size["how"],
+            *(
+                "" if size[name] is None else f"{size[name]:{form}}"
+                for name, form in (("tokens", ".0f"), ("seconds", ".2f"))
+            ),
+        )
+        for size in found["sizes"]
+    ]
+    title = f"probe: {found['model']} on {found['data']}"
+    columns = (
+        "n",
+        "groups without a signal, %",
+        "known by",
+        "tokens per group with one",
+        "engine seconds per such group",
+    )
+    return Grid(title, ("", "found"), list(told.items())), Grid("by group size", columns, sizes)
+
+
+def _interval(figure: Mapping[str, float], scale: int, digits: int) -> str:
+    mean, low, high = (f"{scale * figure[name]:.{digits}f}" for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"

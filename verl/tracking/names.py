@@ -14,7 +14,8 @@ from dataclasses import dataclass
 INTRODUCTION = """# Metrics
 
 Names and units are fixed. A word in `<angle brackets>` stands for a name of the run: a data source, a validation set, a
-part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and tool tokens never count.
+benchmark's category, a part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and
+tool tokens never count.
 Those of `actor/` and `engine/` are over the samples that the update computed (`actor/computed_share`).
 A metric is missing from a step where it does not apply: no critic, no validation, no known peak of the device.
 Written to `metrics.jsonl` (one line a step) and TensorBoard. This page is made by `python -m verl.tracking.names`.
@@ -87,6 +88,8 @@ METRICS = (
     Metric("val/<set>/total", "points", "mean reward of greedy replies to a validation set"),
     Metric("val/<set>/exact", "share", "greedy replies that get the highest reward there is"),
     Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
+    Metric("eval/<category>/figure", "share", "a benchmark's category or aggregate, greedy (docs/evaluation.md)"),
+    Metric("eval/<category>/missing", "count", "tasks of it that could not be judged, and are in no figure"),
     Metric("val/demonstrations/loss", "nats", "token mean of -log p over the validation demonstrations (main_sft)"),
     Metric("time/<phase>_s", "s", "wall time of one phase of the step"),
     Metric("time/<phase>_cpu_s", "s", "processor time of the controller process in it, worker processes left out"),
@@ -103,7 +106,7 @@ METRICS = (
     ),
     Metric("memory/driver_gib", "GiB", "resident memory of the controller process"),
 )
-_FREE = {"data_source": r".+", "set": r".+"}  # names of data sets may hold slashes
+_FREE = {"data_source": r".+", "set": r".+", "category": r".+"}  # these may hold slashes
 
 
 def _pattern(name: str) -> str:

@@ -37,6 +37,7 @@ from verl.trainer.build_algorithm import build_algorithm, build_kl_control, chec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
@@ -76,17 +77,19 @@ class Inputs:
     interaction: Interaction | None  # to be closed in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
+    exams: Exams
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Tokenizer, environment and tasks. Raises ConfigError or DataError for what cannot be.
+    """Tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for what cannot be.
 
     ServiceDownError tells of services that are down, before they are waited for by an engine that has started.
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
     asyncio.run(check_services([interaction]))
-    return Inputs(codec, interaction, *load_tasks(config, opening_of(interaction, codec)))
+    train, val = load_tasks(config, opening_of(interaction, codec))
+    return Inputs(codec, interaction, train, val, build_exams(config, codec))
 
 
 def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
@@ -137,6 +140,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 ),
                 trainer,
                 Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
+                inputs.exams,
                 workers.trainer,
                 store,
                 trackers,

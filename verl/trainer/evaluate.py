@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.files import replacing
 from verl.errors import ConfigError
-from verl.evaluation.base import Category, Play, Setting
+from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records
@@ -35,6 +36,7 @@ from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.ppo import RewardFaultError
 from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rlla import TOGGLES
 
 _SCORE_TIMEOUT_S = 120.0
 
@@ -54,11 +56,11 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
     *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
         found = result_of(benchmark, asked, model, config.bootstrap)
-        _tell(found, result_grid(found), model.folder / benchmark.name, console)
+        tell(found, result_grid(found), model.folder / benchmark.name, console)
         for base in bases:
             found = comparison_of(benchmark, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
-            _tell(found, comparison_grid(found), place, console)
+            tell(found, comparison_grid(found), place, console)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
     records = {category.name: Records(folder / "answers", category, config.n) for category, _ in asked}
     left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
     if left:
-        _write(folder / "settings.json", json.dumps(settings, indent=2))
+        write(folder / "settings.json", json.dumps(settings, indent=2))
         await _ask(player, left, records, console)
     answers = {category.name: records[category.name].of(tasks) for category, tasks in asked}
     return Evaluated(name, folder, settings, answers)
@@ -111,7 +113,7 @@ async def _ask(player: _Player, left: Asked, records: Mapping[str, Records], con
                         )
                     finally:
                         await rollout.close()
-                _check_faults(category, faults, len(tasks), player.config.max_fault_share, console)
+                check_faults(category.name, faults, len(tasks), player.config.max_fault_share, console)
 
 
 def _interaction(player: _Player, play: Play) -> Interaction | None:
@@ -139,12 +141,13 @@ def _runner(player: _Player, play: Play, rollout: GroupRollout) -> Runner:
     )
 
 
-def _check_faults(category: Category, faults: Sequence[str], asked: int, most: float, console: Console) -> None:
+def check_faults(name: str, faults: Sequence[str], asked: int, most: float, console: Console) -> None:
+    """Tells of the first. Raises RewardFaultError where more than the share `most` of what was asked has failed."""
     for fault in faults[:3]:
         console.print(f"not answered, left out: {fault}", markup=False)
     if len(faults) > most * asked:
         raise RewardFaultError(
-            f"{category.name}: {len(faults)} of {asked} tasks could not be judged, more than max_fault_share={most:g} "
+            f"{name}: {len(faults)} of {asked} could not be judged, more than max_fault_share={most:g} "
             f"allows; the first: {faults[0]}. What was answered is kept; the same command goes on from there"
         )
 
@@ -163,21 +166,22 @@ def _settings(player: _Player) -> dict[str, Any]:
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
         "max_prompt_length": prompt_length,
         "max_response_length": reply_length,
+        **{name: os.environ[name] for name in TOGGLES if name in os.environ},  # of ToolRL's reward
         "versions": versions(),
     }
 
 
-def _tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
+def tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
     """On the console, and beside the answers as JSON and Markdown."""
     told = [*(made["formula"] for made in found.get("aggregates", {}).values()), *found.get("notes", ())]
-    _write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
-    _write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
+    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
+    write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
     console.print(grid.for_terminal())
     for each in told:
         console.print(f"  {each}", markup=False, highlight=False)
     console.print(f"written to {path}.json and .md", markup=False, highlight=False)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     with replacing(path) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")

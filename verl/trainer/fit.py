@@ -16,6 +16,7 @@ from verl.tracking.console import Display
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.exams import Exams
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.state import Saved
 from verl.trainer.validate import Validator
@@ -43,6 +44,7 @@ class Fit:
     settings: FitSettings
     trainer: PPOTrainer
     validator: Validator
+    exams: Exams
     workers: WorkerGroup  # of TrainingRanks
     store: CheckpointStore
     trackers: Trackers
@@ -60,6 +62,7 @@ class Fit:
             return await self._run()
         finally:
             await self.trainer.rollout.close()
+            await self.exams.close()
 
     async def _run(self) -> Path:
         last = self._resume()
@@ -69,7 +72,7 @@ class Fit:
             return last
         with self.trainer.timer.phase("publish"):
             await self.trainer.publisher.publish(self.trainer.step)
-        if self.trainer.step == 0 and self.settings.val_before_train and self.validator.sets:
+        if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._validate()
             self.trackers.log(0, self.before)
         while self.trainer.step < self.settings.total_steps:
@@ -89,12 +92,17 @@ class Fit:
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
-        return await self.validator.run()
+        metrics = await self.validator.run()
+        if self.exams.exams:
+            self.display.phase("benchmarks")
+            metrics |= await self.exams.run(self.validator.rollout)
+        return metrics
 
     def _score(self) -> float | None:
-        """What the best checkpoint is chosen by: the first validation set's mean reward."""
-        totals = [value for name, value in self.after.items() if name.endswith("/total")]
-        return totals[0] if totals else None
+        """What the best checkpoint is chosen by: the first validation set's mean reward, else the first benchmark."""
+        totals = [value for name, value in self.after.items() if name.startswith("val/") and name.endswith("/total")]
+        figures = [value for name, value in self.after.items() if name.startswith("eval/") and name.endswith("/figure")]
+        return next(iter((*totals, *figures)), None)
 
     def _memory(self) -> dict[str, float]:
         now = {
@@ -147,10 +155,11 @@ def _due(step: int, frequency: int) -> bool:
 
 
 def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """val/<set>/<metric> -> {set: {metric: value}}"""
+    """val/<set>/<metric> -> {set: {metric: value}}; eval/<category>/figure -> {"benchmarks": {category: value}}"""
     sets: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
-        _, chosen, metric = name.split("/", 2)
+        kind, rest = name.split("/", 1)
+        chosen, metric = rest.split("/", 1) if kind == "val" else ("benchmarks", rest.removesuffix("/figure"))
         sets.setdefault(chosen, {})[metric] = value
     return sets
 

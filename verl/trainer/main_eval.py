@@ -1,6 +1,7 @@
 """Judge a model by benchmarks: python -m verl.trainer.main_eval model=PATH benchmarks=[bfcl,api_bank] [key=value ...]
 
     compare=PATH  another model under the same handler, and the paired differences
+    probe=true    instead: would training learn from this data? (probe=true --help)
     --help        this text and every key with its default
     --cfg job     print the configuration that the words choose, and stop
 
@@ -15,36 +16,65 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from verl.config.load import load_plain
-from verl.config.schema import EvalConfig
-from verl.trainer.command import Words, check_model, told
+from verl.config.load import load_plain, load_probe
+from verl.config.schema import EvalConfig, ProbeConfig
+from verl.trainer.command import Words, check_files, check_model, told
 
+_PROBE = "probe=true"
+_PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
+
+    recipe=NAME   environment, codec, reward, lengths and n of a recipe of training
+    --help        this text and every key with its default
+    --cfg job     print the configuration that the words choose, and stop
+
+Rolls out `limit` rows `n` times each as training would, and tells format, rewards, groups without a signal, what a
+group with one costs, and what to do first. The same command goes on where it was stopped (docs/evaluation.md).
+"""
 _MODEL = "model="
 
 
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
+    if _PROBE in words:
+        return told([word for word in words if word != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
+    return told(words, __doc__ or "", EvalConfig, _evaluate)
 
-    def run(words: Words, console: Console) -> int:
-        config = load_plain([_spelled_out(word) for word in words.settings], EvalConfig)
-        if words.only_show(config, console):
-            return 0
-        check_model(config.model)
-        from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
-        check_names(config.benchmarks)
-        import asyncio
-
-        from verl.trainer.evaluate import evaluate
-
-        asyncio.run(evaluate(config, console))
+def _evaluate(words: Words, console: Console) -> int:
+    config = load_plain(_spelled_out(words), EvalConfig)
+    if words.only_show(config, console):
         return 0
+    check_model(config.model)
+    from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
-    return told(words, __doc__ or "", EvalConfig, run)
+    check_names(config.benchmarks)
+    import asyncio
+
+    from verl.trainer.evaluate import evaluate
+
+    asyncio.run(evaluate(config, console))
+    return 0
 
 
-def _spelled_out(word: str) -> str:
-    return f"model.path={word.removeprefix(_MODEL)}" if word.startswith(_MODEL) else word
+def _probe(words: Words, console: Console) -> int:
+    config = load_probe(_spelled_out(words))
+    if words.only_show(config, console):
+        return 0
+    check_model(config.model)
+    check_files("data", [config.data] if config.data else [], needed=True)
+    from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+
+    check_names(config.env, config.prompt_template)
+    import asyncio
+
+    from verl.trainer.probe import probe
+
+    asyncio.run(probe(config, console))
+    return 0
+
+
+def _spelled_out(words: Words) -> list[str]:
+    return [f"model.path={word.removeprefix(_MODEL)}" if word.startswith(_MODEL) else word for word in words.settings]
 
 
 if __name__ == "__main__":

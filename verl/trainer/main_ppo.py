@@ -30,9 +30,14 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
-        from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+        from verl.evaluation.registry import (
+            check_names as check_benchmarks,  # these need more than a wrong key takes to be told
+        )
+        from verl.trainer.build_env import check_names
 
         check_names(config.env, config.data.prompt_template)
+        if config.trainer.eval_benchmarks:
+            check_benchmarks(config.trainer.eval_benchmarks)
         return train(config, console, only_preflight="--preflight" in words.options)
 
     return told(words, __doc__ or "", Config, run, known=("--preflight",))

@@ -1,0 +1,190 @@
+"""Row 13: items per second, a whole evaluation / plain vllm.LLM.generate on the same prompts, wall time.
+
+    python bench/eval_throughput.py [--items 200] [--tokens 96] [--rounds 3] [--model PATH]
+
+Ours answers, scores and records every row of dataset/mini/test.parquet greedily, as main_eval does: its runner, its
+records, its scoring process, our engine. Theirs only generates, from prompts that are tokens already. Each side lives
+in a process of its own, with one engine, and both find the prompts in their prefix caches after the first round, which
+is not counted; rounds alternate. Beside the ratio: the processor time of the scoring process by the wall time of the
+round, and by the processor time of all processes. CPU only, two free cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from common import ROOT, Result, Side, alternate, answer, cpu_seconds, median_ratio, medians, report, requests
+
+if TYPE_CHECKING:  # heavy; the sides alone import it
+    from verl.data.chat import ChatCodec
+
+DATA = ROOT / "dataset/mini/test.parquet"
+MODEL = ROOT / "dataset/mini/model"
+MAX_PROMPT_LENGTH = 512
+KV_CACHE_GIB = 1
+TARGET = 0.9
+MOST_SCORING = 0.05  # of the time
+Figures = dict[str, float]
+Round = Callable[[], Figures]
+
+
+@contextmanager
+def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
+    from verl.evaluation.records import Records
+    from verl.evaluation.rows import rows_benchmark
+    from verl.evaluation.runner import Runner
+    from verl.rollout.engine import Sampling
+    from verl.rollout.group import GroupRollout
+    from verl.rollout.scoring import ScoringPool
+    from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+    from verl.utils.reward_score.base import build_reward
+
+    (category,) = rows_benchmark(str(DATA)).categories
+    tasks = list(islice(category.tasks(), arguments.items))
+    chat = codec_of(arguments.model)
+    length = MAX_PROMPT_LENGTH + arguments.tokens
+    with asyncio.Runner() as runner:
+        engine = runner.run(
+            VLLMEngine.start(VLLMSettings(arguments.model, length, "float32", kv_cache_gib=KV_CACHE_GIB))
+        )
+        others = set(psutil.Process().children(recursive=True))
+        play = category.play
+        with ScoringPool(play.reward, play.reward_options, 1, 60.0) as scorer:
+            sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
+            rollout = GroupRollout(engine, chat, scorer, sampling)
+            playing = Runner(rollout, chat.task_prompt_ids, build_reward(play.reward), MAX_PROMPT_LENGTH)
+
+            def evaluate() -> Figures:
+                started = scoring_seconds(others)
+                with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
+                    records = Records(Path(folder), category, 1)
+                    faults = runner.run(playing.run(category, tasks, records, lambda: None))
+                assert not faults, faults[0]
+                tokens = sum(row["num_tokens"] for rows in records.of(tasks) for row in rows)
+                return {"tokens": tokens, "scoring CPU s": scoring_seconds(others) - started}
+
+            yield evaluate
+        runner.run(engine.close())
+
+
+def scoring_seconds(others: set[psutil.Process]) -> float:
+    """CPU seconds of the processes that came after `others`."""
+    times = [each.cpu_times() for each in psutil.Process().children(recursive=True) if each not in others]
+    return sum(each.user + each.system for each in times)
+
+
+@contextmanager
+def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
+    from vllm import LLM, SamplingParams
+
+    from verl.data.tasks import TaskSet
+
+    chat = codec_of(arguments.model)
+    llm = LLM(
+        arguments.model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=MAX_PROMPT_LENGTH + arguments.tokens,
+        max_num_seqs=256,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=arguments.tokens,
+        stop_token_ids=list(chat.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+    )
+    tasks = islice(TaskSet(str(DATA)), arguments.items)
+    prompts = [{"prompt_token_ids": list(chat.task_prompt_ids(task))} for task in tasks]
+
+    def generate() -> Figures:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return {"tokens": sum(len(each.token_ids) for output in outputs for each in output.outputs)}
+
+    yield generate
+
+
+def codec_of(model: str) -> ChatCodec:
+    from verl.config.schema import ModelConfig
+    from verl.trainer.build import load_codec
+
+    return load_codec(ModelConfig(path=model))
+
+
+SIDES = {"ours": our_evaluation, "theirs": plain_vllm}
+
+
+def run_side(arguments: argparse.Namespace) -> None:
+    """One round for every request; answers with rates and shares."""
+    with SIDES[arguments.side](arguments) as work:
+        for _ in requests():
+            wall, cpu = time.perf_counter(), cpu_seconds()
+            found = work()
+            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+            scoring = found.get("scoring CPU s", 0.0)
+            answer(
+                {
+                    "items/s": arguments.items / wall,
+                    "tokens": found["tokens"],
+                    "scoring / wall": scoring / wall,
+                    "scoring / CPU": scoring / cpu,
+                }
+            )
+
+
+def compare(arguments: argparse.Namespace) -> Result:
+    """Rounds of both sides in turns."""
+    command = [sys.executable, __file__, f"--model={arguments.model}"]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("items", "tokens")]
+    with Side([*command, "--side=ours"]) as ours, Side([*command, "--side=theirs"]) as theirs:
+        figures = alternate({"ours": ours.ask, "theirs": theirs.ask}, arguments.rounds, lambda ask: ask())
+    rates = {side: [each["items/s"] for each in rounds] for side, rounds in figures.items()}
+    found, plain = medians(figures["ours"]), medians(figures["theirs"])
+    return Result(
+        row=13,
+        name=f"evaluation, ours / plain vLLM's generation alone, {arguments.items} items",
+        ratio=median_ratio(rates["ours"], rates["theirs"]),
+        target=TARGET,
+        ours={name: found[name] for name in ("items/s", "tokens")},
+        theirs={name: plain[name] for name in ("items/s", "tokens")},
+        limits={
+            "scoring's CPU time by wall time": (found["scoring / wall"], MOST_SCORING),
+            "by all CPU time": (found["scoring / CPU"], MOST_SCORING),
+        },
+    )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=96, help="at most, of a reply")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default=str(MODEL), help="a folder")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.side:
+        run_side(arguments)
+        return
+    report(compare(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Keep the rows of a data file that a model sometimes gets right, by what a probe of it has seen.
+
+    python -m verl.trainer.main_eval probe=true data=FILE model=PATH limit=null
+    python scripts/select_by_difficulty.py outputs/probe/NAME/probe.jsonl --data FILE --out OUT --least 0.2 --most 0.8
+
+A row is kept if its success rate lies between --least and --most; both ends are left out unless --inclusive is given,
+so that the defaults, 0 and 1, drop what was never or always right. --balanced then keeps as many rows below the middle
+of that window as above it, drawn with --seed. Rows keep their form and order; those that were not probed are dropped.
+Both files are .parquet or both .jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
+
+from verl.data.files import replacing  # noqa: E402
+from verl.data.rows import read_rows  # noqa: E402
+from verl.data.tasks import to_task  # noqa: E402
+from verl.errors import DataError, VerlError  # noqa: E402
+from verl.evaluation.probe import prompt_sha256  # noqa: E402
+
+_BATCH_ROWS = 512
+Probed = dict[int, tuple[float, str]]  # row -> (success rate, the prompt's digest)
+
+
+def read_probe(path: Path, data: Path) -> Probed:
+    """What the probe says of rows of `data`. Raises DataError for a file of another kind or of other data."""
+    probed: Probed = {}
+    for number, line in enumerate(read_rows(str(path))):
+        if isinstance(line, DataError):
+            raise line.at(file=str(path), row=number)
+        try:
+            name, _, row = line["task_id"].rpartition("#")
+            probed[int(row)] = float(line["success_rate"]), line["prompt_sha256"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"is no line of a probe ({type(error).__name__}: {error})",
+                "task_id, success_rate and prompt_sha256",
+                "Give the probe.jsonl that main_eval probe=true has written",
+                str(path),
+                number,
+            ) from error
+        if name != data.name:
+            raise DataError(
+                f"is of {name}, not of {data.name}", mend="Give the file that was probed", file=str(path), row=number
+            )
+    if not probed:
+        raise DataError("is empty", "a line for every row that was probed", file=str(path))
+    return probed
+
+
+def choose(probed: Probed, options: argparse.Namespace) -> tuple[set[int], Counter[str]]:
+    """(rows to keep, how many probed rows are dropped for what reason)."""
+    dropped: Counter[str] = Counter()
+    window: dict[int, float] = {}
+    for row, (rate, _) in probed.items():
+        inside = options.least <= rate <= options.most if options.inclusive else options.least < rate < options.most
+        if inside:
+            window[row] = rate
+        else:
+            dropped[_why(rate)] += 1
+    if options.balanced:
+        kept = _balanced(window, (options.least + options.most) / 2, random.Random(options.seed))
+        dropped["for the balance"] += len(window) - len(kept)
+        return kept, +dropped
+    return set(window), dropped
+
+
+def _why(rate: float) -> str:
+    return {0.0: "never right", 1.0: "always right"}.get(rate, "success rate outside the window")
+
+
+def _balanced(window: Mapping[int, float], middle: float, draw: random.Random) -> set[int]:
+    """As many hard rows as easy ones; rows just in the middle are both, and all stay."""
+    hard = [row for row, rate in window.items() if rate < middle]
+    easy = [row for row, rate in window.items() if rate > middle]
+    size = min(len(hard), len(easy))
+    return (window.keys() - {*hard, *easy}) | {*draw.sample(hard, size), *draw.sample(easy, size)}
+
+
+def check_same(row: Any, number: int, digest: str, data: Path) -> None:
+    """Raises DataError unless the row is the one that was probed."""
+    if prompt_sha256(to_task(row, "").prompt) != digest:
+        raise DataError(
+            "is not the row that was probed", "the file as it was", "Probe it again", str(data), number, "prompt"
+        )
+
+
+def copy_rows(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> int:
+    """Writes the rows to keep as they are, whole or not at all; returns how many there were."""
+    copy = _COPIES[data.suffix]
+    with replacing(out) as unfinished:
+        return copy(data, unfinished, keep)
+
+
+def _copy_parquet(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> int:
+    number = 0
+    with pq.ParquetFile(data, pre_buffer=False) as source, pq.ParquetWriter(out, source.schema_arrow) as writer:
+        for batch in source.iter_batches(batch_size=_BATCH_ROWS):
+            places = [place for place, row in enumerate(batch.to_pylist()) if keep(number + place, row)]
+            writer.write_batch(batch.take(places))
+            number += batch.num_rows
+    return number
+
+
+def _copy_jsonl(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> int:
+    number = -1
+    with out.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(read_rows(str(data))):
+            if keep(number, row):
+                file.write(json.dumps(row) + "\n")
+    return number + 1
+
+
+_COPIES = {".parquet": _copy_parquet, ".jsonl": _copy_jsonl}
+
+
+def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Does it all; yields what came of it."""
+    data, out = Path(options.data), Path(options.out)
+    if data.suffix not in _COPIES or out.suffix != data.suffix:
+        raise DataError(f"is to become {out.name!r}", f"{' or '.join(_COPIES)} for both", file=str(data))
+    if not data.is_file():
+        raise DataError("there is no such file", file=str(data))
+    probed = read_probe(Path(options.probe), data)
+    kept, dropped = choose(probed, options)
+    if not kept:
+        told = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
+        raise DataError(f"no row would be kept: {told}", mend="Widen --least and --most", file=str(data))
+
+    def keep(number: int, row: Any) -> bool:
+        if number in probed:
+            check_same(row, number, probed[number][1], data)
+        return number in kept
+
+    rows = copy_rows(data, out, keep)
+    yield str(out), len(kept)
+    yield from ((f"dropped: {why}", count) for why, count in dropped.most_common())
+    if rows > len(probed):
+        yield "dropped: not probed", rows - len(probed)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", metavar="PROBE.jsonl")
+    parser.add_argument("--data", required=True, metavar="FILE", help="the file that was probed")
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--least", type=_share, default=0.0, help="success rate")
+    parser.add_argument("--most", type=_share, default=1.0, help="success rate")
+    parser.add_argument("--inclusive", action="store_true", help="keep rows at --least and --most, too")
+    parser.add_argument("--balanced", action="store_true", help="as many hard rows as easy ones")
+    parser.add_argument("--seed", type=int, default=0, help="of --balanced")
+    options = parser.parse_args(words)
+    if options.least > options.most:
+        parser.error(f"--least {options.least:g} is more than --most {options.most:g}")
+    table = Table("what", "rows", title="Summary")
+    try:
+        for what, count in select(options):
+            table.add_row(escape(what), str(count))
+    except VerlError as error:
+        Console(stderr=True).print(
+            f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        return 2
+    Console(stderr=True).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Benchmarks during training: what is played, in whose words, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny import MINI
+from verl.config.load import load_config
+from verl.config.schema import Config, EnvConfig
+from verl.data.chat import ChatCodec
+from verl.errors import ConfigError
+from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.tracking.names import known
+from verl.trainer import main_ppo
+from verl.trainer.exams import Exams, build_exams, exam_env
+from verl.trainer.fit import Fit
+from verl.types import Completion, FinishReason, Message, Task
+from verl.utils.reward_score.base import build_reward
+
+ASKED = {"2 + 2": "4", "3 + 3": "6", "5 + 5": "11"}  # the script answers the last one wrongly, by this benchmark
+
+
+def tasks(*questions: str) -> list[Task]:
+    return [Task(text, (Message("user", f"What is {text}?"),), ASKED.get(text, "0"), "sums") for text in questions]
+
+
+def sums(setting: Setting) -> Benchmark:
+    """Two categories, one of which is told in the handler's words."""
+    plain = Play("search_r1", handled=False)
+    categories = (
+        Category("sums/plain", lambda: tasks("2 + 2", "5 + 5", "3 + 3"), plain, metric="correct"),
+        Category("sums/handled", lambda: tasks("2 + 2", "long " * 400), Play("search_r1"), metric="correct"),
+    )
+    return Benchmark("sums", categories, (Aggregate("sums/mean", ("sums/plain", "sums/handled")),))
+
+
+class Sometimes(ScriptedEngine):
+    """Breaks off where it is told to."""
+
+    breaks: str = "never"
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        (made,) = await super().generate(prompt_ids, sampling)
+        asked = CHAT.tokenizer.decode(prompt_ids)
+        return (replace(made, finish_reason=FinishReason.ABORT) if self.breaks in asked else made,)
+
+
+CHAT = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+def reply(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+    text = CHAT.tokenizer.decode(prompt_ids)
+    said = next((str(2 * int(question[0])) for question in ASKED if question in text), "nothing")
+    return CHAT.reply_ids(f"<answer> {said} </answer>")[0]
+
+
+def configured(*words: str) -> Config:
+    return load_config(["trainer.eval_benchmarks=[tests.test_exams:sums]", "data.max_prompt_length=256", *words])
+
+
+def run(exams: Exams, breaks: str = "never") -> Mapping[str, float]:
+    engine = Sometimes(reply)
+    engine.breaks = breaks
+    scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
+    return asyncio.run(exams.run(GroupRollout(engine, CHAT, scorer, Sampling(64, temperature=0.0))))
+
+
+def test_figures_of_categories_and_aggregates() -> None:
+    metrics = run(build_exams(configured(), CHAT))
+    third = pytest.approx(2 / 3)
+    assert metrics == {
+        "eval/sums/plain/figure": third,
+        "eval/sums/handled/figure": 0.5,  # the prompt that is too long is a wrong answer
+        "eval/sums/mean/figure": pytest.approx((2 / 3 + 1 / 2) / 2),
+    }
+    assert all(known(name) for name in metrics)
+
+
+def test_a_limit_holds_for_every_category() -> None:
+    metrics = run(build_exams(configured("trainer.eval_limit=1"), CHAT))
+    assert set(metrics.values()) == {1.0}
+
+
+def test_what_broke_is_missing_and_not_wrong() -> None:
+    metrics = run(build_exams(configured(), CHAT), breaks="5 + 5")
+    assert metrics["eval/sums/plain/missing"] == 1
+    assert metrics["eval/sums/plain/figure"] == 1.0
+    assert known("eval/sums/plain/missing")
+
+
+def test_a_run_without_benchmarks_plays_none() -> None:
+    exams = build_exams(Config(), CHAT)
+    assert not exams.exams
+    assert run(exams) == {}
+
+
+def test_the_codec_is_that_of_the_run() -> None:
+    play = Play("search_r1", max_turns=3)
+    assert exam_env(play, EnvConfig()).codec == "toolrl"
+    trained = EnvConfig(codec="xml", codec_options={"thinking": False}, max_turns=9)
+    found = exam_env(play, trained)
+    assert (found.codec, found.codec_options, found.max_turns) == ("xml", {"thinking": False}, 3)
+    assert exam_env(Play("search_r1", handled=False), trained) == EnvConfig()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("bfcll", "unknown benchmark 'bfcll'; did you mean 'bfcl'"),
+        ("tests.test_exams:sums/plain", "has no category"),
+        ("bfcl,bfcl", "names something twice"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_starts(
+    named: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]"]
+    assert main_ppo.main([*words, f"trainer.eval_benchmarks=[{named}]"]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_two_files_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two of the benchmarks have a category 'test'"):
+        build_exams(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
+
+
+def fit_after(**metrics: float) -> Fit:
+    fit = object.__new__(Fit)
+    fit.after, fit.before = {name.replace("__", "/"): value for name, value in metrics.items()}, {}
+    return fit
+
+
+def test_the_best_checkpoint_is_chosen_by_validation_unless_there_is_none() -> None:
+    both = fit_after(eval__sums__plain__figure=0.5, val__test__total=2.0)
+    assert both._score() == 2.0
+    assert fit_after(eval__sums__plain__missing=1.0, eval__sums__plain__figure=0.5)._score() == 0.5
+    assert fit_after()._score() is None
+    assert both.table()[1] == {"benchmarks": {"sums/plain": 0.5}, "test": {"total": 2.0}}

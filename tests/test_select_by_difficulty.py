@@ -1,0 +1,119 @@
+"""Filtering a data set by what a probe has seen: which rows stay, and in what form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from scripts.select_by_difficulty import main
+from tests.tiny import MINI
+from verl.data.rows import read_rows
+from verl.data.tasks import TaskSet, to_task
+from verl.evaluation.probe import prompt_sha256
+
+RATES = [0.0, 0.2, 0.5, 0.75, 0.8, 1.0, 1.0]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """As many rows as RATES, and one that is not probed."""
+    rows = [row for row, _ in zip(read_rows(str(MINI / "test.parquet")), range(len(RATES) + 1), strict=False)]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_probe(data: Path, rates: list[float], **changed: Any) -> Path:
+    path = data.with_name("probe.jsonl")
+    lines = []
+    for number, (row, rate) in enumerate(zip(read_rows(str(data)), rates, strict=False)):
+        digest = prompt_sha256(to_task(row, "").prompt)
+        line = {"task_id": f"{data.name}#{number}", "success_rate": rate, "prompt_sha256": digest}
+        lines.append(json.dumps(line | changed))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(data: Path, *words: str, expected: int = 0) -> list[int]:
+    """The numbers, in the data, of the rows that are kept."""
+    probe, out = data.with_name("probe.jsonl"), data.with_name(f"kept{data.suffix}")
+    assert main([str(probe), "--data", str(data), "--out", str(out), *words]) == expected
+    if expected:
+        assert not out.exists()
+        return []
+    rows = list(read_rows(str(data)))
+    return [rows.index(row) for row in read_rows(str(out))]
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], [1, 2, 3, 4]),
+        (["--inclusive"], [0, 1, 2, 3, 4, 5, 6]),
+        (["--least", "0.2", "--most", "0.8"], [2, 3]),
+        (["--least", "0.2", "--most", "0.8", "--inclusive"], [1, 2, 3, 4]),
+        (["--most", "0.5"], [1]),
+    ],
+)
+def test_a_window_keeps_what_lies_in_it(data: Path, words: list[str], kept: list[int]) -> None:
+    write_probe(data, RATES)
+    assert run(data, *words) == kept
+
+
+def test_balance_keeps_as_many_hard_rows_as_easy_ones(data: Path) -> None:
+    write_probe(data, [0.1, 0.3, 0.4, 0.5, 0.9, 0.6, 0.2])
+    kept = run(data, "--balanced")
+    hard, easy = {0, 1, 2, 6} & {*kept}, {4, 5} & {*kept}
+    assert len(hard) == len(easy) == 2
+    assert 3 in kept
+    assert len(kept) == 5
+    assert run(data, "--balanced") == kept
+    assert any(run(data, "--balanced", "--seed", str(seed)) != kept for seed in range(1, 6))
+
+
+def test_why_rows_go_is_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_probe(data, RATES)
+    run(data, "--most", "0.6")
+    said = " ".join(capsys.readouterr().err.split())
+    for what in ("dropped: never right │ 1", "always right │ 2", "outside the window │ 2", "not probed │ 1"):
+        assert what in said
+
+
+def test_parquet_keeps_its_schema_and_can_be_trained_on(tmp_path: Path) -> None:
+    data = tmp_path / "test.parquet"
+    data.write_bytes((MINI / "test.parquet").read_bytes())
+    write_probe(data, [0.0, 0.5, 1.0, 0.25])
+    assert run(data) == [1, 3]
+    out = tmp_path / "kept.parquet"
+    assert pq.read_schema(out).equals(pq.read_schema(data), check_metadata=True)
+    assert [task.answer for task in TaskSet(str(out))] == [TaskSet(str(data))[number].answer for number in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"task_id": "other.jsonl#0"}, "is of other.jsonl, not of tasks.jsonl"),
+        ({"task_id": "no number"}, "is no line of a probe"),
+        ({"success_rate": None}, "is no line of a probe"),
+        ({"prompt_sha256": "0" * 16, "success_rate": 0.5}, "is not the row that was probed"),
+        ({"success_rate": 0.0}, "no row would be kept: 7 never right"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    data: Path, changed: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_probe(data, RATES, **changed)
+    run(data, expected=2)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["kept.parquet", "kept.json", "kept"])
+def test_the_output_is_of_the_same_kind(data: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(write_probe(data, RATES)), "--data", str(data), "--out", str(data.with_name(out))]
+    assert main(words) == 2
+    assert "expected .parquet or .jsonl for both" in capsys.readouterr().err
+    assert not data.with_name(out).exists()

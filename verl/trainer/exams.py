@@ -1,0 +1,127 @@
+"""Benchmarks during training: played by the run's own engines, greedily, under the handler that the run trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from verl.config.schema import Config, EnvConfig, SandboxConfig
+from verl.data.chat import ChatCodec
+from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.handlers import env_of
+from verl.evaluation.registry import build_benchmarks
+from verl.evaluation.report import Answers, figures_of
+from verl.evaluation.runner import Runner
+from verl.rollout.episode import Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import ScoringPool
+from verl.trainer.build_env import build_interaction, opening_of
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.base import build_reward
+
+HANDLER = "toolrl"  # of a run whose episodes have no codec: ToolRL's rows are in its words
+_RESAMPLES = 1  # no intervals here
+
+
+@dataclass(frozen=True)
+class Exam:
+    """One category, ready to be played. `interaction`: to be closed in the event loop that uses it"""
+
+    category: Category
+    tasks: Sequence[Task]
+    interaction: Interaction | None
+
+
+@dataclass
+class _Figures:
+    """Answers in memory: what `verl.evaluation.records.Records` keeps on disk, as far as figures need it."""
+
+    rows: list[list[dict[str, Any]]] = field(default_factory=list)  # [tasks][1]
+
+    def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
+        self.rows.append([{"figure": figure} for figure in figures])
+
+    def add_unasked(self, task: Task, problem: str) -> None:
+        self.rows.append([{"figure": 0.0}])
+
+
+@dataclass(frozen=True)
+class Exams:
+    """All categories of trainer.eval_benchmarks, and how to answer them."""
+
+    benchmarks: Sequence[Benchmark] = ()
+    exams: Sequence[Exam] = ()
+    max_prompt_length: int = 1
+    num_scorers: int = 1
+    timeout_s: float = 60.0  # of scoring one reply
+
+    async def run(self, rollout: GroupRollout) -> dict[str, float]:
+        """eval/<category>/figure, and of aggregates; eval/<category>/missing where something broke.
+
+        rollout: a greedy one, whose scorer and interaction are replaced by those of each category
+        """
+        metrics: dict[str, float] = {}
+        answers: dict[str, Answers] = {}
+        with ExitStack() as stack:
+            scorers: dict[str, ScoringPool] = {}
+            for exam in self.exams:
+                play, name = exam.category.play, exam.category.name
+                reward = json.dumps([play.reward, dict(play.reward_options)])
+                if reward not in scorers:
+                    pool = ScoringPool(play.reward, play.reward_options, self.num_scorers, self.timeout_s)
+                    scorers[reward] = stack.enter_context(pool)
+                answers[name] = await self._play(exam, replace(rollout, scorer=scorers[reward]))
+                if len(answers[name]) < len(exam.tasks):
+                    metrics[f"eval/{name}/missing"] = len(exam.tasks) - len(answers[name])
+        for benchmark in self.benchmarks:
+            own = {each.name: answers[each.name] for each in benchmark.categories}
+            figures = figures_of(benchmark, own, _RESAMPLES)
+            metrics |= {f"eval/{name}/figure": figure.mean for name, figure in figures.items()}
+        return metrics
+
+    async def _play(self, exam: Exam, rollout: GroupRollout) -> Answers:
+        play, kept = exam.category.play, _Figures()
+        reward, prompt_ids = build_reward(play.reward, play.reward_options), opening_of(exam.interaction, rollout.codec)
+        playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, reward, self.max_prompt_length)
+        await playing.run(exam.category, exam.tasks, kept, lambda: None)
+        return kept.rows
+
+    async def close(self) -> None:
+        """Ends what the episodes of the categories share."""
+        for exam in self.exams:
+            if exam.interaction is not None:
+                await exam.interaction.close()
+
+
+def build_exams(config: Config, chat: ChatCodec) -> Exams:
+    """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
+    setting = Setting(Path(config.trainer.eval_data_dir), codec=config.env.codec or HANDLER)
+    benchmarks = build_benchmarks(config.trainer.eval_benchmarks, setting)
+    exams = [
+        Exam(
+            category,
+            list(islice(category.tasks(), config.trainer.eval_limit)),
+            _interaction(category.play, config, chat),
+        )
+        for benchmark in benchmarks
+        for category in benchmark.categories
+    ]
+    reward = config.reward
+    return Exams(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, reward.timeout_s)
+
+
+def _interaction(play: Play, config: Config, chat: ChatCodec) -> Interaction | None:
+    env, lengths = exam_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
+    template = config.data.prompt_template if play.handled else None
+    return build_interaction(env, config.sandbox if env.tools else SandboxConfig(), chat, *lengths, template)
+
+
+def exam_env(play: Play, trained: EnvConfig) -> EnvConfig:
+    """How a category is played under the codec that a run trains, with its options."""
+    env = env_of(play, trained.codec or HANDLER)
+    return replace(env, codec_options=trained.codec_options) if play.handled else env

@@ -1,0 +1,202 @@
+"""Before training: would it learn? Rollouts of a data file as training would make them, and what they tell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from verl.config.schema import ProbeConfig
+from verl.data.chat import ChatCodec
+from verl.data.tasks import TaskSet
+from verl.errors import DataError
+from verl.evaluation.advice import advice
+from verl.evaluation.base import Category, Play
+from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
+from verl.evaluation.provenance import identity, short_name, versions
+from verl.evaluation.records import NOT_ASKED, Records
+from verl.evaluation.runner import Runner
+from verl.evaluation.tables import probe_grids
+from verl.rollout.episode import Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import ScoringPool
+from verl.tracking.jsonl import read_rows, write_rows
+from verl.trainer.build import load_codec
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record
+from verl.trainer.evaluate import check_faults, write
+from verl.trainer.lone_engine import lone_engine, reply_lengths
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.base import GroupReward, LabReward, Reward, build_reward
+from verl.utils.reward_score.lab import as_trajectory
+from verl.utils.reward_score.rlla import TOGGLES
+
+_STEP = 0  # of rewards that follow a schedule: training's first
+_TOLERANCE = 1e-9
+_FREE = {  # what rollouts do not depend on
+    *("data", "limit", "bootstrap", "output", "on_bad_row"),
+    *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
+}
+
+
+async def probe(config: ProbeConfig, console: Console) -> None:
+    """Rolls out what was not rolled out yet; writes and prints figures, advice, and a line for every row."""
+    assert config.data is not None
+    chat, reward = load_codec(config.model), build_reward(config.reward.name, config.reward.options)
+    lengths = reply_lengths(config)
+    interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
+    tasks = _drawn(TaskSet(config.data, config.on_bad_row), config)  # type: ignore[arg-type]  # checked before
+    settings = _settings(config, chat, interaction)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    name = str(config.model.path)
+    folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
+    played = Category("answers", lambda: tasks, Play(config.reward.name, config.reward.options))
+    records = Records(folder, played, config.n)
+    if missing := records.missing(tasks):
+        write(folder / "settings.json", json.dumps(settings, indent=2))
+        await _ask(config, played, missing, records, chat, interaction, reward, console)
+    elif interaction is not None:
+        await interaction.close()
+    found, rows = _found(tasks, records, judge_of(reward, tasks[0]), _cost(folder), config)
+    found |= {"model": name, "data": config.data, "settings": settings}
+    found["advice"] = advice(found, with_tools=config.env.several_turns)
+    _tell(found, rows, folder, console)
+
+
+def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
+    """`limit` rows of a seeded shuffle, so that a larger limit keeps those of a smaller one; in the file's order."""
+    order = np.random.default_rng(config.seed).permutation(len(tasks))[: config.limit]
+    return [tasks[int(number)] for number in sorted(order)]
+
+
+@dataclass(frozen=True)
+class Shaped(GroupRollout):
+    """Groups with the rewards that training would see, before its reward has any memory."""
+
+    shaping: GroupReward | None = None
+
+    async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
+        group = await GroupRollout.run(self, task, num_rollouts, step, first_seed)
+        return group if self.shaping is None else replace(group, rewards=self.shaping.shape(group, {})[0])
+
+
+async def _ask(
+    config: ProbeConfig,
+    played: Category,
+    tasks: Sequence[Task],
+    records: Records,
+    chat: ChatCodec,
+    interaction: Interaction | None,
+    reward: Reward,
+    console: Console,
+) -> None:
+    told, shaping = config.reward, reward if isinstance(reward, GroupReward) else None
+    with (
+        Progress(console=console, transient=True) as progress,
+        ScoringPool(told.name, told.options, told.num_workers, told.timeout_s) as scorer,
+    ):
+        bar = progress.add_task("probe", total=len(tasks))
+        async with lone_engine(config, chat, config.env) as (engine, sampling):
+            rollout = Shaped(engine, chat, scorer, sampling, interaction, shaping)
+            prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
+            runner = Runner(rollout, prompt_ids, reward, longest, config.n, config.seed)
+            started = time.perf_counter()
+            try:
+                faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
+            finally:
+                await rollout.close()
+    _note_cost(records.path.parent, Cost(len(tasks), time.perf_counter() - started))
+    check_faults("the probe", faults, len(tasks) * config.n, told.max_fault_share, console)
+
+
+def judge_of(reward: Reward, task: Task) -> Judge:
+    """Right is what the reward calls correct; where it does not say, what has its highest score, or 1 if none is known.
+
+    task: any; a faultless reply to it has a faultless format
+    """
+    best_format = None
+    if isinstance(reward, LabReward):
+        gold = reward.score(as_trajectory(task, reward.gold(task, _STEP)), task, _STEP)
+        best_format = gold.parts.get("format")
+
+    def right(task: Task, rollout: Rollout) -> bool:
+        score = rollout["score"]
+        if "correct" in score["parts"]:
+            return bool(score["parts"]["correct"] > 0)
+        most = reward.maximum(task, _STEP) if isinstance(reward, LabReward) else 1.0
+        return bool(score["total"] >= most - _TOLERANCE)
+
+    return Judge(right, best_format)
+
+
+def _found(
+    tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(all figures, a line for every row). Raises DataError where no row could be rolled out."""
+    answered = [(task, group) for task in tasks for group in records.of([task])]
+    asked = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
+    if not asked:
+        raise DataError(
+            f"has no prompt of at most {reply_lengths(config)[0]} tokens among the {len(tasks)} that were probed",
+            mend="Raise max_prompt_length",
+            file=str(config.data),
+        )
+    rows = [row_of(task, group, judge) for task, group in asked]
+    found = summary(rows, [group for _, group in asked], judge, cost, config.bootstrap)
+    return found | {"rows_too_long": len(answered) - len(asked), "missing": len(tasks) - len(answered)}, rows
+
+
+def _settings(config: ProbeConfig, chat: ChatCodec, interaction: Interaction | None) -> dict[str, Any]:
+    """All that the rollouts depend on beside the rows."""
+    told = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    return {
+        **told,
+        "model": identity(config.model),
+        "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
+        **prompt_record(interaction),
+        "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
+        "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
+        "versions": versions(),
+    }
+
+
+def _note_cost(folder: Path, cost: Cost) -> None:
+    """What this start took, beside that of earlier ones."""
+    write_rows(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
+
+
+def _costs(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "cost.jsonl"
+    return read_rows(path) if path.exists() else []
+
+
+def _cost(folder: Path) -> Cost:
+    """Of all starts that ended."""
+    costs = _costs(folder)
+    return Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
+
+
+def _tell(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """On the console and in the folder: probe.json, probe.md, and probe.jsonl with a line for every row."""
+    grids = probe_grids(found)
+    write(folder / "probe.json", json.dumps(found, indent=2))
+    write(
+        folder / "probe.md",
+        "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
+    )
+    write_rows(folder / "probe.jsonl", rows)
+    for grid in grids:
+        console.print(grid.for_terminal())
+    for each in found["advice"]:
+        console.print(f"- {each}", markup=False, highlight=False)
+    console.print(
+        f"written to {folder}/probe.json, .md and .jsonl (a line for every row)", markup=False, highlight=False
+    )
