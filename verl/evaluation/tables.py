@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -18,10 +19,10 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def for_terminal(self) -> Table:
-        """With numbers to the right."""
-        table = Table(title=self.title, title_justify="left")
+        """With numbers to the right, narrow enough for 80 characters."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+            table.add_column(column, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -36,10 +37,10 @@ def result_grid(result: Mapping[str, Any]) -> Grid:
     """Figures of one benchmark and one model, in percent, with 95 % intervals."""
     several = result["settings"]["n"] > 1
     extra = ("pass@n", "pass^n") if several else ()
-    columns = ("", "rows", "figure, %", "95 %", *extra, "calls", "tokens", "cut off, %", "missing")
+    columns = ("", "rows", "%", "95 %", *extra, "calls", "tokens", "cut off", "missing")
     rows = [
         (
-            name,
+            _short(name, result),
             str(found["rows"]),
             *_percent(found["figure"]),
             *(f"{100 * found[each]:.1f}" for each in extra),
@@ -52,7 +53,8 @@ def result_grid(result: Mapping[str, Any]) -> Grid:
     ]
     blank = ("",) * (len(columns) - 4)
     rows += [
-        (name, str(made["rows"]), *_percent(made["figure"]), *blank) for name, made in result["aggregates"].items()
+        (_short(name, result), str(made["rows"]), *_percent(made["figure"]), *blank)
+        for name, made in result["aggregates"].items()
     ]
     handled = any(found["handled"] for found in result["categories"].values())
     words = f"handler {result['settings']['handler']}" if handled else "prompts as they are"
@@ -63,7 +65,7 @@ def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
     """Two models on the same tasks, in percent and percentage points."""
     rows = [
         (
-            name,
+            _short(name, comparison),
             str(found["rows"]),
             _percent(found["base"])[0],
             _percent(found["model"])[0],
@@ -74,6 +76,11 @@ def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
     ]
     title = f"{comparison['benchmark']}: {comparison['model']} against {comparison['base']}"
     return Grid(title, ("", "rows", "base", "model", "difference", "95 %"), rows)
+
+
+def _short(name: str, found: Mapping[str, Any]) -> str:
+    """Without the benchmark, which the title names."""
+    return name.removeprefix(f"{found['benchmark']}/")
 
 
 def _percent(figure: Mapping[str, float]) -> tuple[str, str]:
