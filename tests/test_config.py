@@ -133,6 +133,13 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
     )
 
 
+def test_the_bounds_of_the_clip_win_over_the_one_for_both() -> None:
+    words = ["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.2"]
+    for order in (words, words[::-1]):
+        algorithm = load_config(order).algorithm
+        assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
+
+
 def test_toolrls_ppo_script_is_understood() -> None:
     config = load_config(TOOLRL_PPO_SCRIPT)
     assert (config.algorithm.name, config.critic.optim.lr, config.critic.path) == ("ppo", 1e-5, "MODEL")

@@ -85,7 +85,8 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
         estimator = settings.pop("algorithm.adv_estimator")
         settings["algorithm.name"] = _ALGORITHMS.get(str(estimator), estimator)
     if "actor.clip_ratio" in settings:
-        settings["algorithm.clip_low"] = settings["algorithm.clip_high"] = settings.pop("actor.clip_ratio")
+        both = settings.pop("actor.clip_ratio")
+        settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **settings}  # each has a key of its own
     for key in ("data.train_files", "data.val_files"):
         if isinstance(settings.get(key), str):
             settings[key] = [settings[key]]
