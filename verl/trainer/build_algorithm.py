@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from verl.algorithms import ALGORITHMS
@@ -16,7 +16,7 @@ from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.overlong import Overlong
 from verl.config.schema import AlgorithmConfig, Config
 from verl.errors import ConfigError
-from verl.registry import nearest, resolve
+from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
@@ -78,9 +78,9 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
     """The preset's functions with the settings that the configuration changes, each where a function has it."""
     keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
     settings = {name: getattr(config, name) for name in keys}
-    for name, value in config.options.items():
-        if not isinstance(value, int | float):
-            raise ConfigError(f"algorithm.options.{name} must be a number, true or false, got {value!r}")
+    for name in config.options:
+        if name in _SETTINGS:
+            raise ConfigError(f"algorithm.options.{name} has a key of its own: algorithm.{name}")
     settings |= config.options
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
     functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
@@ -89,17 +89,18 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
         if not any(setting in names for names in own.values()):
             known = sorted(set().union(*own.values())) or ["none"]
             raise ConfigError(f"{key} has no effect: the settings of algorithm {config.name!r} are {', '.join(known)}")
-    return {
-        name: partial(functions[name], **chosen)
-        for name, names in own.items()
-        if (chosen := {setting: value for setting, value in settings.items() if setting in names})
-    }
+    changes = {}
+    for name, names in own.items():
+        if chosen := {setting: value for setting, value in settings.items() if setting in names}:
+            given = [None] * (len(signature(functions[name]).parameters) - len(names))
+            check_options("algorithm.options of", config.name, functions[name], chosen, *given)
+            changes[name] = partial(functions[name], **chosen)
+    return changes
 
 
 def _settings_of(function: Callable[..., object]) -> list[str]:
     """Parameters that a function has a default for."""
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
+    return [each.name for each in signature(function).parameters.values() if each.default is not each.empty]
 
 
 def _filter(entry: Any) -> Filter:
@@ -110,15 +111,7 @@ def _filter(entry: Any) -> Filter:
         raise ConfigError(f"algorithm.filters: {entry!r} names no filter; expected a name, or {{name: .., option: ..}}")
     known = {each: f"verl.algorithms.filters:{each}" for each in FILTERS}
     function = resolve("algorithm.filters", name, known)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    names = [each.name for each in parameters]
-    for option in options:
-        if option not in names:
-            raise ConfigError(f"algorithm.filters: {name} has no option {option!r}; {nearest(option, names, 'none')}")
-    missing = [each.name for each in parameters if each.default is each.empty and each.name not in options]
-    if missing:
-        told = f"{{name: {name}, {missing[0]}: ..}}"
-        raise ConfigError(f"algorithm.filters: {name} needs {', '.join(missing)}, as in {told}")
+    check_options("algorithm.filters:", name, function, options, None)
     return partial(function, **options) if options else cast(Filter, function)
 
 
