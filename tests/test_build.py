@@ -71,6 +71,7 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
 )
 def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
     assert build_algorithm(AlgorithmConfig("grpo", **overrides), 64).kl == kl  # type: ignore[arg-type]
+    assert build_algorithm(AlgorithmConfig("dapo", kl_placement="none", kl_coefficient=0.1), 64).kl == KLTerm()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,8 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
         ({"kl_placement": "reward", "kl_estimator": "k3"}, "KL in the reward is k1"),
         ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
+        ({"name": "dapo", "kl_coefficient": 0.01}, "algorithm.kl_coefficient has no effect: dapo has no KL; set"),
+        ({"name": "dapo", "kl_estimator": "k3"}, "algorithm.kl_estimator has no effect"),
     ],
 )
 def test_overrides_without_use_are_refused(overrides: dict[str, object], said: str) -> None:

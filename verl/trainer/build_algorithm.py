@@ -148,6 +148,11 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
     placement = preset.placement if config.kl_placement is None else _placement(config.kl_placement)
     if placement is KLPlacement.NONE:
+        for name in ("kl_estimator", "kl_coefficient"):
+            if config.kl_placement is None and getattr(config, name) is not None:  # else a recipe may have said so
+                raise ConfigError(
+                    f"algorithm.{name} has no effect: {config.name} has no KL; set algorithm.kl_placement"
+                )
         return KLTerm()
     coefficient = preset.coefficient if config.kl_coefficient is None else config.kl_coefficient
     estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else "k1")
