@@ -511,6 +511,36 @@ def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(stop_and_run())
 
 
+def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 0.5)
+    told = tmp_path / "supervisors"
+    code = (
+        f"import os, signal\nprint(os.getppid(), file=open({str(told)!r}, 'a'))\nos.kill(os.getppid(), signal.SIGSTOP)"
+    )
+
+    async def stop() -> None:
+        sandbox = LocalSandbox(workers=1, isolation="none", preload=())
+        with pytest.raises(ServiceDownError, match="without an answer, twice"):
+            await sandbox.run(code, limits=Limits(wall_s=0.5))
+        await sandbox.close()
+
+    asyncio.run(stop())
+    supervisors = [int(line) for line in told.read_text().split()]
+    assert len(supervisors) == 2
+
+    def lives(pid: int) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + 20
+    while any(map(lives, supervisors)):
+        assert time.monotonic() < deadline, "a supervisor outlives its sandbox"
+        time.sleep(0.05)
+
+
 def test_the_filter_refuses_on_every_machine_it_knows() -> None:
     for machine in seccomp.MACHINES:
         assert len(seccomp.program(machine)) % 8 == 0
