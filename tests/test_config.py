@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
-from verl.config.schema import Config, GenerationConfig, SFTConfig
+from verl.config.schema import Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
 from verl.errors import ConfigError
 
 # Every override of ToolRL's run_grpo.sh.
@@ -280,6 +280,15 @@ def test_other_commands_refuse_what_has_no_effect(kind: type, words: list[str], 
     with pytest.raises(ConfigError) as caught:
         load_plain(words, kind)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 20240101])
+def test_seeds_leave_room_for_those_of_single_replies(seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.seed must be"):
+        load_config([f"trainer.seed={seed}"])
+    for kind in (GenerationConfig, EvalConfig, ProbeConfig):
+        with pytest.raises(ConfigError, match=f"^seed must be from 0 to less than 8388608, got {seed}"):
+            load_plain([f"seed={seed}"], kind)
 
 
 @pytest.mark.parametrize("word", ["n=2", "files=[x.parquet]", "reward.options.coarse=true", "reward.timeout_s=3"])
