@@ -35,14 +35,10 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
-    mode = algorithm.aggregation if config.aggregation is None else _aggregation(config.aggregation)
+    mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
     if config.old_logprobs is not None:
-        if config.old_logprobs not in list(OldLogprobs):
-            raise ConfigError(
-                f"algorithm.old_logprobs must be one of {', '.join(OldLogprobs)}, got {config.old_logprobs!r}"
-            )
         changes["old_logprobs"] = OldLogprobs(config.old_logprobs)
     if config.entropy_coefficient is not None:
         changes["entropy_coefficient"] = config.entropy_coefficient
@@ -131,12 +127,6 @@ def _overlong(config: AlgorithmConfig, preset: Overlong | None, max_response_len
     return replace(base, buffer=asked or base.buffer, factor=factor).within(max_response_length)
 
 
-def _aggregation(name: str) -> Aggregation:
-    if name not in list(Aggregation):
-        raise ConfigError(f"algorithm.aggregation must be one of {', '.join(Aggregation)}, got {name!r}")
-    return Aggregation(name)
-
-
 def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: float) -> float | None:
     if mode is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
         return config.aggregation_length or default
@@ -146,7 +136,7 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 
 
 def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
-    placement = preset.placement if config.kl_placement is None else _placement(config.kl_placement)
+    placement = preset.placement if config.kl_placement is None else KLPlacement(config.kl_placement)
     if placement is KLPlacement.NONE:
         for name in ("kl_estimator", "kl_coefficient"):
             if config.kl_placement is None and getattr(config, name) is not None:  # else a recipe may have said so
@@ -161,12 +151,6 @@ def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
     if placement is KLPlacement.REWARD and estimator != "k1":
         raise ConfigError(f"algorithm.kl_estimator={estimator}: KL in the reward is k1; the others belong in the loss")
     return KLTerm(placement, estimator, coefficient)
-
-
-def _placement(name: str) -> KLPlacement:
-    if name not in list(KLPlacement):
-        raise ConfigError(f"algorithm.kl_placement must be one of {', '.join(KLPlacement)}, got {name!r}")
-    return KLPlacement(name)
 
 
 def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveKL | None:
