@@ -67,11 +67,12 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
         ({"kl_placement": "none"}, KLTerm()),
         ({"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.01}, KLTerm(KLPlacement.LOSS, "k3", 0.01)),
         ({"kl_placement": "reward"}, KLTerm(KLPlacement.REWARD, "k1", GRPO.kl.coefficient)),
+        ({"name": "ppo", "kl_placement": "loss"}, KLTerm(KLPlacement.LOSS, "k3", 0.001)),
+        ({"name": "dapo", "kl_placement": "none", "kl_coefficient": 0.1}, KLTerm()),
     ],
 )
 def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
-    assert build_algorithm(AlgorithmConfig("grpo", **overrides), 64).kl == kl  # type: ignore[arg-type]
-    assert build_algorithm(AlgorithmConfig("dapo", kl_placement="none", kl_coefficient=0.1), 64).kl == KLTerm()
+    assert build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64).kl == kl  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.
     ("words", "placement", "estimator", "coefficient"),
     [
         ("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=low_var_kl", "loss", "k3", 0.01),
+        ("actor.use_kl_loss=True actor.kl_loss_coef=0.01", "loss", "k3", 0.01),
         ("algorithm.kl_ctrl.kl_coef=0.0", "none", "k1", 0.0),
         ("", None, None, None),
     ],

@@ -133,7 +133,8 @@ def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
     if coefficient is not None:
         settings["algorithm.kl_placement"] = placement if coefficient else "none"
         settings["algorithm.kl_coefficient"] = coefficient
-        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss and kind else "k1"
+        kind = kind or "low_var_kl"  # veRL's own default
+        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss else "k1"
 
 
 def _known(names: Mapping[str, str], name: Any, key: str) -> str:

@@ -145,7 +145,8 @@ def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
                 )
         return KLTerm()
     coefficient = preset.coefficient if config.kl_coefficient is None else config.kl_coefficient
-    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else "k1")
+    usual = "k3" if placement is KLPlacement.LOSS else "k1"  # the gradient of k1 has mean zero: nothing for a loss
+    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else usual)
     if coefficient <= 0:
         raise ConfigError("algorithm.kl_coefficient must be positive; switch KL off with algorithm.kl_placement=none")
     if placement is KLPlacement.REWARD and estimator != "k1":
