@@ -22,6 +22,7 @@ from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.fork_server import Isolation
 from verl.sandbox.inside import seccomp
 from verl.sandbox.local import LocalSandbox
+from verl.services import check_services
 
 ROOT = Path(__file__).parents[1]
 Runner = asyncio.Runner
@@ -493,6 +494,16 @@ def test_a_bubblewrap_that_does_not_work_is_a_service_that_is_down(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServiceDownError, match="no permission to make namespaces"):
         asyncio.run(LocalSandbox().run("pass"))
+    with pytest.raises(ServiceDownError, match="no permission to make namespaces"):
+        asyncio.run(check_services([LocalSandbox()]))  # before anything heavy starts
+    asyncio.run(check_services([LocalSandbox(isolation="none")]))
+
+
+def test_a_sandbox_that_works_passes_its_check_and_leaves_nothing_behind() -> None:
+    need_bubblewrap()
+    before = psutil.Process().children()
+    asyncio.run(check_services([LocalSandbox()]))
+    assert psutil.Process().children() == before
 
 
 def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
