@@ -67,10 +67,12 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
         ({"kl_placement": "none"}, KLTerm()),
         ({"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.01}, KLTerm(KLPlacement.LOSS, "k3", 0.01)),
         ({"kl_placement": "reward"}, KLTerm(KLPlacement.REWARD, "k1", GRPO.kl.coefficient)),
+        ({"name": "ppo", "kl_placement": "loss"}, KLTerm(KLPlacement.LOSS, "k3", 0.001)),
+        ({"name": "dapo", "kl_placement": "none", "kl_coefficient": 0.1}, KLTerm()),
     ],
 )
 def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
-    assert build_algorithm(AlgorithmConfig("grpo", **overrides), 64).kl == kl  # type: ignore[arg-type]
+    assert build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64).kl == kl  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,18 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
             "clip_low has no effect: the settings of algorithm 'rloo' are none",
         ),
         ({"options": {"tau_pos": 2.0}}, "algorithm.options.tau_pos has no effect"),
-        ({"name": "sapo", "options": {"tau_pos": "hot"}}, "algorithm.options.tau_pos must be a number, true or false"),
+        ({"name": "sapo", "options": {"tau_pos": "hot"}}, "option 'tau_pos' must be of type float, not 'hot'"),
+        ({"name": "sapo", "options": {"tau_pos": True}}, "option 'tau_pos' must be of type float, not True"),
+        ({"name": "pass_at_k", "options": {"divide_by_std": 3}}, "option 'divide_by_std' must be of type bool, not 3"),
+        ({"name": "clip_cov", "options": {"share": "all"}}, "option 'share' must be of type float, not 'all'"),
+        ({"options": {"clip_low": -1.0}}, "algorithm.options.clip_low has a key of its own: algorithm.clip_low"),
         ({"filters": ["zero_varianc"]}, "unknown algorithm.filters 'zero_varianc'; did you mean 'zero_variance'?"),
         ({"filters": [{"low": 0.1}]}, "names no filter"),
-        ({"filters": [{"name": "accuracy", "hihg": 0.1}]}, "accuracy has no option 'hihg'; did you mean 'high'?"),
-        ({"filters": ["length"]}, "length needs max_tokens, as in {name: length, max_tokens: ..}"),
+        ({"filters": [{"name": "accuracy", "hihg": 0.1}]}, "'accuracy' has no option 'hihg'; did you mean 'high'?"),
+        ({"filters": [{"name": "accuracy", "high": "0.8"}]}, "option 'high' must be of type float, not '0.8'"),
+        ({"filters": [{"name": "accuracy", "part": 1}]}, "option 'part' must be of type str or None, not 1"),
+        ({"filters": [{"name": "length", "max_tokens": "9"}]}, "option 'max_tokens' must be of type int, not '9'"),
+        ({"filters": ["length"]}, "'length': missing a required argument: 'max_tokens'; its options are max_tokens"),
         ({"max_draws": 3}, "algorithm.max_draws=3 has no effect"),
         ({"name": "dapo", "filters": [], "max_draws": 3}, "algorithm.max_draws=3 has no effect"),
         ({"overlong_factor": 0.5}, "algorithm.overlong_factor has no effect"),
@@ -101,6 +110,8 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
         ({"kl_placement": "reward", "kl_estimator": "k3"}, "KL in the reward is k1"),
         ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
+        ({"name": "dapo", "kl_coefficient": 0.01}, "algorithm.kl_coefficient has no effect: dapo has no KL; set"),
+        ({"name": "dapo", "kl_estimator": "k3"}, "algorithm.kl_estimator has no effect"),
     ],
 )
 def test_overrides_without_use_are_refused(overrides: dict[str, object], said: str) -> None:

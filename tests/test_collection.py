@@ -35,6 +35,8 @@ from verl.types import (
     Score,
     StopReason,
     Task,
+    ToolStatus,
+    ToolUse,
     Trajectory,
     TrajectoryGroup,
     Turn,
@@ -113,13 +115,17 @@ class Scripted:
         async def run(self: GroupRollout, task: Task, n: int, step: int, first_seed: int) -> TrajectoryGroup:
             script.asked.append((task.id, n, first_seed, self.sampling.temperature))
             if self.sampling.temperature == 0.0:
-                return group([], faults=("down",)) if task.id in script.broken else group([0.5], [10])
+                return (
+                    group([], faults=("down",)) if task.id in script.broken else group([0.5], [10], lost_uses=(LOST,))
+                )
             rewards = script.rewards[task.id]
-            return replace(group(rewards, [10] + [1] * (len(rewards) - 1)), task=task)
+            faults = ("down",) * (n - len(rewards))
+            return replace(group(rewards, [10] + [1] * (len(rewards) - 1)), task=task, faults=faults)
 
         monkeypatch.setattr(GroupRollout, "run", run)
 
 
+LOST = ToolUse("search", ToolStatus.UNAVAILABLE, 1.0)
 DAPO_SHORT = replace(DAPO, overlong=None)
 TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in range(6)]
 
@@ -208,6 +214,7 @@ def test_remax_compares_with_a_greedy_reply(monkeypatch: pytest.MonkeyPatch) -> 
     kept = asyncio.run(trainer(replace(REMAX, overlong=Overlong(16, 8)))._generate()).kept
     assert sorted((n, temperature) for _, n, _, temperature in script.asked) == [(1, 0.0)] * 2 + [(2, 1.0)] * 2
     assert [each.baseline for each in kept] == [0.25, 0.25]  # it is long, too
+    assert [each.lost_uses for each in kept] == [(LOST,), (LOST,)]  # of the greedy episodes
     samples = [Sample((1, 5), (False, True), (0.0, -1.0), 0, reward) for reward in (0.0, 1.0)]
     plain = replace(REMAX, kl=DAPO.kl)
     experience = build_experience(samples, None, plain, baselines=[0.25, 0.25])
@@ -226,6 +233,28 @@ def test_without_its_greedy_reply_a_group_is_left_out(monkeypatch: pytest.Monkey
     with pytest.raises(RewardFaultError):
         script.broken.update(names)
         asyncio.run(learning._generate())
+
+
+def test_greedy_replies_count_among_those_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)  # one of two is lost
+    script.broken.update(order(6))
+    learning = trainer(REMAX)
+    learning.settings = replace(learning.settings, max_fault_share=0.5)
+    with pytest.raises(RewardFaultError, match="4 of 6 replies"):
+        asyncio.run(learning._generate())
+
+
+@pytest.mark.parametrize(("algorithm", "num_kept"), [(REMAX, 2), (DR_GRPO, 0)], ids=["remax", "dr_grpo"])
+def test_a_lone_reply_is_trained_where_nothing_is_compared(
+    algorithm: Algorithm, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)
+    learning = trainer(algorithm)
+    learning.settings = replace(learning.settings, max_fault_share=0.5)
+    try:
+        assert len(asyncio.run(learning._generate()).kept) == num_kept
+    except NoSignalError:
+        assert num_kept == 0
 
 
 def test_turns_and_their_states_by_hand() -> None:

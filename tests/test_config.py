@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
-from verl.config.schema import Config, GenerationConfig, SFTConfig
+from verl.config.schema import Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
 from verl.errors import ConfigError
 
 # Every override of ToolRL's run_grpo.sh.
@@ -120,6 +120,7 @@ def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.
     ("words", "placement", "estimator", "coefficient"),
     [
         ("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=low_var_kl", "loss", "k3", 0.01),
+        ("actor.use_kl_loss=True actor.kl_loss_coef=0.01", "loss", "k3", 0.01),
         ("algorithm.kl_ctrl.kl_coef=0.0", "none", "k1", 0.0),
         ("", None, None, None),
     ],
@@ -131,6 +132,13 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
         estimator,
         coefficient,
     )
+
+
+def test_the_bounds_of_the_clip_win_over_the_one_for_both() -> None:
+    words = ["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.2"]
+    for order in (words, words[::-1]):
+        algorithm = load_config(order).algorithm
+        assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
 
 
 def test_toolrls_ppo_script_is_understood() -> None:
@@ -273,6 +281,15 @@ def test_other_commands_refuse_what_has_no_effect(kind: type, words: list[str], 
     with pytest.raises(ConfigError) as caught:
         load_plain(words, kind)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 20240101])
+def test_seeds_leave_room_for_those_of_single_replies(seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.seed must be"):
+        load_config([f"trainer.seed={seed}"])
+    for kind in (GenerationConfig, EvalConfig, ProbeConfig):
+        with pytest.raises(ConfigError, match=f"^seed must be from 0 to less than 8388608, got {seed}"):
+            load_plain([f"seed={seed}"], kind)
 
 
 @pytest.mark.parametrize("word", ["n=2", "files=[x.parquet]", "reward.options.coarse=true", "reward.timeout_s=3"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_names_are_resolved_lazily_from_the_table_or_as_spelled() -> None:
 
 
 def made(first: int, *, shared: str, ratio: float = 1.0, name: str | None = None, flag: bool = False) -> None: ...
+def needing(count: int, names: Sequence[str] | None = None, *, kind: Literal["a", "b"] = "a") -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def made(first: int, *, shared: str, ratio: float = 1.0, name: str | None = None
         ({"ratio": "2"}, r"option 'ratio' must be of type float, not '2'"),
         ({"ratio": True}, "must be of type float"),
         ({"flag": 1}, "must be of type bool"),
+        ({"name": 3}, "option 'name' must be of type str or None, not 3"),
     ],
 )
 def test_options_are_checked_before_anything_is_made(options: dict[str, Any], said: str) -> None:
@@ -49,3 +52,12 @@ def test_options_are_checked_before_anything_is_made(options: dict[str, Any], sa
         check_options("thing", "made", made, options, 1, shared="x")
     with pytest.raises(ConfigError, match=r"missing a required.*'first'; its options are first, ratio"):
         check_options("thing", "made", made, {}, shared="x")
+
+
+def test_options_without_a_default_are_checked_by_their_annotations() -> None:
+    for names in (["x"], None):
+        check_options("thing", "needing", needing, {"count": 2, "names": names, "kind": "b"})
+    with pytest.raises(ConfigError, match="option 'count' must be of type int, not 'two'"):
+        check_options("thing", "needing", needing, {"count": "two"})
+    with pytest.raises(ConfigError, match="option 'kind' must be of type str, not 1"):
+        check_options("thing", "needing", needing, {"count": 2, "kind": 1})

@@ -22,6 +22,7 @@ from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.fork_server import Isolation
 from verl.sandbox.inside import seccomp
 from verl.sandbox.local import LocalSandbox
+from verl.services import check_services
 
 ROOT = Path(__file__).parents[1]
 Runner = asyncio.Runner
@@ -493,6 +494,16 @@ def test_a_bubblewrap_that_does_not_work_is_a_service_that_is_down(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServiceDownError, match="no permission to make namespaces"):
         asyncio.run(LocalSandbox().run("pass"))
+    with pytest.raises(ServiceDownError, match="no permission to make namespaces"):
+        asyncio.run(check_services([LocalSandbox()]))  # before anything heavy starts
+    asyncio.run(check_services([LocalSandbox(isolation="none")]))
+
+
+def test_a_sandbox_that_works_passes_its_check_and_leaves_nothing_behind() -> None:
+    need_bubblewrap()
+    before = psutil.Process().children()
+    asyncio.run(check_services([LocalSandbox()]))
+    assert psutil.Process().children() == before
 
 
 def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,6 +520,36 @@ def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
         await sandbox.close()
 
     asyncio.run(stop_and_run())
+
+
+def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 0.5)
+    told = tmp_path / "supervisors"
+    code = (
+        f"import os, signal\nprint(os.getppid(), file=open({str(told)!r}, 'a'))\nos.kill(os.getppid(), signal.SIGSTOP)"
+    )
+
+    async def stop() -> None:
+        sandbox = LocalSandbox(workers=1, isolation="none", preload=())
+        with pytest.raises(ServiceDownError, match="without an answer, twice"):
+            await sandbox.run(code, limits=Limits(wall_s=0.5))
+        await sandbox.close()
+
+    asyncio.run(stop())
+    supervisors = [int(line) for line in told.read_text().split()]
+    assert len(supervisors) == 2
+
+    def lives(pid: int) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + 20
+    while any(map(lives, supervisors)):
+        assert time.monotonic() < deadline, "a supervisor outlives its sandbox"
+        time.sleep(0.05)
 
 
 def test_the_filter_refuses_on_every_machine_it_knows() -> None:

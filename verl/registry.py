@@ -13,14 +13,20 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError
 
-_FITTING: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+_FITTING: Mapping[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "None": (type(None),),
+}
 
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
@@ -51,7 +57,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 def check_options(
     kind: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], *given: Any, **shared: Any
 ) -> None:
-    """Raises ConfigError for options that `make` does not know, lacks, or whose defaults are of another type.
+    """Raises ConfigError for options that `make` does not know or lacks, or that are of another type than it tells.
 
     given, shared: what the program itself adds, which are no options
     """
@@ -61,15 +67,25 @@ def check_options(
     told = f"its options are {', '.join(known) or 'none'}"
     for key, value in options.items():
         if key in known:
-            wanted, optional = type(parameters[key].default), "None" in str(parameters[key].annotation)
-            if type(value) not in _FITTING.get(wanted, (type(value),)) and not (optional and value is None):
-                raise ConfigError(f"{kind} {name!r}: option {key!r} must be of type {wanted.__name__}, not {value!r}")
+            wanted = _wanted(parameters[key])
+            if type(value) not in [each for one in wanted for each in _FITTING.get(one, (type(value),))]:
+                expected = " or ".join(wanted)
+                raise ConfigError(f"{kind} {name!r}: option {key!r} must be of type {expected}, not {value!r}")
         elif not open_end:
             raise ConfigError(f"{kind} {name!r} has no option {key!r}; {nearest(key, known, told)}")
     try:
         signature(make).bind(*given, **shared, **options)
     except TypeError as error:
         raise ConfigError(f"{kind} {name!r}: {error}; {told}") from error
+
+
+def _wanted(parameter: Parameter) -> list[str]:
+    """Names of the types that a parameter takes: those it is annotated with, or else that of its default."""
+    annotation = parameter.annotation
+    told = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
+    if all(each in _FITTING for each in told):
+        return told
+    return [type(parameter.default).__name__, *(["None"] if "None" in told else [])]
 
 
 def option(text: str) -> tuple[str, Any]:

@@ -85,7 +85,8 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
         estimator = settings.pop("algorithm.adv_estimator")
         settings["algorithm.name"] = _ALGORITHMS.get(str(estimator), estimator)
     if "actor.clip_ratio" in settings:
-        settings["algorithm.clip_low"] = settings["algorithm.clip_high"] = settings.pop("actor.clip_ratio")
+        both = settings.pop("actor.clip_ratio")
+        settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **settings}  # each has a key of its own
     for key in ("data.train_files", "data.val_files"):
         if isinstance(settings.get(key), str):
             settings[key] = [settings[key]]
@@ -132,7 +133,8 @@ def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
     if coefficient is not None:
         settings["algorithm.kl_placement"] = placement if coefficient else "none"
         settings["algorithm.kl_coefficient"] = coefficient
-        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss and kind else "k1"
+        kind = kind or "low_var_kl"  # veRL's own default
+        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss else "k1"
 
 
 def _known(names: Mapping[str, str], name: Any, key: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
+_SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
+
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
     if not condition:
@@ -309,7 +311,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("save_freq", "test_freq", "keep_best", "seed"):
             _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
-        _require(self.seed < 2**23, "trainer.seed", "less than 2**23", self.seed)
+        _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
         _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
         for name in ("keep_last", "nnodes", "n_gpus_per_node", "num_threads", "total_training_steps", "total_epochs"):
             value = getattr(self, name)
@@ -491,6 +493,7 @@ class LoneEngineConfig:
         _require(self.engine in ("vllm", "hf"), "engine", "vllm or hf", self.engine)
         _require(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", self.dtype)
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        _require(0 <= self.seed < _SEEDS, "seed", f"from 0 to less than {_SEEDS}", self.seed)
         for name in ("n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "at least 1", value)

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +107,8 @@ class ForkServer:
             self._control.close()
         if self._process:
             self._process.kill()
+            if self._process.returncode is None:  # its number, and its group's, are not another's yet
+                os.killpg(self._process.pid, signal.SIGCONT)  # a supervisor that was stopped could not end
             self._process.wait()
         self._control = self._process = None
 

@@ -48,6 +48,7 @@ class LocalSandbox:
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         check_isolation(isolation)
+        self._isolation = isolation
         self.limits = limits
         self._slots = asyncio.Semaphore(workers)
         self._servers = [ForkServer(isolation, preload) for _ in range(workers)]
@@ -78,6 +79,16 @@ class LocalSandbox:
     async def session(self, files: Mapping[str, bytes] | None = None) -> LocalSession:
         """A fresh interpreter of its own, with files in its working folder."""
         return LocalSession(self, files or {})
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where this machine cannot confine an execution, as in many a container."""
+        if self._isolation == "none":
+            return
+        trial = LocalSandbox(1, self._isolation, preload=())  # at once there, and of this event loop alone
+        try:
+            await trial.run("pass")
+        finally:
+            await trial.close()
 
     async def close(self) -> None:
         """End every process, those of sessions too."""

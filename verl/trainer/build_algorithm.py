@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from verl.algorithms import ALGORITHMS
@@ -16,7 +16,7 @@ from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.overlong import Overlong
 from verl.config.schema import AlgorithmConfig, Config
 from verl.errors import ConfigError
-from verl.registry import nearest, resolve
+from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
@@ -35,14 +35,10 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
-    mode = algorithm.aggregation if config.aggregation is None else _aggregation(config.aggregation)
+    mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
     if config.old_logprobs is not None:
-        if config.old_logprobs not in list(OldLogprobs):
-            raise ConfigError(
-                f"algorithm.old_logprobs must be one of {', '.join(OldLogprobs)}, got {config.old_logprobs!r}"
-            )
         changes["old_logprobs"] = OldLogprobs(config.old_logprobs)
     if config.entropy_coefficient is not None:
         changes["entropy_coefficient"] = config.entropy_coefficient
@@ -78,9 +74,9 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
     """The preset's functions with the settings that the configuration changes, each where a function has it."""
     keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
     settings = {name: getattr(config, name) for name in keys}
-    for name, value in config.options.items():
-        if not isinstance(value, int | float):
-            raise ConfigError(f"algorithm.options.{name} must be a number, true or false, got {value!r}")
+    for name in config.options:
+        if name in _SETTINGS:
+            raise ConfigError(f"algorithm.options.{name} has a key of its own: algorithm.{name}")
     settings |= config.options
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
     functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
@@ -89,17 +85,18 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
         if not any(setting in names for names in own.values()):
             known = sorted(set().union(*own.values())) or ["none"]
             raise ConfigError(f"{key} has no effect: the settings of algorithm {config.name!r} are {', '.join(known)}")
-    return {
-        name: partial(functions[name], **chosen)
-        for name, names in own.items()
-        if (chosen := {setting: value for setting, value in settings.items() if setting in names})
-    }
+    changes = {}
+    for name, names in own.items():
+        if chosen := {setting: value for setting, value in settings.items() if setting in names}:
+            given = [None] * (len(signature(functions[name]).parameters) - len(names))
+            check_options("algorithm.options of", config.name, functions[name], chosen, *given)
+            changes[name] = partial(functions[name], **chosen)
+    return changes
 
 
 def _settings_of(function: Callable[..., object]) -> list[str]:
     """Parameters that a function has a default for."""
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
+    return [each.name for each in signature(function).parameters.values() if each.default is not each.empty]
 
 
 def _filter(entry: Any) -> Filter:
@@ -110,15 +107,7 @@ def _filter(entry: Any) -> Filter:
         raise ConfigError(f"algorithm.filters: {entry!r} names no filter; expected a name, or {{name: .., option: ..}}")
     known = {each: f"verl.algorithms.filters:{each}" for each in FILTERS}
     function = resolve("algorithm.filters", name, known)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    names = [each.name for each in parameters]
-    for option in options:
-        if option not in names:
-            raise ConfigError(f"algorithm.filters: {name} has no option {option!r}; {nearest(option, names, 'none')}")
-    missing = [each.name for each in parameters if each.default is each.empty and each.name not in options]
-    if missing:
-        told = f"{{name: {name}, {missing[0]}: ..}}"
-        raise ConfigError(f"algorithm.filters: {name} needs {', '.join(missing)}, as in {told}")
+    check_options("algorithm.filters:", name, function, options, None)
     return partial(function, **options) if options else cast(Filter, function)
 
 
@@ -138,12 +127,6 @@ def _overlong(config: AlgorithmConfig, preset: Overlong | None, max_response_len
     return replace(base, buffer=asked or base.buffer, factor=factor).within(max_response_length)
 
 
-def _aggregation(name: str) -> Aggregation:
-    if name not in list(Aggregation):
-        raise ConfigError(f"algorithm.aggregation must be one of {', '.join(Aggregation)}, got {name!r}")
-    return Aggregation(name)
-
-
 def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: float) -> float | None:
     if mode is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
         return config.aggregation_length or default
@@ -153,22 +136,22 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 
 
 def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
-    placement = preset.placement if config.kl_placement is None else _placement(config.kl_placement)
+    placement = preset.placement if config.kl_placement is None else KLPlacement(config.kl_placement)
     if placement is KLPlacement.NONE:
+        for name in ("kl_estimator", "kl_coefficient"):
+            if config.kl_placement is None and getattr(config, name) is not None:  # else a recipe may have said so
+                raise ConfigError(
+                    f"algorithm.{name} has no effect: {config.name} has no KL; set algorithm.kl_placement"
+                )
         return KLTerm()
     coefficient = preset.coefficient if config.kl_coefficient is None else config.kl_coefficient
-    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else "k1")
+    usual = "k3" if placement is KLPlacement.LOSS else "k1"  # the gradient of k1 has mean zero: nothing for a loss
+    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else usual)
     if coefficient <= 0:
         raise ConfigError("algorithm.kl_coefficient must be positive; switch KL off with algorithm.kl_placement=none")
     if placement is KLPlacement.REWARD and estimator != "k1":
         raise ConfigError(f"algorithm.kl_estimator={estimator}: KL in the reward is k1; the others belong in the loss")
     return KLTerm(placement, estimator, coefficient)
-
-
-def _placement(name: str) -> KLPlacement:
-    if name not in list(KLPlacement):
-        raise ConfigError(f"algorithm.kl_placement must be one of {', '.join(KLPlacement)}, got {name!r}")
-    return KLPlacement(name)
 
 
 def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveKL | None:

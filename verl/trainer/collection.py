@@ -21,7 +21,7 @@ class NoSignalError(VerlError, RuntimeError):
 class Collection:
     """Groups as they come, those that pass the algorithm's filters beside them, both after the penalty for length.
 
-    least: scored rollouts that a group needs
+    least: scored rollouts that a group needs; a lone one has nothing to be compared with, where an algorithm compares
     """
 
     algorithm: Algorithm

@@ -197,11 +197,14 @@ class PPOTrainer:
         Raises RewardFaultError where too many replies could not be scored, NoSignalError where nothing is left.
         """
         wanted, draws, n = self.settings.prompts_per_step, self.algorithm.max_draws, self.settings.rollouts_per_prompt
-        collected = Collection(self.algorithm, least=min(2, n))  # a group's only reply has nothing to be compared with
+        least = 2 if n > 1 and self.algorithm.compares_replies else 1
+        collected = Collection(self.algorithm, least)
+        asked = n + self.algorithm.greedy_baseline  # replies to each prompt
         while collected.draws < draws and len(collected.kept) < wanted:
             first = self._first_seed(wanted * draws * n) + wanted * collected.draws * n
             collected.add(await self._draw(wanted - len(collected.kept), first))
-            self._check_faults([fault for group in collected.drawn for fault in group.faults], len(collected.drawn) * n)
+            faults = [fault for group in collected.drawn for fault in group.faults]
+            self._check_faults(faults, len(collected.drawn) * asked)
         collected.check()
         if draws > 1 and len(collected.kept) < wanted:
             _log.warning("step %d: %d groups of %d after %d draws", self.step + 1, len(collected.kept), wanted, draws)
@@ -228,10 +231,10 @@ class PPOTrainer:
             return await rolled
         greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
         group, lone = await asyncio.gather(rolled, greedy.run(task, 1, self.step, seed))
+        lost = (*group.lost_uses, *lone.lost_uses)
         if lone.faults:
-            lost = (*group.lost_uses, *lone.lost_uses)
             return TrajectoryGroup(task, (), (), (), (*group.faults, *lone.faults), lost)
-        return replace(group, baseline=penalised(lone, self.algorithm.overlong).rewards[0])
+        return replace(group, baseline=penalised(lone, self.algorithm.overlong).rewards[0], lost_uses=lost)
 
     def _shaped(self, group: TrajectoryGroup) -> TrajectoryGroup:
         if self.shaping is None:
