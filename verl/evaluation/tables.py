@@ -37,7 +37,7 @@ def result_grid(result: Mapping[str, Any]) -> Grid:
     """Figures of one benchmark and one model, in percent, with 95 % intervals."""
     several = result["settings"]["n"] > 1
     extra = ("pass@n", "pass^n") if several else ()
-    columns = ("", "rows", "%", "95 %", *extra, "calls", "tokens", "cut off", "missing")
+    columns = ("", "rows", "%", "95 %", *extra, "tools run", "tokens", "cut off", "missing")
     rows = [
         (
             _short(name, result),
