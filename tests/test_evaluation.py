@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -409,6 +410,12 @@ def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path
     os.utime(model / "model.safetensors", ns=(1, 1))
     assert main(words(model, tmp_path)) == 0
     assert len(list(tmp_path.glob("*/test.json"))) == 2  # other weights are another model
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(MINI / "tokenizer", tokenizer)
+    for number, word in enumerate(("", "sandbox.timeout_s=3", ""), start=3):
+        assert main(words(model, tmp_path / "out", f"model.tokenizer_path={tokenizer}", *filter(None, [word]))) == 0
+        assert len(list((tmp_path / "out").glob("*/test.json"))) == number - 2
+        os.utime(tokenizer / "tokenizer.json", ns=(number, number))
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def _settings(player: _Player) -> dict[str, Any]:
         **prompt_record(handled),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
+        "sandbox": {name: getattr(config.sandbox, name) for name in ("timeout_s", "memory_mib")},
         "max_prompt_length": prompt_length,
         "max_response_length": reply_length,
         **{name: os.environ[name] for name in TOGGLES if name in os.environ},  # of ToolRL's reward
