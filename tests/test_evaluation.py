@@ -312,6 +312,9 @@ def test_benchmarks_by_name_category_and_file() -> None:
         build_benchmarks(["math/gsm"], setting)
     with pytest.raises(ConfigError, match="have the name 'math'"):  # their reports would be one file
         build_benchmarks(["math/gsm8k", "some/where/math.parquet"], setting)
+    for name in ("bfcl", "api_bank", "tau2"):
+        with pytest.raises(ConfigError, match=f"{name}: the codec 'search_r1' writes calls of one tool alone"):
+            build_benchmarks([name], replace(setting, codec="search_r1"))
     (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
     assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
 
