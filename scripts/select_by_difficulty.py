@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
@@ -113,7 +114,7 @@ def _copy_parquet(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> in
     with pq.ParquetFile(data, pre_buffer=False) as source, pq.ParquetWriter(out, source.schema_arrow) as writer:
         for batch in source.iter_batches(batch_size=_BATCH_ROWS):
             places = [place for place, row in enumerate(batch.to_pylist()) if keep(number + place, row)]
-            writer.write_batch(batch.take(places))
+            writer.write_batch(batch.take(pa.array(places, pa.int64())))  # [] alone would have no type
             number += batch.num_rows
     return number
 
@@ -135,6 +136,8 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     data, out = Path(options.data), Path(options.out)
     if data.suffix not in _COPIES or out.suffix != data.suffix:
         raise DataError(f"is to become {out.name!r}", f"{' or '.join(_COPIES)} for both", file=str(data))
+    if data.resolve() == out.resolve():
+        raise DataError("would be written over", mend="Give --out another name", file=str(data))
     if not data.is_file():
         raise DataError("there is no such file", file=str(data))
     probed = read_probe(Path(options.probe), data)

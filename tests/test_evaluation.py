@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
 from verl.evaluation.files import find_file, numbered_rows
 from verl.evaluation.handlers import codec_of, env_of
-from verl.evaluation.records import Records
+from verl.evaluation.records import Records, alone_in
 from verl.evaluation.registry import build_benchmarks, check_names
 from verl.evaluation.report import Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
@@ -35,7 +37,9 @@ from verl.evaluation.tables import comparison_grid, result_grid
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.trainer.evaluate import check_faults
 from verl.trainer.main_eval import main
+from verl.trainer.ppo import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
 
 
@@ -167,9 +171,10 @@ def test_a_torn_file_goes_on_where_it_was_whole(codec: ChatCodec, tmp_path: Path
 
 
 def test_a_file_that_is_none_of_ours_is_named(codec: ChatCodec, tmp_path: Path) -> None:
-    (tmp_path / "toy-all.jsonl").write_text('{"other": 1}\n')
-    with pytest.raises(DataError, match=r"toy-all\.jsonl: is no file of answers"):
-        Records(tmp_path, category(), 1)
+    for line in ('{"other": 1}', '{"digest": "d"}', "[]"):
+        (tmp_path / "toy-all.jsonl").write_text(f"{line}\n")
+        with pytest.raises(DataError, match=r"toy-all\.jsonl: is no file of answers"):
+            Records(tmp_path, category(), 1)
 
 
 def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Path) -> None:
@@ -221,6 +226,80 @@ def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> Non
     assert (found["rows"], found["difference"]["mean"], found["difference"]["low"]) == (4, 1.0, 1.0)
 
 
+def test_columns_of_a_comparison_are_of_the_same_tasks(codec: ChatCodec, tmp_path: Path) -> None:
+    """The model has all of eight tasks, the second half wrong; the base the first four, all right: no difference."""
+    right = Counting(codec, lambda number, _: str(number) if number < 4 else "no")
+    _, records = run(codec, right, tmp_path, category())
+    ours, theirs = (
+        Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(count))})
+        for count in (8, 4)
+    )
+    found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["figures"]["toy/all"]
+    assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
+
+
+def test_tasks_that_are_the_same_are_asked_once(codec: ChatCodec, tmp_path: Path) -> None:
+    twice = replace(category(), tasks=lambda: [*tasks(2), *tasks(2)])
+    model = Counting(codec, lambda number, _: "no")
+    _, records = run(codec, model, tmp_path, twice)
+    assert sorted(model.asked) == [0, 1] and len(records.of(twice.tasks())) == 4
+    path = tmp_path / "toy-all.jsonl"
+    path.write_text(path.read_text() * 2)  # as two runs at once would have left it
+    assert Records(tmp_path, twice, 1).missing(twice.tasks()) == []
+
+
+def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    code = f"from verl.evaluation.records import *\nwith alone_in(Path({str(tmp_path)!r})): pass"
+    with alone_in(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert other.returncode == 1 and "another run is writing" in other.stderr
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_full_disk_leaves_lines_that_are_whole(codec: ChatCodec, tmp_path: Path) -> None:
+    """What is written after the task that no longer fitted must not go on in its torn line."""
+    run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category(4))
+    path, limits = tmp_path / "toy-all.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
+    try:
+        with pytest.raises(DataError, match="Free some space"):
+            run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category(5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    model = Counting(codec, lambda number, _: "no")
+    assert len([json.loads(line) for line in _lines(path)]) == 4
+    run(codec, model, tmp_path, category(6))
+    assert sorted(model.asked) == [4, 5]
+
+
+def test_faults_are_counted_by_task_and_against_all_of_a_category(codec: ChatCodec, tmp_path: Path) -> None:
+    """One of eight tasks fails with both of its rollouts, and does so again when the evaluation goes on."""
+    model = Counting(codec, lambda number, _: "broken" if number == 3 else "no")
+    for _ in range(2):
+        faults, _ = run(codec, model, tmp_path, category(), n=2)
+        assert len(faults) == 1
+        check_faults("toy/all", faults, 8, 1 / 8, Console(file=io.StringIO()))
+    with pytest.raises(RewardFaultError, match="1 of 8 could not be judged"):
+        check_faults("toy/all", faults, 8, 0.1, Console(file=io.StringIO()))
+
+
+def test_a_folder_goes_on_after_a_category_with_a_few_faults(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays missing is few of all the tasks, though it is all that is left to be asked."""
+
+    async def fails_on_one(self: Runner, what: Category, of: Sequence[Task], records: Records, done: Any) -> list[str]:
+        for task in of:
+            if not task.id.endswith("#0"):
+                records.add_unasked(task, "is not asked here")
+        return [f"{task.id}: the judge is away" for task in of if task.id.endswith("#0")]
+
+    monkeypatch.setattr(Runner, "run", fails_on_one)
+    for _ in range(2):
+        assert main(words(model, tmp_path, "max_fault_share=0.2")) == 0
+        assert result(tmp_path)["categories"]["test"]["missing"] == 1
+
+
 def test_benchmarks_by_name_category_and_file() -> None:
     setting = Setting(Path("nowhere"))
     (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
@@ -231,6 +310,11 @@ def test_benchmarks_by_name_category_and_file() -> None:
         check_names(["a.parquet", "a.parquet"])
     with pytest.raises(ConfigError, match="math has no category 'math/gsm'; did you mean 'math/gsm8k'"):
         build_benchmarks(["math/gsm"], setting)
+    with pytest.raises(ConfigError, match="have the name 'math'"):  # their reports would be one file
+        build_benchmarks(["math/gsm8k", "some/where/math.parquet"], setting)
+    for name in ("bfcl", "api_bank", "tau2"):
+        with pytest.raises(ConfigError, match=f"{name}: the codec 'search_r1' writes calls of one tool alone"):
+            build_benchmarks([name], replace(setting, codec="search_r1"))
     (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
     assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
 
@@ -259,6 +343,9 @@ def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -
     assert next(rows) == ("aime.jsonl#0", {"id": "a", "problem": "p"})
     with pytest.raises(DataError, match=r"aime\.jsonl, row 1, field 'problem': is of type int; expected .* str"):
         next(rows)
+    path.write_text("\n")
+    with pytest.raises(DataError, match=r"aime\.jsonl: has no row"):
+        list(numbered_rows(path, {"id": str}))
 
 
 def words(model: Path, out: Path, *more: str) -> list[str]:
@@ -326,6 +413,12 @@ def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path
     os.utime(model / "model.safetensors", ns=(1, 1))
     assert main(words(model, tmp_path)) == 0
     assert len(list(tmp_path.glob("*/test.json"))) == 2  # other weights are another model
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(MINI / "tokenizer", tokenizer)
+    for number, word in enumerate(("", "sandbox.timeout_s=3", ""), start=3):
+        assert main(words(model, tmp_path / "out", f"model.tokenizer_path={tokenizer}", *filter(None, [word]))) == 0
+        assert len(list((tmp_path / "out").glob("*/test.json"))) == number - 2
+        os.utime(tokenizer / "tokenizer.json", ns=(number, number))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +428,9 @@ def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path
         ("benchmarks=[bfc]", "did you mean 'bfcl'"),
         ("benchmarks=[nowhere.parquet]", "nowhere.parquet"),
         ("handler=toolr", "did you mean 'toolrl'"),
-        ("compare=./nowhere", "nowhere"),
+        ("compare=./nowhere", "compare: there is no folder"),
         ("n=2", "set a temperature"),
+        ("n=257", "at most 256"),
         ("limitt=3", "did you mean 'limit'"),
     ],
 )

@@ -129,7 +129,7 @@ def test_unknown_names_are_refused_before_anything_starts(
 
 
 def test_two_files_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two of the benchmarks have a category 'test'"):
+    with pytest.raises(ConfigError, match="two of the benchmarks have the name 'test'"):
         build_exams(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
 
 

@@ -20,6 +20,8 @@ import os, time
 def judge(reply, answer):
     if reply == "raise":
         raise ValueError("no service")
+    if reply == "nan":
+        return float("nan")
     if reply == "hang":
         time.sleep(600)
     if reply == "die":
@@ -64,6 +66,7 @@ def test_scores_come_back_and_workers_know_the_environment(pool: ScoringPool) ->
     ("reply", "problem"),
     [
         ("raise", "the reward raised ValueError: no service"),
+        ("nan", "is not finite"),
         ("hang", "did not end within 2 s"),
         ("die", "process died (exit code 7)"),
     ],

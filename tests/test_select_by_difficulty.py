@@ -111,6 +111,19 @@ def test_what_does_not_fit_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_a_batch_of_which_no_row_is_kept_is_no_obstacle(tmp_path: Path) -> None:
+    data = tmp_path / "tasks.parquet"
+    pq.write_table(pq.read_table(MINI / "train.parquet").slice(0, 1100), data)
+    write_probe(data, [0.5, 1.0])  # the second and third batch of 512 have none
+    assert run(data) == [0]
+
+
+def test_the_data_are_not_written_over(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, probe = data.read_text(), write_probe(data, RATES)
+    assert main([str(probe), "--data", str(data), "--out", str(data)]) == 2
+    assert "would be written over" in " ".join(capsys.readouterr().err.split()) and data.read_text() == before
+
+
 @pytest.mark.parametrize("out", ["kept.parquet", "kept.json", "kept"])
 def test_the_output_is_of_the_same_kind(data: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(write_probe(data, RATES)), "--data", str(data), "--out", str(data.with_name(out))]

@@ -540,6 +540,7 @@ class EvalConfig(LoneEngineConfig):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "at least 1", value)
         _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
+        _require(self.n <= 256, "n", "at most 256", self.n)
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n={self.n} answers at temperature=0 are all alike; set a temperature, or n=1")
 

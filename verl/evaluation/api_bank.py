@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from verl.data.codecs.base import Codec, build_codec
-from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.toolrl import ToolRlCodec
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
 from verl.evaluation.files import find_file, numbered_rows
+from verl.evaluation.handlers import check_several_tools
 from verl.types import Message, Task, ToolCall
 from verl.utils.reward_score.parsing import parse_calls
 from verl.utils.reward_score.prompt import TOOLS_HEADING
@@ -40,9 +40,8 @@ _BAD = (KeyError, TypeError, ValueError, SyntaxError, AttributeError, RecursionE
 
 def api_bank(setting: Setting) -> Benchmark:
     """Three levels, 399, 67 and 131 rows; the overall figure is the mean over all rows."""
+    check_several_tools("api_bank", setting.codec)
     codec = build_codec(setting.codec)
-    if isinstance(codec, InlineCodec):
-        raise ConfigError(f"api_bank: the codec {setting.codec!r} writes calls of one tool alone; use another handler")
     # one turn that may call; a second is never played, but without it the first would be the last, which calls nothing
     play = Play("api_bank", max_turns=2, tell_malformed=False)
     levels = tuple(

@@ -15,6 +15,7 @@ from verl.envs.bfcl_tasks import CATEGORIES as MULTI_TURN
 from verl.envs.bfcl_tasks import FAULTY as FAULTY_SCENARIOS
 from verl.envs.bfcl_tasks import bfcl_rows, bfcl_tasks, data_folder, json_schema
 from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.handlers import check_several_tools
 from verl.types import Message, Task
 from verl.utils.reward_score.bfcl import ANY_CALL
 
@@ -47,7 +48,11 @@ _SCENARIO = Play(
 
 
 def bfcl(setting: Setting) -> Benchmark:
-    """All categories that need neither the network nor another language. Raises ConfigError without the package."""
+    """All categories that need neither the network nor another language.
+
+    Raises ConfigError without the package, and for a codec of one tool alone.
+    """
+    check_several_tools("bfcl", setting.codec)
     data_folder()
     single = [Category(f"bfcl/{name}", partial(single_turn_tasks, name), _SINGLE) for name in SINGLE_TURN]
     scenarios = [

@@ -24,7 +24,11 @@ def find_file(data_dir: Path, names: Sequence[str], mend: str) -> Path:
 
 
 def numbered_rows(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file#number, row) for every row, each with `fields` of these types. Raises DataError that names file and row."""
+    """(file#number, row) for every row, each with `fields` of these types.
+
+    Raises DataError that names file and row, also for a file without any.
+    """
+    number = -1
     for number, row in enumerate(read_rows(str(path))):
         if isinstance(row, DataError):
             raise row.at(file=str(path), row=number)
@@ -36,6 +40,8 @@ def numbered_rows(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> 
                 expected = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
                 raise DataError(got, f"a value of type {expected}", file=str(path), row=number, field=name)
         yield f"{path.name}#{number}", dict(row)
+    if number < 0:
+        raise DataError("has no row", "at least one", "Write or copy it anew", str(path))
 
 
 def answer_texts(told: Any, place: str, field: str) -> list[str]:

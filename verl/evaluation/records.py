@@ -6,15 +6,19 @@ counts, so that a changed file or rule is asked anew; being wrong is no reason t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.errors import DataError
+from verl.data.files import unwritable
+from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.tracking.transcripts import group_rows
@@ -29,6 +33,27 @@ def digest_of(category: Category, task: Task) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder of records: two that write there would ask everything twice.
+
+    A kill ends it, too. Raises ConfigError while another process is in, DataError where nothing can be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # the two that POSIX allows for a lock that is taken
+            raise ConfigError(
+                f"another run is writing to {str(folder)!r}; let it end, or name another output"
+            ) from error
+        yield
+
+
 class Records:
     """The answers of one category in `<folder>/<category>.jsonl`; n of them make a task."""
 
@@ -38,8 +63,9 @@ class Records:
         self._done: dict[str, list[dict[str, Any]]] = self._read() if self.path.exists() else {}
 
     def missing(self, tasks: Iterable[Task]) -> list[Task]:
-        """Those of the tasks that are not done yet."""
-        return [task for task in tasks if digest_of(self._category, task) not in self._done]
+        """Those of the tasks that are not done yet; of two that are the same, one."""
+        by_digest = {digest_of(self._category, task): task for task in tasks}
+        return [task for digest, task in by_digest.items() if digest not in self._done]
 
     def of(self, tasks: Iterable[Task]) -> list[list[dict[str, Any]]]:
         """[tasks done][n] records, in the order of the tasks."""
@@ -72,10 +98,13 @@ class Records:
 
     def _append(self, digest: str, rows: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, whole)  # tasks that end after this one must not go on in a torn line
             raise DataError(
                 f"cannot be written ({error.strerror})",
                 mend="Free some space and start again: what is done is kept",
@@ -90,13 +119,13 @@ class Records:
             found: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for row in rows:
                 found[row["digest"]].append(row)
+            whole = {digest: same[: self._n] for digest, same in found.items() if _is_whole(same[: self._n], self._n)}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"is no file of answers ({type(error).__name__}: {error})",
                 mend="Remove it to ask everything again",
                 file=str(self.path),
             ) from error
-        whole = {digest: same for digest, same in found.items() if _is_whole(same, self._n)}
         write_rows(self.path, [row for same in whole.values() for row in same])
         return whole
 

@@ -35,13 +35,14 @@ def check_names(names: Sequence[str]) -> None:
 def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
     """The benchmarks, each with the categories that are asked for, in the order in which they are first named.
 
-    Raises ConfigError for a category that is unknown, and for two of one name.
+    Raises ConfigError for a category that is unknown, and for two categories or benchmarks of one name.
     """
     benchmarks = [_build(whole, parts, setting) for whole, parts in _by_benchmark(names).items()]
     categories = [category.name for benchmark in benchmarks for category in benchmark.categories]
-    for name in categories:
-        if categories.count(name) > 1:
-            raise ConfigError(f"two of the benchmarks have a category {name!r}; rename a file, or run them apart")
+    for taken in ([benchmark.name for benchmark in benchmarks], categories):
+        for name in taken:
+            if taken.count(name) > 1:
+                raise ConfigError(f"two of the benchmarks have the name {name!r}; rename a file, or run them apart")
     return benchmarks
 
 

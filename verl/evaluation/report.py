@@ -30,22 +30,26 @@ class Evaluated:
 
 def figures_of(benchmark: Benchmark, answers: Mapping[str, Answers], resamples: int) -> dict[str, Figure]:
     """By category and aggregate: the mean over tasks, each the mean of its n rollouts."""
-    per_task = {name: [_mean([row["figure"] for row in rows]) for rows in found] for name, found in answers.items()}
-    return _with_aggregates(benchmark, per_task, resamples)
+    return _with_aggregates(benchmark, _per_task(answers), resamples)
 
 
 def differences(
     benchmark: Benchmark, answers: Mapping[str, Answers], base: Mapping[str, Answers], resamples: int
 ) -> dict[str, Figure]:
-    """By category and aggregate: model less base, paired: on the tasks that both have answered."""
-    per_task: dict[str, list[float]] = {}
-    for name, found in answers.items():
-        others = {rows[0]["digest"]: rows for rows in base.get(name, ())}
-        pairs = [(rows, others[rows[0]["digest"]]) for rows in found if rows[0]["digest"] in others]
-        per_task[name] = [
-            _mean([row["figure"] for row in rows]) - _mean([row["figure"] for row in theirs]) for rows, theirs in pairs
-        ]
-    return _with_aggregates(benchmark, per_task, resamples)
+    """By category and aggregate: model less base, task by task. Both have answered the same tasks, in this order."""
+    ours, theirs = _per_task(answers), _per_task(base)
+    less = {name: [mine - other for mine, other in zip(ours[name], theirs[name], strict=True)] for name in ours}
+    return _with_aggregates(benchmark, less, resamples)
+
+
+def _in_common(answers: Mapping[str, Answers], others: Mapping[str, Answers]) -> dict[str, Answers]:
+    """Those of the answers to tasks that the others have answered, too."""
+    known = {name: {rows[0]["digest"] for rows in found} for name, found in others.items()}
+    return {name: [rows for rows in found if rows[0]["digest"] in known[name]] for name, found in answers.items()}
+
+
+def _per_task(answers: Mapping[str, Answers]) -> dict[str, list[float]]:
+    return {name: [_mean([row["figure"] for row in rows]) for rows in found] for name, found in answers.items()}
 
 
 def _with_aggregates(
@@ -84,9 +88,10 @@ def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: i
 
 
 def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
-    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`."""
+    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`: all on the tasks of both."""
     names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
+    ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)
     of_model, of_base = (figures_of(benchmark, each, resamples) for each in (ours, theirs))
     return {
         "benchmark": benchmark.name,

@@ -46,7 +46,8 @@ class Runner:
     async def run(
         self, category: Category, tasks: Sequence[Task], records: Kept, done: Callable[[], None]
     ) -> list[str]:
-        """Answers the tasks into the records; `done` is called after each. Returns why some could not be answered.
+        """Answers the tasks into the records; `done` is called after each. Returns why some could not be answered, one
+        reason a task.
 
         Those are nobody's wrong answers: they stay unrecorded, and are asked again when the evaluation goes on.
         """
@@ -59,7 +60,7 @@ class Runner:
             done()
             return faults
 
-        return [fault for faults in await asyncio.gather(*map(answer, tasks)) for fault in faults]
+        return [faults[0] for faults in await asyncio.gather(*map(answer, tasks)) if faults]
 
     async def _answer(self, category: Category, task: Task, records: Kept) -> tuple[str, ...]:
         try:

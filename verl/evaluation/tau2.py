@@ -8,6 +8,7 @@ from typing import Literal
 from verl.envs.tau2.tasks import tau2_tasks
 from verl.evaluation.base import Benchmark, Category, Play, Setting
 from verl.evaluation.files import find_file
+from verl.evaluation.handlers import check_several_tools
 
 _MAX_TURNS, _MAX_TOOL_CALLS = 30, 60  # the longest list of gold actions has 19
 _MEND = "it is data/tau2/domains of tau2-bench's repository (sierra-research/tau2-bench)"
@@ -15,6 +16,7 @@ _MEND = "it is data/tau2/domains of tau2-bench's repository (sierra-research/tau
 
 def tau2(setting: Setting) -> Benchmark:
     """40 tasks of retail and 20 of airline; 1 where the database and what was said are as they should be."""
+    check_several_tools("tau2", setting.codec)
     found = find_file(setting.data_dir, ("retail/tasks.json", "airline/tasks.json"), _MEND)
     data = str(found.parent.parent)
     play = Play(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -48,7 +49,7 @@ class DirectScorer:
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
         try:
-            return self.reward.score(trajectory, task, step)
+            return _finite(self.reward.score(trajectory, task, step))
         except Exception as error:  # noqa: BLE001  users' code may raise anything
             return Fault(task.id, trajectory.index, f"{type(error).__name__}: {error}")
 
@@ -101,4 +102,11 @@ def _reward(name: str, options: str) -> Reward:
 
 
 def _score(name: str, options: str, trajectory: Trajectory, task: Task, step: int) -> Score:
-    return _reward(name, options).score(trajectory, task, step)
+    return _finite(_reward(name, options).score(trajectory, task, step))
+
+
+def _finite(score: Score) -> Score:
+    """The score. Raises ValueError for one that is no number: it could be neither averaged nor kept as JSON."""
+    if not all(map(math.isfinite, (score.total, *score.parts.values()))):
+        raise ValueError(f"{score} is not finite")
+    return score

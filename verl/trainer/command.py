@@ -61,7 +61,10 @@ def told(
             console.print("".join(traceback.format_exception(error.__cause__)), markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError) else 1
     except KeyboardInterrupt:
-        console.print("[bold red]interrupted[/]: a training goes on from its last checkpoint when it is started again")
+        console.print(
+            "[bold red]interrupted[/]: started again, a training goes on from its last checkpoint, an evaluation from "
+            "its answers"
+        )
         return 130
 
 
@@ -116,11 +119,11 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
             raise ConfigError(f"{key}: there is no file {source!r}; dataset/README.md says where data comes from")
 
 
-def check_model(config: ModelConfig, critic_path: str | None = None) -> None:
-    """Raises ConfigError for a model that is not named, or a folder that is not there."""
+def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:
+    """Raises ConfigError for a model that is not named, or a folder that is not there. key: that names the model"""
     if config.path is None:
         raise ConfigError("model.path is not set; give a folder or a hub name")
-    paths = {"model.path": config.path, "model.tokenizer_path": config.tokenizer_path, "critic.path": critic_path}
+    paths = {key: config.path, "model.tokenizer_path": config.tokenizer_path, "critic.path": critic_path}
     for key, path in paths.items():
         if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
             raise ConfigError(f"{key}: there is no folder {path!r}")

@@ -22,7 +22,7 @@ from verl.errors import ConfigError
 from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
-from verl.evaluation.records import Records
+from verl.evaluation.records import Records, alone_in
 from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
@@ -86,16 +86,19 @@ async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{config.handler}-{digest}"
-    records = {category.name: Records(folder / "answers", category, config.n) for category, _ in asked}
-    left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
-    if left:
-        write(folder / "settings.json", json.dumps(settings, indent=2))
-        await _ask(player, left, records, console)
+    with alone_in(folder):
+        records = {category.name: Records(folder / "answers", category, config.n) for category, _ in asked}
+        left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
+        if left:
+            write(folder / "settings.json", json.dumps(settings, indent=2))
+            await _ask(player, left, {category.name: len(tasks) for category, tasks in asked}, records, console)
     answers = {category.name: records[category.name].of(tasks) for category, tasks in asked}
     return Evaluated(name, folder, settings, answers)
 
 
-async def _ask(player: _Player, left: Asked, records: Mapping[str, Records], console: Console) -> None:
+async def _ask(
+    player: _Player, left: Asked, sizes: Mapping[str, int], records: Mapping[str, Records], console: Console
+) -> None:
     plays = [category.play for category, _ in left]
     interactions = [_interaction(player, play) for play in plays]
     await check_services(interactions)  # before anything that takes long
@@ -113,7 +116,7 @@ async def _ask(player: _Player, left: Asked, records: Mapping[str, Records], con
                         )
                     finally:
                         await rollout.close()
-                check_faults(category.name, faults, len(tasks), player.config.max_fault_share, console)
+                check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
 
 
 def _interaction(player: _Player, play: Play) -> Interaction | None:
@@ -141,13 +144,13 @@ def _runner(player: _Player, play: Play, rollout: GroupRollout) -> Runner:
     )
 
 
-def check_faults(name: str, faults: Sequence[str], asked: int, most: float, console: Console) -> None:
-    """Tells of the first. Raises RewardFaultError where more than the share `most` of what was asked has failed."""
+def check_faults(name: str, faults: Sequence[str], size: int, most: float, console: Console) -> None:
+    """Tells of the first. Raises RewardFaultError where more than the share `most` of all `size` tasks has failed."""
     for fault in faults[:3]:
         console.print(f"not answered, left out: {fault}", markup=False)
-    if len(faults) > most * asked:
+    if len(faults) > most * size:
         raise RewardFaultError(
-            f"{name}: {len(faults)} of {asked} could not be judged, more than max_fault_share={most:g} "
+            f"{name}: {len(faults)} of {size} could not be judged, more than max_fault_share={most:g} "
             f"allows; the first: {faults[0]}. What was answered is kept; the same command goes on from there"
         )
 
@@ -164,6 +167,7 @@ def _settings(player: _Player) -> dict[str, Any]:
         **prompt_record(handled),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
+        "sandbox": {name: getattr(config.sandbox, name) for name in ("timeout_s", "memory_mib")},
         "max_prompt_length": prompt_length,
         "max_response_length": reply_length,
         **{name: os.environ[name] for name in TOGGLES if name in os.environ},  # of ToolRL's reward

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -45,6 +46,8 @@ def _evaluate(words: Words, console: Console) -> int:
     if words.only_show(config, console):
         return 0
     check_model(config.model)
+    if config.compare is not None:
+        check_model(replace(config.model, path=config.compare), key="compare")
     from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
     check_names(config.benchmarks)

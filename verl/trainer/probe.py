@@ -23,7 +23,7 @@ from verl.evaluation.advice import advice
 from verl.evaluation.base import Category, Play
 from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
 from verl.evaluation.provenance import identity, short_name, versions
-from verl.evaluation.records import NOT_ASKED, Records
+from verl.evaluation.records import NOT_ASKED, Records, alone_in
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import probe_grids
 from verl.rollout.episode import Interaction
@@ -59,12 +59,14 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
     played = Category("answers", lambda: tasks, Play(config.reward.name, config.reward.options))
-    records = Records(folder, played, config.n)
-    if missing := records.missing(tasks):
-        write(folder / "settings.json", json.dumps(settings, indent=2))
-        await _ask(config, played, missing, records, chat, interaction, reward, console)
-    elif interaction is not None:
-        await interaction.close()
+    with alone_in(folder):
+        records = Records(folder, played, config.n)
+        if missing := records.missing(tasks):
+            write(folder / "settings.json", json.dumps(settings, indent=2))
+            faults = await _ask(config, played, missing, records, chat, interaction, reward, console)
+            check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
+        elif interaction is not None:
+            await interaction.close()
     found, rows = _found(tasks, records, judge_of(reward, tasks[0]), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.several_turns)
@@ -97,7 +99,8 @@ async def _ask(
     interaction: Interaction | None,
     reward: Reward,
     console: Console,
-) -> None:
+) -> list[str]:
+    """Returns why some rows could not be rolled out, one reason a row."""
     told, shaping = config.reward, reward if isinstance(reward, GroupReward) else None
     with (
         Progress(console=console, transient=True) as progress,
@@ -114,7 +117,7 @@ async def _ask(
             finally:
                 await rollout.close()
     _note_cost(records.path.parent, Cost(len(tasks), time.perf_counter() - started))
-    check_faults("the probe", faults, len(tasks) * config.n, told.max_fault_share, console)
+    return faults
 
 
 def judge_of(reward: Reward, task: Task) -> Judge:
