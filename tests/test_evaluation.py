@@ -34,6 +34,7 @@ from verl.evaluation.report import Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.stats import aggregate, estimate
 from verl.evaluation.tables import comparison_grid, result_grid
+from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
@@ -85,8 +86,6 @@ class Counting:
 def run(
     codec: ChatCodec, model: Counting, folder: Path, what: Category, n: int = 1, limit: int = 64
 ) -> tuple[list[str], Records]:
-    from verl.rollout.engine import Sampling
-
     records = Records(folder, what, n)
     sampling = Sampling(16, 0.0, n, codec.stop_token_ids)
     reward = Says()
@@ -210,6 +209,25 @@ def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: P
     for name in ("toy/all", "overall"):
         assert found["figures"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert comparison_grid(found).rows[0][4:] == ("+0.0", "+0.0 to +0.0")
+
+
+def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: Path) -> None:
+    records = Records(tmp_path, category(1), 1, codec.tokenizer.decode)
+    rollout = GroupRollout(
+        Counting(codec, lambda number, _: "no").engine, codec, DirectScorer(Says()), Sampling(16, 0.0)
+    )
+    asyncio.run(Runner(rollout, codec.task_prompt_ids, Says(), 64).run(category(1), tasks(1), records, lambda: None))
+    (row,) = map(json.loads, records.path.read_text().splitlines())
+    assert row["shown"] == [codec.tokenizer.decode(codec.task_prompt_ids(tasks(1)[0]))] and "say 0" in row["shown"][0]
+
+
+def test_a_data_file_is_scored_by_the_reward_that_is_asked_for() -> None:
+    (rows,) = build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward="math"))
+    assert rows.categories[0].play.reward == "math" and rows.categories[0].metric in ("exact", "total")
+    (own,) = build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward=f"{__name__}:Says"))
+    assert own.categories[0].metric == "total"
+    with pytest.raises(ConfigError, match="unknown reward 'mth'"):
+        build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward="mth"))
 
 
 def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
     location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
     if not colon or not module_name.strip("."):
+        known = nearest(name, list(table))
         raise ConfigError(
-            f"unknown {kind} {name!r}; {nearest(name, list(table))}. Your own is named as "
+            f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} Your own is named as "
             "package.module:attribute or path/to/file.py:attribute"
         )
     module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)

@@ -530,6 +530,8 @@ class EvalConfig(LoneEngineConfig):
     judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
     user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user; the scripted one if left out
     max_concurrent: int = 256  # episodes at a time
+    reward: str = "rlla"  # of data files; benchmarks have their own
+    reward_options: dict[str, Any] = field(default_factory=dict)
     num_scorers: int = 1  # processes that score
     max_fault_share: float = 0.1  # of a category's tasks that may fail for no fault of the model before the run stops
     bootstrap: int = 2000  # resamples behind an interval

@@ -22,6 +22,7 @@ class Setting:
     search:   options of the search tool; empty: BM25 over the passages in data_dir
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: nobody does
     user:     options of tau2's user; empty: the scripted one
+    reward, reward_options: of data files
     codec:    the handler's (codec_of), for benchmarks whose prompts hold earlier calls or are a codec's own words
     """
 
@@ -30,6 +31,8 @@ class Setting:
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
     codec: str = ""
+    reward: str = "rlla"
+    reward_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

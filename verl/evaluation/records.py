@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.tracking.transcripts import group_rows
-from verl.types import Task, TrajectoryGroup
+from verl.types import Task, Trajectory, TrajectoryGroup
 
 NOT_ASKED = "not_asked"
 
@@ -55,11 +55,16 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 class Records:
-    """The answers of one category in `<folder>/<category>.jsonl`; n of them make a task."""
+    """The answers of one category in `<folder>/<category>.jsonl`; n of them make a task.
 
-    def __init__(self, folder: Path, category: Category, n: int) -> None:
+    decode: tokens to text, for what was put before the model, word for word; left out of the records without
+    """
+
+    def __init__(
+        self, folder: Path, category: Category, n: int, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
         self.path = folder / f"{category.name.replace('/', '-')}.jsonl"
-        self._category, self._n = category, n
+        self._category, self._n, self._decode = category, n, decode
         self._done: dict[str, list[dict[str, Any]]] = self._read() if self.path.exists() else {}
 
     def missing(self, tasks: Iterable[Task]) -> list[Task]:
@@ -85,10 +90,17 @@ class Records:
                     "figure": figure,
                     "num_turns": len(episode.turns),
                     "malformed_calls": episode.num_malformed_calls,
+                    **self._shown(episode),
                 }
                 for row, episode, figure in answers
             ],
         )
+
+    def _shown(self, episode: Trajectory) -> dict[str, list[str]]:
+        """What the model read before each of its turns, with what template and codec made of messages and tools."""
+        if self._decode is None:
+            return {}
+        return {"shown": [self._decode(turn.context_ids) for turn in episode.turns]}
 
     def add_unasked(self, task: Task, problem: str) -> None:
         """A task whose prompt is too long, or one that the chat template refuses: wrong, and told."""

@@ -57,7 +57,7 @@ def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
 def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:
     """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
     if name.endswith(_DATA_SUFFIXES):
-        return rows_benchmark(name)
+        return rows_benchmark(name, setting)
     make: Callable[[Setting], Benchmark] = resolve("benchmark", name, BENCHMARKS)
     benchmark = make(setting)
     if name in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: i
             for each in benchmark.aggregates
             if each.name in figures
         },
-        "notes": list(benchmark.notes),
+        "notes": [*benchmark.notes, *_not_asked(answers)],
     }
 
 
@@ -135,6 +135,14 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
+
+
+def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:
+    """Why some prompts are wrong without an answer, a line for each category that has such."""
+    for name, found in answers.items():
+        problems = [task[0]["problem"] for task in found if task[0]["stop_reason"] == NOT_ASKED]
+        if problems:
+            yield f"{name}: {len(problems)} prompts count as wrong without being asked; the first: {problems[0]}"
 
 
 def _mean(values: Sequence[float]) -> float:

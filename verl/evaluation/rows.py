@@ -1,19 +1,25 @@
-"""Any data file of training as a benchmark: every row in its own words, judged by ToolRL's reward."""
+"""Any data file of training as a benchmark: every row in its own words, judged by a reward of training."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from verl.data.tasks import TaskSet
-from verl.evaluation.base import Benchmark, Category, Play
+from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.utils.reward_score.base import LabReward, build_reward
 
 
-def rows_benchmark(path: str) -> Benchmark:
-    """Rows of a file, each a prompt and one reply. The figure is the share of replies with ToolRL's highest reward."""
+def rows_benchmark(path: str, setting: Setting) -> Benchmark:
+    """Rows of a file, each a prompt and one reply.
+
+    The figure is the share of replies with the highest reward; the mean reward where the reward names no highest one.
+    Raises ConfigError for a reward that cannot be made.
+    """
     name = Path(path).stem
-    play = Play("rlla", handled=False)
+    play = Play(setting.reward, setting.reward_options, handled=False)
+    metric = "exact" if isinstance(build_reward(setting.reward, setting.reward_options), LabReward) else "total"
     return Benchmark(
         name,
-        (Category(name, lambda: TaskSet(path), play, metric="exact"),),
-        notes=(f"{name}: rows of {path}, scored by rlla",),
+        (Category(name, lambda: TaskSet(path), play, metric),),
+        notes=(f"{name}: rows of {path}, scored by {setting.reward}",),
     )

@@ -46,7 +46,15 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
     players = [_Player.of(config, path) for path in (config.compare, config.model.path) if path is not None]
     if len({player.codec for player in players}) > 1:
         raise ConfigError(f"handler={config.handler} is another format for each model; name one that both understand")
-    setting = Setting(Path(config.data_dir), config.search, config.judge, config.user, players[0].codec)
+    setting = Setting(
+        Path(config.data_dir),
+        config.search,
+        config.judge,
+        config.user,
+        players[0].codec,
+        config.reward,
+        config.reward_options,
+    )
     benchmarks = build_benchmarks(config.benchmarks, setting)
     asked: Asked = [
         (category, list(islice(category.tasks(), config.limit)))
@@ -87,7 +95,10 @@ async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{config.handler}-{digest}"
     with alone_in(folder):
-        records = {category.name: Records(folder / "answers", category, config.n) for category, _ in asked}
+        records = {
+            category.name: Records(folder / "answers", category, config.n, player.chat.tokenizer.decode)
+            for category, _ in asked
+        }
         left = [(category, found) for category, tasks in asked if (found := records[category.name].missing(tasks))]
         if left:
             write(folder / "settings.json", json.dumps(settings, indent=2))

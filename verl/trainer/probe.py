@@ -60,7 +60,7 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
     played = Category("answers", lambda: tasks, Play(config.reward.name, config.reward.options))
     with alone_in(folder):
-        records = Records(folder, played, config.n)
+        records = Records(folder, played, config.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
             faults = await _ask(config, played, missing, records, chat, interaction, reward, console)

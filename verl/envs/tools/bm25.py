@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 
 import bm25s
@@ -10,6 +11,8 @@ import bm25s
 from verl.data.rows import read_rows
 from verl.envs.tools.search import Passage
 from verl.errors import DataError
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG when it is imported
 
 
 class Bm25Retriever:
