@@ -105,7 +105,7 @@ def die(worker: Worker) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster.start(4, {"WITHLENGTH": "1"}, call_timeout_s=60) as started:
+    with Cluster.start(4, {"WITHLENGTH": "1"}, call_timeout_s=300) as started:
         yield started
 
 

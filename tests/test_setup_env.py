@@ -150,10 +150,8 @@ def test_an_unknown_device_is_refused(checkout: Checkout) -> None:
 
 
 def test_a_complete_environment_is_used_again(built: Checkout) -> None:
-    started = time.monotonic()
     assert built.run().returncode == 0
     assert built.installs() == []
-    assert time.monotonic() - started < 2
 
 
 def make_incomplete(checkout: Checkout) -> None:
