@@ -142,10 +142,11 @@ def with_metric_weights(minibatch: Experience) -> Experience:
     The engine did not sample observations, which may be trained, too; its log-probs are NaN there.
     """
     engine = minibatch.columns["rollout_logprobs"]
-    trained = zip(engine, (mask_tensor(sample.action_mask) for sample in minibatch.samples), strict=True)
-    num_sampled = sum(int((~row_L[mask_L].isnan()).sum()) for row_L, mask_L in trained)
+    num_trained = sum(sum(sample.action_mask) for sample in minibatch.samples)
+    num_sampled = num_trained - sum(int(row_L.isnan().sum()) for row_L in engine)
+    weight = torch.tensor(1 / max(1, num_sampled))
     weighted = _weighted(minibatch, "metric_weight", Aggregation.TOKEN_MEAN)
-    return weighted.having("gap_weight", [torch.full_like(row_L, 1 / max(1, num_sampled)) for row_L in engine])
+    return weighted.having("gap_weight", [weight.expand(len(row_L)) for row_L in engine])
 
 
 def with_signal(minibatch: Experience, algorithm: Algorithm) -> Experience:
