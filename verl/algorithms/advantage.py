@@ -76,10 +76,11 @@ def group_normalised(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
 
 def within(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
     """[N] `estimate` of the members of each group, given their part of every tensor of `values_N`."""
+    order_N = group_N.argsort(stable=True)
+    sizes = group_N[order_N].unique_consecutive(return_counts=True)[1].tolist()
+    by_group = zip(*(each_N[order_N].split(sizes) for each_N in values_N), strict=True)
     estimates_N = torch.empty_like(values_N[0])
-    for group in group_N.unique():
-        members_N = group_N == group
-        estimates_N[members_N] = estimate(*(each_N[members_N] for each_N in values_N))
+    estimates_N[order_N] = torch.cat([estimate(*values) for values in by_group])
     return estimates_N
 
 
