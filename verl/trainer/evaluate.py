@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -111,23 +112,23 @@ async def _ask(
     player: _Player, left: Asked, sizes: Mapping[str, int], records: Mapping[str, Records], console: Console
 ) -> None:
     plays = [category.play for category, _ in left]
-    interactions = [_interaction(player, play) for play in plays]
-    await check_services(interactions)  # before anything that takes long
     widest = next((play for play in plays if play.handled), plays[0])
-    with Progress(console=console, transient=True) as progress:
-        async with lone_engine(player.config, player.chat, env_of(widest, player.codec)) as (engine, sampling):
-            for (category, tasks), interaction in zip(left, interactions, strict=True):
-                bar = progress.add_task(category.name, total=len(tasks))
-                with _scorer(player.config, category.play) as scorer:
-                    rollout = GroupRollout(engine, player.chat, scorer, sampling, interaction)
-                    runner = _runner(player, category.play, rollout)
-                    try:
-                        faults = await runner.run(
-                            category, tasks, records[category.name], partial(progress.advance, bar)
-                        )
-                    finally:
-                        await rollout.close()
-                check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
+    async with AsyncExitStack() as stack:
+        interactions = [_interaction(player, play) for play in plays]
+        for opened in filter(None, interactions):
+            stack.push_async_callback(opened.close)
+        await check_services(interactions)  # before anything that takes long
+        engine, sampling = await stack.enter_async_context(
+            lone_engine(player.config, player.chat, env_of(widest, player.codec))
+        )
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        for (category, tasks), interaction in zip(left, interactions, strict=True):
+            bar = progress.add_task(category.name, total=len(tasks))
+            with _scorer(player.config, category.play) as scorer:
+                rollout = GroupRollout(engine, player.chat, scorer, sampling, interaction)
+                runner = _runner(player, category.play, rollout)
+                faults = await runner.run(category, tasks, records[category.name], partial(progress.advance, bar))
+            check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
 
 
 def _interaction(player: _Player, play: Play) -> Interaction | None:
