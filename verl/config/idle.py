@@ -95,7 +95,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         *_OF_TRAINING,
         *(
             Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks names none")
-            for name in ("eval_limit", "eval_data_dir")
+            for name in ("eval_limit", "eval_data_dir", "eval_hub")
         ),
         Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
         Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),

@@ -336,6 +336,7 @@ class TrainerConfig(RunConfig):
     eval_benchmarks: list[str] = field(default_factory=list)  # played when a validation is (docs/evaluation.md)
     eval_limit: int | None = None  # rows of each category; all if left out
     eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
+    eval_hub: bool = True  # as hub of main_eval
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -525,6 +526,7 @@ class EvalConfig(LoneEngineConfig):
     compare: str | None = None  # another model, usually the one before training, judged in the same way
     limit: int | None = None  # rows of each category; all if left out
     data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
+    hub: bool = True  # published data sets without a file there are loaded by their names; needs the package datasets
     output: str = "outputs/eval"  # one folder in it for each model and setting
     search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; BM25 over data_dir if left out
     judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers

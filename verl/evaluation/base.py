@@ -19,6 +19,7 @@ class Setting:
     """What a benchmark may need beside the model; whoever lacks something says so in a ConfigError with the mend.
 
     data_dir: the folder under which data files are looked for (verl/evaluation/files.py)
+    hub:      whether published data sets that do not lie there are loaded by name (verl/evaluation/hub.py)
     search:   options of the search tool; empty: BM25 over the passages in data_dir
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: nobody does
     user:     options of tau2's user; empty: the scripted one
@@ -27,6 +28,7 @@ class Setting:
     """
 
     data_dir: Path
+    hub: bool = False
     search: Mapping[str, Any] = field(default_factory=dict)
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)

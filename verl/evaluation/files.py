@@ -1,14 +1,19 @@
-"""Where benchmarks find their data: files under one folder, or a data set by its hub name."""
+"""Where benchmarks find their data: files under one folder, or a data set by its hub name (verl/evaluation/hub.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verl.data.rows import read_rows
 from verl.errors import ConfigError, DataError
+from verl.evaluation.base import Setting
+from verl.evaluation.hub import HubSet
+
+Fields = Mapping[str, type | tuple[type, ...]]
+Numbered = tuple[str, dict[str, Any]]
 
 
 def find_file(data_dir: Path, names: Sequence[str], mend: str) -> Path:
@@ -23,25 +28,52 @@ def find_file(data_dir: Path, names: Sequence[str], mend: str) -> Path:
     raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (data_dir) or below it; {mend}")
 
 
-def numbered_rows(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(
+    setting: Setting, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, mend: str
+) -> Iterator[Numbered]:
+    """The rows of a file as in `numbered_rows`, or those of the published data set where there is none.
+
+    prefix: of the ids of published rows. Raises ConfigError that says what was not found and what did not load.
+    """
+    try:
+        path = find_file(setting.data_dir, names, mend)
+    except ConfigError as missing:
+        if hub is None:
+            raise
+        if not setting.hub:
+            raise ConfigError(f"{missing}; or let {hub.name} be loaded in its place, by hub=true") from missing
+        try:
+            loaded = hub.load(setting.data_dir)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, and {missing}") from error
+        yield from _checked(hub.rows(loaded, prefix), fields, hub.name, hub.name)
+    else:
+        yield from numbered_rows(path, fields)
+
+
+def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
     """(file#number, row) for every row, each with `fields` of these types.
 
     Raises DataError that names file and row, also for a file without any.
     """
+    yield from _checked(read_rows(str(path)), fields, str(path), path.name)
+
+
+def _checked(rows: Iterable[Any], fields: Fields, source: str, name: str) -> Iterator[Numbered]:
     number = -1
-    for number, row in enumerate(read_rows(str(path))):
+    for number, row in enumerate(rows):
         if isinstance(row, DataError):
-            raise row.at(file=str(path), row=number)
+            raise row.at(file=source, row=number)
         if not isinstance(row, Mapping):
-            raise DataError(f"is of type {type(row).__name__}", "an object", file=str(path), row=number)
-        for name, kind in fields.items():
-            if not isinstance(row.get(name), kind):
-                got = f"is of type {type(row[name]).__name__}" if name in row else "is missing"
+            raise DataError(f"is of type {type(row).__name__}", "an object", file=source, row=number)
+        for field, kind in fields.items():
+            if not isinstance(row.get(field), kind):
+                got = f"is of type {type(row[field]).__name__}" if field in row else "is missing"
                 expected = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-                raise DataError(got, f"a value of type {expected}", file=str(path), row=number, field=name)
-        yield f"{path.name}#{number}", dict(row)
+                raise DataError(got, f"a value of type {expected}", file=source, row=number, field=field)
+        yield f"{name}#{number}", dict(row)
     if number < 0:
-        raise DataError("has no row", "at least one", "Write or copy it anew", str(path))
+        raise DataError("has no row", "at least one", "Write or copy it anew", source)
 
 
 def answer_texts(told: Any, place: str, field: str) -> list[str]:

@@ -6,11 +6,12 @@ The answer stands in the last `\boxed{}`; math-verify compares it (verl/utils/re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from verl.evaluation.base import Benchmark, Category, Play, Setting
-from verl.evaluation.files import answer_texts, find_file, numbered_rows
+from verl.evaluation.files import answer_texts, rows_of
+from verl.evaluation.hub import HubSet
 from verl.types import Message, Task
 
 _ANSWER = r"Reason step by step, and end with the final answer inside \boxed{}."
@@ -20,28 +21,53 @@ _PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wro
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: names it goes by; faulty: id -> why no other spelling of its answer would ever be found right"""
+    """files: names it goes by; hub: where it is published
+
+    faulty: id -> why no other spelling of its answer would ever be found right
+    """
 
     files: tuple[str, ...]
     source: str
-    faulty: Mapping[str, str]
+    hub: HubSet
+    faulty: Mapping[str, str] = field(default_factory=dict)
 
 
+_PROBLEM = {"problem": "problem", "answer": "answer"}
+_QUESTION = {"problem": "question", "answer": "answer"}
 _SETS: Mapping[str, _Set] = {
-    "gsm8k": _Set(("gsm8k_test.jsonl",), "the test set of openai/gsm8k, with what follows #### as the answer", {}),
-    "math500": _Set(("math500.jsonl",), "the test set of HuggingFaceH4/MATH-500", {}),
-    "aime24": _Set(("aime24.jsonl",), "the 30 problems of AIME 2024", {}),
-    "aime25": _Set(("aime25.jsonl",), "the 30 problems of AIME 2025", {}),
-    "amc23": _Set(("amc23.jsonl",), "the 40 problems of AMC 2023 with whole-number answers", {}),
+    "gsm8k": _Set(
+        ("gsm8k_test.jsonl",),
+        "the test set of openai/gsm8k, with what follows #### as the answer",
+        HubSet("openai/gsm8k", _QUESTION, config="main"),
+    ),
+    "math500": _Set(
+        ("math500.jsonl",),
+        "the test set of HuggingFaceH4/MATH-500",
+        HubSet("HuggingFaceH4/MATH-500", _PROBLEM),
+    ),
+    "aime24": _Set(
+        ("aime24.jsonl",), "the 30 problems of AIME 2024", HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train")
+    ),
+    "aime25": _Set(("aime25.jsonl",), "the 30 problems of AIME 2025", HubSet("math-ai/aime25", _PROBLEM)),
+    "amc23": _Set(
+        ("amc23.jsonl",), "the 40 problems of AMC 2023 with whole-number answers", HubSet("math-ai/amc23", _QUESTION)
+    ),
     "olympiadbench": _Set(
         ("olympiadbench.jsonl",),
         "the 675 open-ended English text problems of OlympiadBench (Hothan/OlympiadBench)",
+        HubSet(
+            "Hothan/OlympiadBench",
+            {"id": "id", "problem": "question", "answer": "final_answer"},
+            split="train",
+            config="OE_TO_maths_en_COMP",
+        ),
         {
             "olympiadbench-1782": "the gold answer m_max = n^2 - n - 1 equals no n^2 - n - 1 for math-verify",
             "olympiadbench-2045": "the gold answer t(0,4] is no interval",
         },
     ),
 }
+_BEFORE_ANSWER = "####"  # in GSM8K's published rows, behind a solution
 
 
 def math(setting: Setting) -> Benchmark:
@@ -60,15 +86,20 @@ def math(setting: Setting) -> Benchmark:
 
 def _tasks(setting: Setting, name: str, asked: str) -> list[Task]:
     one = _SETS[name]
-    path = find_file(setting.data_dir, one.files, f"it is {one.source}, as rows of {{id, problem, answer}}")
-    rows = numbered_rows(path, {"id": str, "problem": str, "answer": (str, list)})
+    mend = f"it is {one.source}, as rows of {{id, problem, answer}}"
+    rows = rows_of(setting, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, mend)
     return [
         Task(
             row["id"],
             (Message("system", asked), Message("user", row["problem"])),
-            ", ".join(answer_texts(row["answer"], place, "answer")),
+            ", ".join(answer_texts(_short(row["answer"]), place, "answer")),
             name,
         )
         for place, row in rows
         if row["id"] not in one.faulty
     ]
+
+
+def _short(answer: str | list[str]) -> str | list[str]:
+    """A gold answer without the solution in front of it."""
+    return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer

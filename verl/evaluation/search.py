@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from verl.evaluation.base import Benchmark, Category, Play, Setting
-from verl.evaluation.files import answer_texts, find_file, numbered_rows
+from verl.evaluation.files import Fields, answer_texts, find_file, rows_of
+from verl.evaluation.hub import HubSet
 from verl.types import Message, Task
 
 _ASK = Message(
@@ -24,25 +25,40 @@ _ASK = Message(
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: names it goes by; question, golds: fields of its rows"""
+    """files: names it goes by; hub: where it is published, if it is; question, golds: fields of its rows"""
 
     files: tuple[str, ...]
     source: str
+    hub: HubSet | None
     question: str = "question"
     golds: str = "golden_answers"
 
 
+_OURS = {"question": "question", "golden_answers": "golden_answers"}
 _SETS: Mapping[str, _Set] = {
     "bamboogle": _Set(
         ("bamboogle.json", "Bamboogle/data.json"),
         "benchmarks/Bamboogle/data.json of ToolRL's repository (qiancheng0/ToolRL)",
+        HubSet("RUC-NLPIR/FlashRAG_datasets", {"Question": "question", "Answer": "golden_answers"}, config="bamboogle"),
         "Question",
         "Answer",
     ),
-    "search/hotpotqa_100": _Set(("hotpotqa_100.jsonl",), "a hundred questions of HotpotQA's dev set (distractor)"),
-    "search/hotpotqa_dev": _Set(("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"), "HotpotQA's dev set"),
+    "search/hotpotqa_100": _Set(
+        ("hotpotqa_100.jsonl",), "a hundred questions of HotpotQA's dev set (distractor)", None
+    ),
+    "search/hotpotqa_dev": _Set(
+        ("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"),
+        "HotpotQA's dev set",
+        HubSet("RUC-NLPIR/FlashRAG_datasets", _OURS, split="dev", config="hotpotqa"),
+    ),
     "search/nq_open": _Set(
-        ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"), "NQ-Open's dev set (google-research-datasets/nq_open)"
+        ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"),
+        "NQ-Open's dev set (google-research-datasets/nq_open)",
+        HubSet(
+            "google-research-datasets/nq_open",
+            {"question": "question", "golden_answers": "answer"},
+            split="validation",
+        ),
     ),
 }
 _COVERAGE = (
@@ -95,8 +111,8 @@ def _notes(setting: Setting) -> tuple[str, ...]:
 
 def _tasks(setting: Setting, name: str) -> list[Task]:
     one = _SETS[name]
-    path = find_file(setting.data_dir, one.files, f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}")
-    rows = numbered_rows(path, {one.question: str, one.golds: (str, list)})
+    fields: Fields = {one.question: str, one.golds: (str, list)}
+    mend = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
     return [
         Task(
             place,
@@ -104,5 +120,5 @@ def _tasks(setting: Setting, name: str) -> list[Task]:
             json.dumps(answer_texts(row[one.golds], place, one.golds)),
             name,
         )
-        for place, row in rows
+        for place, row in rows_of(setting, one.files, one.hub, name, fields, mend)
     ]

@@ -49,6 +49,7 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         raise ConfigError(f"handler={config.handler} is another format for each model; name one that both understand")
     setting = Setting(
         Path(config.data_dir),
+        config.hub,
         config.search,
         config.judge,
         config.user,

@@ -100,7 +100,7 @@ class Exams:
 
 def build_exams(config: Config, chat: ChatCodec) -> Exams:
     """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
-    setting = Setting(Path(config.trainer.eval_data_dir), codec=config.env.codec or HANDLER)
+    setting = Setting(Path(config.trainer.eval_data_dir), config.trainer.eval_hub, codec=config.env.codec or HANDLER)
     benchmarks = build_benchmarks(config.trainer.eval_benchmarks, setting)
     exams = [
         Exam(
