@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ from verl.data.codecs.base import build_codec
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.evaluation.base import Setting
 from verl.evaluation.search import bamboogle, search
+from verl.services import check_services
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
+from verl.utils.reward_score import qa
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.qa import QaReward, final_answer
 
@@ -223,6 +227,33 @@ def test_a_judge_that_is_not_there_leaves_the_answer_unscored() -> None:
     of = episode("Monroe", "Madison")
     with pytest.raises(ServiceDownError, match="ConnectError"):
         QaReward({"url": f"http://127.0.0.1:{free_port()}/v1", "model": "m"}).score(of, of.task, 0)
+
+
+def test_a_judge_is_tried_at_the_start() -> None:
+    def check(url: str) -> None:
+        asyncio.run(check_services([build_reward("qa", {"judge": {"url": url, "model": "m"}})]))
+
+    with judge("yes") as (url, asked):
+        check(url)
+        assert len(asked) == 1
+    with judge({"error": "none"}) as (url, _), pytest.raises(ServiceDownError, match=r"KeyError.*correct url, model"):
+        check(url)
+    with pytest.raises(ServiceDownError, match=r"judge at .*ConnectError.*Start it"):
+        check(f"http://127.0.0.1:{free_port()}/v1")
+    asyncio.run(check_services([build_reward("qa", {})]))  # nobody to ask
+
+
+def test_a_judge_that_hangs_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qa, "_DEADLINE_S", 0.5)
+    of = episode("Monroe", "Madison")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reward = QaReward({"url": f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "model": "m"})
+        with pytest.raises(ServiceDownError, match=r"did not answer within 0.5 s"):
+            reward.score(of, of.task, 0)
+        silent.setblocking(False)
+        silent.accept()
+        with pytest.raises(BlockingIOError):  # asked once: a second attempt would have no time left
+            silent.accept()
 
 
 @pytest.mark.parametrize("options", [{"url": "http://h/v1"}, {"model": "m"}, {"url": "u", "model": "m", "key": "k"}])

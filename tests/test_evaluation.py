@@ -154,6 +154,16 @@ def test_what_could_not_be_judged_is_missing_and_asked_again(codec: ChatCodec, t
     assert result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]["missing"] == 2
 
 
+def test_with_too_many_faults_the_rest_is_not_asked(codec: ChatCodec, tmp_path: Path) -> None:
+    model = Counting(codec, lambda number, _: "broken" if number % 2 else "no")
+    records, reward = Records(tmp_path, category(64), 1), Says()
+    rollout = GroupRollout(model.engine, codec, DirectScorer(reward), Sampling(16, 0.0, 1, codec.stop_token_ids))
+    runner = Runner(rollout, codec.task_prompt_ids, reward, 64, max_concurrent=1, most_faults=3)
+    faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
+    assert len(faults) == 4 and 8 <= len(model.asked) < 12  # what has begun may end
+    assert 50 < len(records.missing(tasks(64))) <= 60  # what was answered is kept
+
+
 @pytest.mark.parametrize("torn", [1, 2, 40])
 def test_a_torn_file_goes_on_where_it_was_whole(codec: ChatCodec, tmp_path: Path, torn: int) -> None:
     """The last task loses part of a line, a whole line, or more: it is asked again as a whole, and no other."""

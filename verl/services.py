@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class NeedsServices(Protocol):
-    """A tool, a factory of environments or a sandbox that can tell whether the services it needs are there."""
+    """A tool, an environments' factory, a sandbox or a reward that can tell whether the services it needs are there."""
 
     async def check_services(self) -> None:
         """Raises ServiceDownError, within seconds, with the name of what does not answer and the mend."""

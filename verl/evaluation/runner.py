@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from verl.data.lengths import PromptIds
@@ -21,6 +23,10 @@ _STEP = 0  # of rewards that follow a schedule
 _MOST_ROLLOUTS = 256  # of a task; their seeds must not meet another task's
 
 
+class _TooManyError(Exception):
+    """Too many tasks could not be answered."""
+
+
 class Kept(Protocol):
     """Where answers go: `verl.evaluation.records.Records`, or what only counts them."""
 
@@ -33,7 +39,10 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class Runner:
-    """How one category is played."""
+    """How one category is played.
+
+    most_faults: tasks that may fail for no fault of the model; with one more the rest is not asked any more
+    """
 
     rollout: GroupRollout
     prompt_ids: PromptIds
@@ -42,6 +51,7 @@ class Runner:
     n: int = 1
     seed: int = 0
     max_concurrent: int = 256
+    most_faults: float = inf
 
     async def run(
         self, category: Category, tasks: Sequence[Task], records: Kept, done: Callable[[], None]
@@ -53,14 +63,24 @@ class Runner:
         """
         assert self.n <= _MOST_ROLLOUTS
         places = asyncio.Semaphore(self.max_concurrent)
+        faults: list[str] = []
 
-        async def answer(task: Task) -> tuple[str, ...]:
+        async def answer(task: Task) -> None:
             async with places:
-                faults = await self._answer(category, task, records)
+                faults.extend((await self._answer(category, task, records))[:1])
             done()
-            return faults
+            if len(faults) > self.most_faults:
+                raise _TooManyError
 
-        return [faults[0] for faults in await asyncio.gather(*map(answer, tasks)) if faults]
+        playing = [asyncio.create_task(answer(task)) for task in tasks]
+        try:
+            with suppress(_TooManyError):
+                await asyncio.gather(*playing)
+        finally:
+            for each in playing:
+                each.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+        return faults
 
     async def _answer(self, category: Category, task: Task, records: Kept) -> tuple[str, ...]:
         try:

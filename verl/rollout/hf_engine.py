@@ -70,6 +70,9 @@ class HFEngine:
         while self._waiting:
             await asyncio.sleep(0)  # let all that are about to ask do so
             await self._ready.wait()
+            self._waiting = [each for each in self._waiting if not each.future.done()]  # those were cancelled
+            if not self._waiting:
+                return
             batch = self._next_batch()
             rows = [(request.prompt_ids, one) for request in batch for one in _each(request.sampling)]
             try:

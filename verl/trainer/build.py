@@ -87,7 +87,7 @@ def load_inputs(config: Config) -> Inputs:
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
-    asyncio.run(check_services([interaction]))
+    asyncio.run(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val = load_tasks(config, opening_of(interaction, codec))
     return Inputs(codec, interaction, train, val, build_exams(config, codec))
 

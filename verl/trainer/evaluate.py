@@ -118,7 +118,8 @@ async def _ask(
         interactions = [_interaction(player, play) for play in plays]
         for opened in filter(None, interactions):
             stack.push_async_callback(opened.close)
-        await check_services(interactions)  # before anything that takes long
+        rewards = [build_reward(play.reward, play.reward_options) for play in plays]
+        await check_services([*interactions, *rewards])  # before anything that takes long
         engine, sampling = await stack.enter_async_context(
             lone_engine(player.config, player.chat, env_of(widest, player.codec))
         )
@@ -127,7 +128,7 @@ async def _ask(
             bar = progress.add_task(category.name, total=len(tasks))
             with _scorer(player.config, category.play) as scorer:
                 rollout = GroupRollout(engine, player.chat, scorer, sampling, interaction)
-                runner = _runner(player, category.play, rollout)
+                runner = _runner(player, category.play, rollout, sizes[category.name])
                 faults = await runner.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
 
@@ -144,7 +145,7 @@ def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
     return ScoringPool(play.reward, play.reward_options, config.num_scorers, _SCORE_TIMEOUT_S)
 
 
-def _runner(player: _Player, play: Play, rollout: GroupRollout) -> Runner:
+def _runner(player: _Player, play: Play, rollout: GroupRollout, size: int) -> Runner:
     config = player.config
     return Runner(
         rollout,
@@ -154,6 +155,7 @@ def _runner(player: _Player, play: Play, rollout: GroupRollout) -> Runner:
         config.n,
         config.seed,
         config.max_concurrent,
+        config.max_fault_share * size,
     )
 
 
@@ -163,7 +165,7 @@ def check_faults(name: str, faults: Sequence[str], size: int, most: float, conso
         console.print(f"not answered, left out: {fault}", markup=False)
     if len(faults) > most * size:
         raise RewardFaultError(
-            f"{name}: {len(faults)} of {size} could not be judged, more than max_fault_share={most:g} "
+            f"{name}: {len(faults)} of {size} could not be judged so far, more than max_fault_share={most:g} "
             f"allows; the first: {faults[0]}. What was answered is kept; the same command goes on from there"
         )
 

@@ -24,13 +24,14 @@ from verl.trainer.build_env import build_interaction, opening_of
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.ppo import RewardFaultError
 from verl.types import Message, Score, Task
+from verl.utils.reward_score.base import build_reward
 
 
 async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
     codec, lengths = load_codec(config.model), reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
-    await check_services([interaction])
+    await check_services([interaction, build_reward(config.reward.name, config.reward.options)])
     prompt_ids = opening_of(interaction, codec)
     tasks = [task for source in config.files for task in _tasks(source, config, prompt_ids)]
     reward = config.reward

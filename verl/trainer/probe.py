@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from verl.evaluation.tables import probe_grids
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
+from verl.services import check_services
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
@@ -102,21 +104,21 @@ async def _ask(
 ) -> list[str]:
     """Returns why some rows could not be rolled out, one reason a row."""
     told, shaping = config.reward, reward if isinstance(reward, GroupReward) else None
-    with (
-        Progress(console=console, transient=True) as progress,
-        ScoringPool(told.name, told.options, told.num_workers, told.timeout_s) as scorer,
-    ):
-        bar = progress.add_task("probe", total=len(tasks))
-        async with lone_engine(config, chat, config.env) as (engine, sampling):
-            rollout = Shaped(engine, chat, scorer, sampling, interaction, shaping)
-            prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
-            runner = Runner(rollout, prompt_ids, reward, longest, config.n, config.seed)
-            started = time.perf_counter()
-            try:
-                faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
-            finally:
-                await rollout.close()
-    _note_cost(records.path.parent, Cost(len(tasks), time.perf_counter() - started))
+    async with AsyncExitStack() as stack:
+        if interaction is not None:
+            stack.push_async_callback(interaction.close)
+        await check_services([interaction, reward])  # before anything that takes long
+        scorer = stack.enter_context(ScoringPool(told.name, told.options, told.num_workers, told.timeout_s))
+        engine, sampling = await stack.enter_async_context(lone_engine(config, chat, config.env))
+        rollout = Shaped(engine, chat, scorer, sampling, interaction, shaping)
+        prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
+        most_faults = told.max_fault_share * len(tasks)
+        runner = Runner(rollout, prompt_ids, reward, longest, config.n, config.seed, most_faults=most_faults)
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
+        faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
+        seconds = time.perf_counter() - started
+    _note_cost(records.path.parent, Cost(len(tasks), seconds))
     return faults
 
 

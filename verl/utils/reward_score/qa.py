@@ -14,8 +14,10 @@ A judge that fails or says neither yes nor no raises ServiceDownError, so that t
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +30,8 @@ from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last
 
 _JUDGE_KEYS = ("url", "model", "key_variable")
 _ATTEMPTS = 3
-_TIMEOUT_S = 15.0  # of an attempt
+_DEADLINE_S = 15.0  # of all attempts together
+_CHECK_S = 8.0  # of the one at the start, below that of all services
 _JUDGED_CHARS = 2000  # of an answer; a longer one is no answer
 _VERDICT = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
 _QUESTION = """Question: {question}
@@ -60,6 +63,15 @@ class QaReward:
                 f"judge={dict(self.judge)}: expected url (as http://host:8000/v1), model and, if the endpoint needs a "
                 "key, key_variable"
             )
+
+    async def check_services(self) -> None:
+        """Asks the judge, if there is one, what is easily judged. Raises ServiceDownError where it does not."""
+        if self.judge:
+            try:
+                await asyncio.to_thread(_says_yes, self.judge, "What is 2 + 2?", ["4"], "4", _CHECK_S)
+            except ServiceDownError as error:
+                mend = "Start it, or correct url, model and key_variable"
+                raise ServiceDownError(error.service, f"{error.problem}. {mend}") from error
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         answer = final_answer(trajectory.reply)
@@ -96,26 +108,35 @@ def _within(gold: str, answer: str) -> bool:
 def _judged(judge: Mapping[str, Any], question: str, golds: list[str], answer: str) -> bool:
     if not answer or len(answer) > _JUDGED_CHARS:
         return False
-    asked = _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer)
-    said = _completion(judge, asked)
+    return _says_yes(judge, question, golds, answer, _DEADLINE_S)
+
+
+def _says_yes(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:
+    said = _completion(judge, _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer), deadline_s)
     verdict = _VERDICT.match(said)
     if verdict is None:
         raise ServiceDownError(f"judge at {judge['url']}", f"says neither yes nor no: {said[:80]!r}")
     return verdict[1].lower() == "yes"
 
 
-def _completion(judge: Mapping[str, Any], asked: str) -> str:
+def _completion(judge: Mapping[str, Any], asked: str, deadline_s: float) -> str:
+    """What the judge says. Quick failures are tried again; one that does not answer has had its time."""
     import httpx  # rewards load without it
 
     key = os.environ.get(judge["key_variable"]) if "key_variable" in judge else None
     url = f"{judge['url'].rstrip('/')}/chat/completions"
     body = {"model": judge["model"], "messages": [{"role": "user", "content": asked}], "temperature": 0.0}
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-    problem = ""
+    ends, problem = time.monotonic() + deadline_s, ""
     for _ in range(_ATTEMPTS):
+        left_s = ends - time.monotonic()
+        if left_s <= 0:
+            break
         try:
-            reply = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S).raise_for_status()
+            reply = httpx.post(url, json=body, headers=headers, timeout=left_s).raise_for_status()
             return str(reply.json()["choices"][0]["message"]["content"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        except httpx.TimeoutException:
+            problem = f"did not answer within {deadline_s:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
     raise ServiceDownError(f"judge at {judge['url']}", problem)
