@@ -418,6 +418,28 @@ def test_a_killed_evaluation_goes_on_to_the_same_result(model: Path, tmp_path: P
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+def test_an_interrupt_ends_quietly_with_the_way_on(model: Path, tmp_path: Path) -> None:
+    heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = "from verl.trainer.main_eval import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
+    (tmp_path / "run.py").write_text(heeding + command)  # a file, since scorers are started from it
+    told = words(model, tmp_path / "out", "limit=null", "max_response_length=200", "max_concurrent=1")
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "run.py"), *told],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _wait(lambda: any(_lines(path) for path in (tmp_path / "out").glob("*/answers/*.jsonl")), process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "an evaluation from its answers" in " ".join(said.split())
+    assert "Traceback" not in said and "ERROR" not in said
+
+
 def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(words(model, tmp_path, f"compare={model}")) == 0
     first = result(tmp_path)

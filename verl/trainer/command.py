@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -21,6 +21,7 @@ from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, DataError, VerlError
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ def told(
             "its answers"
         )
         return 130
+
+
+def run_async(main: Coroutine[Any, Any, _T]) -> _T:
+    """`asyncio.run` for a command: an interrupt is told by `told`, not also as an error of the task that it met."""
+    import asyncio  # needs more than --help takes
+
+    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), KeyboardInterrupt):
+            loop.default_exception_handler(context)
+
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(tell)
+        return runner.run(main)
 
 
 @contextmanager

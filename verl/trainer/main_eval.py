@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.config.load import load_plain, load_probe
 from verl.config.schema import EvalConfig, ProbeConfig
-from verl.trainer.command import Words, check_files, check_model, told
+from verl.trainer.command import Words, check_files, check_model, run_async, told
 
 _PROBE = "probe=true"
 _PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
@@ -51,11 +51,9 @@ def _evaluate(words: Words, console: Console) -> int:
     from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
     check_names(config.benchmarks)
-    import asyncio
-
     from verl.trainer.evaluate import evaluate
 
-    asyncio.run(evaluate(config, console))
+    run_async(evaluate(config, console))
     return 0
 
 
@@ -68,11 +66,9 @@ def _probe(words: Words, console: Console) -> int:
     from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
 
     check_names(config.env, config.prompt_template)
-    import asyncio
-
     from verl.trainer.probe import probe
 
-    asyncio.run(probe(config, console))
+    run_async(probe(config, console))
     return 0
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
-from verl.trainer.command import Words, check_files, check_model, told
+from verl.trainer.command import Words, check_files, check_model, run_async, told
 
 
 def main(words: Sequence[str]) -> int:
@@ -33,11 +33,9 @@ def main(words: Sequence[str]) -> int:
         from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
 
         check_names(config.env, config.prompt_template)
-        import asyncio
-
         from verl.trainer.generation import chat, generate
 
-        asyncio.run(chat(config, console) if chatting else generate(config, console))
+        run_async(chat(config, console) if chatting else generate(config, console))
         return 0
 
     return told(words, __doc__ or "", GenerationConfig, run, known=("--chat",))

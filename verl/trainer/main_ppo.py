@@ -17,7 +17,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import Words, check_files, check_model, told
+from verl.trainer.command import Words, check_files, check_model, run_async, told
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,8 +45,6 @@ def main(words: Sequence[str]) -> int:
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
     """The run itself. Everything heavy is imported here."""
-    import asyncio
-
     from verl.config.show import as_yaml
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
@@ -70,7 +68,7 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     with built(config, inputs, folder, console) as fit:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
-        last = asyncio.run(fit.run())
+        last = run_async(fit.run())
     console.print(before_after_table(*fit.table()))
     if fit.peaks:
         console.print(compared(plan, fit.peaks), markup=False)
