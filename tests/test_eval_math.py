@@ -3,6 +3,7 @@ r"""Problems with boxed answers: gold is right however it is spelled, with and w
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def test_python_is_run_and_the_last_message_answers(tmp_path: Path, codec: str) 
     (episode,) = group.trajectories
     assert "42" in episode.turns[0].replies[0].content
     assert (episode.num_tool_calls, group.scores[0].total) == (1, 1.0)
+
+
+def test_calls_are_as_many_as_the_setting_says(tmp_path: Path) -> None:
+    setting = small(tmp_path)
+    code = build_codec("hermes").render([ToolCall("python", {"code": "print(6 * 7)"})])
+    for told, calls in ((None, 4), (1, 1)):
+        one = category(math(replace(setting, max_tool_calls=told)), "math/aime24_python")
+        (group,) = groups(one, "hermes", lambda _, calls=calls: [*[code] * calls, r"\boxed{42}"])
+        assert (group.trajectories[0].num_tool_calls, group.scores[0].total) == (calls, 1.0)
 
 
 @pytest.mark.parametrize("piece", [r"\boxed{", "{", "}", "$", "%", r"\boxed{1}", " "])

@@ -325,26 +325,40 @@ def test_a_folder_goes_on_after_a_category_with_a_few_faults(
     monkeypatch.setattr(Runner, "run", fails_on_one)
     for _ in range(2):
         assert main(words(model, tmp_path, "max_fault_share=0.2")) == 0
-        assert result(tmp_path)["categories"]["test"]["missing"] == 1
+        assert result(tmp_path)["categories"]["test.parquet"]["missing"] == 1
 
 
 def test_benchmarks_by_name_category_and_file() -> None:
     setting = Setting(Path("nowhere"))
     (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
-    assert rows.name == "test" and rows.categories[0].metric == "exact"
+    assert rows.name == "test.parquet" and rows.categories[0].metric == "exact"
     with pytest.raises(ConfigError, match="unknown benchmark 'mth'; did you mean 'math'"):
         check_names(["math/gsm8k", "mth"])
     with pytest.raises(ConfigError, match="twice"):
         check_names(["a.parquet", "a.parquet"])
     with pytest.raises(ConfigError, match="math has no category 'math/gsm'; did you mean 'math/gsm8k'"):
         build_benchmarks(["math/gsm"], setting)
-    with pytest.raises(ConfigError, match="have the name 'math'"):  # their reports would be one file
-        build_benchmarks(["math/gsm8k", "some/where/math.parquet"], setting)
+    with pytest.raises(ConfigError, match=r"have the name 'x\.parquet'"):  # their reports would be one file
+        build_benchmarks(["some/where/x.parquet", "x.parquet"], setting)
+    both = build_benchmarks(["math/gsm8k", "some/where/math.parquet"], setting)
+    assert [benchmark.name for benchmark in both] == ["math", "math.parquet"]
     for name in ("bfcl", "api_bank", "tau2"):
         with pytest.raises(ConfigError, match=f"{name}: the codec 'search_r1' writes calls of one tool alone"):
             build_benchmarks([name], replace(setting, codec="search_r1"))
     (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
     assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
+
+
+def test_own_benchmarks_by_file_and_category(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from tests.test_exams import sums\n")
+    own, setting = f"{tmp_path}/mine.py:sums", Setting(Path("nowhere"))
+    check_names([own, f"{own}/plain"])
+    (whole,) = build_benchmarks([own], setting)
+    assert [each.name for each in whole.categories] == ["sums/plain", "sums/handled"]
+    (part,) = build_benchmarks([f"{own}/handled"], setting)
+    assert [each.name for each in part.categories] == ["sums/handled"]
+    with pytest.raises(ConfigError, match="sums has no category 'sums/plan'; did you mean 'sums/plain'"):
+        build_benchmarks([f"{own}/plan"], setting)
 
 
 def test_handlers() -> None:
@@ -392,7 +406,7 @@ def words(model: Path, out: Path, *more: str) -> list[str]:
 
 
 def result(out: Path) -> Any:
-    (path,) = list(out.glob("*/test.json"))
+    (path,) = list(out.glob("*/test.parquet.json"))
     return json.loads(path.read_text())
 
 
@@ -450,7 +464,7 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("verl.trainer.evaluate.lone_engine", refuse)
     assert main(words(model, tmp_path, f"compare={model}")) == 0
     assert result(tmp_path) == first
-    (comparison,) = tmp_path.glob("*/test-against-*.json")
+    (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")
     (figure,) = json.loads(comparison.read_text())["figures"].values()
     assert figure["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and figure["rows"] == 6
 
@@ -462,12 +476,12 @@ def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path
     assert len(settings["chat_template_sha256"]) == 64 and "model.safetensors" in settings["model"]["files"]
     os.utime(model / "model.safetensors", ns=(1, 1))
     assert main(words(model, tmp_path)) == 0
-    assert len(list(tmp_path.glob("*/test.json"))) == 2  # other weights are another model
+    assert len(list(tmp_path.glob("*/test.parquet.json"))) == 2  # other weights are another model
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(MINI / "tokenizer", tokenizer)
     for number, word in enumerate(("", "sandbox.timeout_s=3", ""), start=3):
         assert main(words(model, tmp_path / "out", f"model.tokenizer_path={tokenizer}", *filter(None, [word]))) == 0
-        assert len(list((tmp_path / "out").glob("*/test.json"))) == number - 2
+        assert len(list((tmp_path / "out").glob("*/test.parquet.json"))) == number - 2
         os.utime(tokenizer / "tokenizer.json", ns=(number, number))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -290,6 +291,10 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert found["rows"] == 3
     assert found["settings"]["env"]["codec"] is None
     assert "groups without a signal" in (folder / "probe.md").read_text()
+    namesake = tmp_path / "test.parquet"
+    shutil.copy(MINI / "test.parquet", namesake)
+    assert main_eval.main([*words, f"data={namesake}", "limit=2"]) == 0
+    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_a_probe_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

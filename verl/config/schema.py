@@ -531,6 +531,7 @@ class EvalConfig(LoneEngineConfig):
     search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; BM25 over data_dir if left out
     judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
     user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user; the scripted one if left out
+    max_tool_calls: int | None = None  # of math with Python (4) and of search (3 or 4); another number of calls
     max_concurrent: int = 256  # episodes at a time
     reward: str = "rlla"  # of data files; benchmarks have their own
     reward_options: dict[str, Any] = field(default_factory=dict)
@@ -540,7 +541,7 @@ class EvalConfig(LoneEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_concurrent", "num_scorers", "bootstrap"):
+        for name in ("limit", "max_tool_calls", "max_concurrent", "num_scorers", "bootstrap"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "at least 1", value)
         _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)

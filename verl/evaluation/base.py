@@ -24,6 +24,7 @@ class Setting:
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: nobody does
     user:     options of tau2's user; empty: the scripted one
     reward, reward_options: of data files
+    max_tool_calls: of an episode of math with Python and of search; None: as many as the benchmark is known for
     codec:    the handler's (codec_of), for benchmarks whose prompts hold earlier calls or are a codec's own words
     """
 
@@ -32,6 +33,7 @@ class Setting:
     search: Mapping[str, Any] = field(default_factory=dict)
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    max_tool_calls: int | None = None
     codec: str = ""
     reward: str = "rlla"
     reward_options: Mapping[str, Any] = field(default_factory=dict)

@@ -67,13 +67,15 @@ _SETS: Mapping[str, _Set] = {
         },
     ),
 }
+_CALLS = 4  # of Python, unless the setting names another number
 _BEFORE_ANSWER = "####"  # in GSM8K's published rows, behind a solution
 
 
 def math(setting: Setting) -> Benchmark:
-    """Every set twice: one reply (math/gsm8k), and up to four calls of the Python tool (math/gsm8k_python)."""
+    """Every set twice: in one reply (math/gsm8k), and with calls of Python (math/gsm8k_python)."""
     plain = Play("math", handled=False)
-    python = Play("math", env="tool", tools=("python",), max_turns=5, max_tool_calls=4)
+    calls = setting.max_tool_calls or _CALLS
+    python = Play("math", env="tool", tools=("python",), max_turns=calls + 1, max_tool_calls=calls)
     categories = [
         Category(f"math/{name}{suffix}", partial(_tasks, setting, name, asked), play)
         for suffix, asked, play in (("", _PLAIN, plain), ("_python", _PYTHON, python))

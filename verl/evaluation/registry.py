@@ -1,4 +1,7 @@
-"""The benchmarks by name. `bfcl` is all of one, `bfcl/simple_python` a category; a path is a data file of training."""
+"""The benchmarks by name. `bfcl` is all of one, `bfcl/simple_python` a category; a path is a data file of training.
+
+Your own is `package.module:function` or `path/to/file.py:function`, and `..:function/category` one of its categories.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,23 @@ def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
     for taken in ([benchmark.name for benchmark in benchmarks], categories):
         for name in taken:
             if taken.count(name) > 1:
-                raise ConfigError(f"two of the benchmarks have the name {name!r}; rename a file, or run them apart")
+                raise ConfigError(f"two of the benchmarks have the name {name!r}; rename one, or name two outputs")
     return benchmarks
 
 
 def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
     wanted: dict[str, list[str]] = {}
     for name in names:
-        whole = name if name.endswith(_DATA_SUFFIXES) else name.partition("/")[0]
-        wanted.setdefault(whole, []).append(name)
+        wanted.setdefault(_whole(name), []).append(name)
     return wanted
+
+
+def _whole(name: str) -> str:
+    """Without the category; in path/to/file.py:attribute/category that stands behind the colon."""
+    if name.endswith(_DATA_SUFFIXES):
+        return name
+    place, colon, rest = name.rpartition(":")
+    return place + colon + rest.partition("/")[0]
 
 
 def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:
@@ -63,7 +73,8 @@ def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:
     if name in parts:
         return benchmark
     known = {category.name: category for category in benchmark.categories}
-    for part in parts:
+    chosen = [benchmark.name + part.removeprefix(name) for part in parts]
+    for part in chosen:
         if part not in known:
             raise ConfigError(f"{benchmark.name} has no category {part!r}; {nearest(part, list(known))}")
-    return replace(benchmark, categories=tuple(known[part] for part in parts))
+    return replace(benchmark, categories=tuple(known[part] for part in chosen))

@@ -15,7 +15,7 @@ def rows_benchmark(path: str, setting: Setting) -> Benchmark:
     The figure is the share of replies with the highest reward; the mean reward where the reward names no highest one.
     Raises ConfigError for a reward that cannot be made.
     """
-    name = Path(path).stem
+    name = Path(path).name  # with its suffix, so that its figures take no other file's place
     play = Play(setting.reward, setting.reward_options, handled=False)
     metric = "exact" if isinstance(build_reward(setting.reward, setting.reward_options), LabReward) else "total"
     return Benchmark(

@@ -69,15 +69,15 @@ _COVERAGE = (
 
 
 def bamboogle(setting: Setting) -> Benchmark:
-    """125 questions of two hops, in at most four turns as ToolRL plays them: three calls, then the answer."""
+    """125 questions of two hops: up to three calls (or `setting`'s) and the answer, as ToolRL plays them."""
     compared = "ToolRL's figures are a GPT-4o judge's, over the five best results of a web search"
-    categories = (_category(setting, "bamboogle", _play(setting, 4, 3)),)
+    categories = (_category(setting, "bamboogle", _play(setting, 3)),)
     return Benchmark("bamboogle", categories, notes=(compared, *_notes(setting)))
 
 
 def search(setting: Setting) -> Benchmark:
-    """HotpotQA and NQ-Open in at most five turns, four calls and the answer, as Search-R1 plays them."""
-    play = _play(setting, 5, 4)
+    """HotpotQA and NQ-Open: up to four calls (or `setting`'s) and the answer, as Search-R1 plays them."""
+    play = _play(setting, 4)
     names = [name for name in _SETS if name.startswith("search/")]
     return Benchmark("search", tuple(_category(setting, name, play) for name in names), notes=_notes(setting))
 
@@ -86,15 +86,16 @@ def _category(setting: Setting, name: str, play: Play) -> Category:
     return Category(name, partial(_tasks, setting, name), play, "judge" if setting.judge else "exact_match")
 
 
-def _play(setting: Setting, max_turns: int, max_tool_calls: int) -> Play:
+def _play(setting: Setting, usual_calls: int) -> Play:
+    calls = setting.max_tool_calls or usual_calls
     options = setting.search or {"corpus": str(_corpus(setting))}
     return Play(
         "qa",
         {"judge": dict(setting.judge)} if setting.judge else {},
         env="tool",
         tools=({"name": "search", **options},),
-        max_turns=max_turns,
-        max_tool_calls=max_tool_calls,
+        max_turns=calls + 1,
+        max_tool_calls=calls,
     )
 
 

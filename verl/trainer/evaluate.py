@@ -53,6 +53,7 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         config.search,
         config.judge,
         config.user,
+        config.max_tool_calls,
         players[0].codec,
         config.reward,
         config.reward_options,

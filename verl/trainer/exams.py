@@ -100,7 +100,12 @@ class Exams:
 
 def build_exams(config: Config, chat: ChatCodec) -> Exams:
     """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
-    setting = Setting(Path(config.trainer.eval_data_dir), config.trainer.eval_hub, codec=config.env.codec or HANDLER)
+    setting = Setting(
+        Path(config.trainer.eval_data_dir),
+        config.trainer.eval_hub,
+        max_tool_calls=config.env.max_tool_calls if config.env.tools else None,
+        codec=config.env.codec or HANDLER,
+    )
     benchmarks = build_benchmarks(config.trainer.eval_benchmarks, setting)
     exams = [
         Exam(

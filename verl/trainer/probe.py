@@ -44,7 +44,7 @@ from verl.utils.reward_score.rlla import TOGGLES
 _STEP = 0  # of rewards that follow a schedule: training's first
 _TOLERANCE = 1e-9
 _FREE = {  # what rollouts do not depend on
-    *("data", "limit", "bootstrap", "output", "on_bad_row"),
+    *("limit", "bootstrap", "output", "on_bad_row"),
     *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
 }
 
@@ -165,6 +165,7 @@ def _settings(config: ProbeConfig, chat: ChatCodec, interaction: Interaction | N
     return {
         **told,
         "model": identity(config.model),
+        "data": str(Path(str(config.data)).resolve()),  # two files may have one name
         "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
         **prompt_record(interaction),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
