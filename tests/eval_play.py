@@ -17,7 +17,7 @@ from verl.evaluation.handlers import env_of
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
-from verl.trainer.build_env import build_interaction
+from verl.trainer.build_env import build_interaction, opening_of
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -70,3 +70,11 @@ def scores(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | Non
     played = groups(of, codec, policy, tasks)
     assert not [fault for group in played for fault in group.faults]
     return [group.scores[0] for group in played]
+
+
+def foretold(of: Category, codec: str, tasks: Sequence[Task]) -> bool:
+    """Whether every episode opens with the tokens that are counted before any is started."""
+    interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM)
+    opening = opening_of(interaction, chat())
+    played = groups(of, codec, lambda _: ["I am done."] * 99, tasks)
+    return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.bfcl_oracle import gold_calls, with_calls
 from tests.episodes import play, say
+from tests.eval_play import foretold
 from tests.tiny import MINI
 from verl.config.schema import SandboxConfig
 from verl.data.chat import ChatCodec
@@ -218,3 +219,11 @@ def test_a_file_of_the_package_that_is_not_as_expected_is_named(
     for name, content in good.items():
         (tmp_path / name).write_text(content)
     assert len(category(benchmark, "parallel").tasks()) == 1
+
+
+@pytest.mark.parametrize("name", ["simple_python", "multi_turn_base", "multi_turn_miss_func"])
+def test_the_length_of_a_prompt_is_known_before_it_is_put(
+    name: str, benchmark: Benchmark, tasks: Mapping[str, Sequence[Task]]
+) -> None:
+    """With the functions, which are most of it: a prompt that is too long is a wrong answer and not a missing one."""
+    assert all(foretold(category(benchmark, name), codec, tasks[name][-2:]) for codec in HANDLERS)

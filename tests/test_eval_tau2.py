@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import real_data
-from tests.eval_play import category, groups, scores
+from tests.eval_play import category, foretold, groups, scores
 from verl.data.codecs.base import build_codec
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Setting
@@ -32,6 +32,7 @@ def test_gold_conversations_are_right(domain: str, rows: int, idle: int) -> None
     tasks = one.tasks()
     assert len(tasks) == rows
     assert [score.total for score in scores(one, "hermes", gold, tasks)] == [1.0] * rows
+    assert foretold(one, "hermes", tasks[:2])
     nothing_to_do = scores(one, "hermes", lambda _: ["I am sorry."], tasks)
     assert sum(score.total for score in nothing_to_do) == idle
 

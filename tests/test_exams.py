@@ -90,11 +90,12 @@ def test_a_limit_holds_for_every_category() -> None:
     assert set(metrics.values()) == {1.0}
 
 
-def test_what_broke_is_missing_and_not_wrong() -> None:
+def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureFixture) -> None:
     metrics = run(build_exams(configured(), CHAT), breaks="5 + 5")
     assert metrics["eval/sums/plain/missing"] == 1
     assert metrics["eval/sums/plain/figure"] == 1.0
     assert known("eval/sums/plain/missing")
+    assert "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, reply 0: the engine broke" in caplog.text
 
 
 def test_a_run_without_benchmarks_plays_none() -> None:

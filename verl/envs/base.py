@@ -61,3 +61,11 @@ class TaskChecker(Protocol):
 
     def check_task(self, task: Task) -> None:
         """Raises DataError for a task that it cannot play."""
+
+
+@runtime_checkable
+class OpeningTeller(Protocol):
+    """A factory, or a class of environments, that knows how the episodes of a task open without starting one."""
+
+    def opening(self, task: Task) -> Observation:
+        """What `reset` will give, as far as it is known before."""

@@ -97,11 +97,11 @@ class BfclEnv:
         self._turns_right: list[bool] = []
         self._calls: list[list[ToolCall]] = [[]]  # [turn][call] those with fitting arguments
         self._steps = 0  # of this turn
-        self._withheld = {name: int(turn) for turn, names in task.extra["withheld"].items() for name in names}
+        self._withheld = _withheld(task)
 
     async def reset(self) -> Observation:
         """The user's first turn and the functions that are there."""
-        return Observation(self._task.prompt, self._tools_of_turn(0))
+        return _opening(self._task)
 
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the user's turn."""
@@ -116,20 +116,15 @@ class BfclEnv:
             return StepResult(done=True, score=self._score())
         self._calls.append([])
         self._steps = 0
-        added = tuple(spec for spec in self._tools_of_turn(turn) if self._withheld.get(spec.name) == turn)
+        added = tuple(spec for spec in _tools_of_turn(self._task, turn) if self._withheld.get(spec.name) == turn)
         said = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
         return StepResult(said or (Message("user", _functions_were_added()),), tools=added)
 
     async def close(self) -> None:
         """Holds nothing but its objects."""
 
-    def _tools_of_turn(self, turn: int) -> tuple[ToolSpec, ...]:
-        specs = [spec for name in self._task.extra["classes"] for spec in _documented(name).values()]
-        excluded = self._task.extra["excluded"]
-        return tuple(s for s in specs if s.name not in excluded and self._withheld.get(s.name, 0) <= turn)
-
     def _call(self, call: ToolCall) -> str:
-        offered = {spec.name for spec in self._tools_of_turn(len(self._turns_right))}
+        offered = {spec.name for spec in _tools_of_turn(self._task, len(self._turns_right))}
         if call.name not in offered:
             raise ToolError(f"there is no function {call.name!r}; there are {', '.join(sorted(offered))}")
         _toolbox().check(call)
@@ -177,8 +172,27 @@ class BfclFactory:
         """Raises DataError for another environment's task."""
         check_task(task)
 
+    def opening(self, task: Task) -> Observation:
+        """How episodes of the task open."""
+        return _opening(task)
+
     async def close(self) -> None:
         """Nothing is shared."""
+
+
+def _opening(task: Task) -> Observation:
+    return Observation(task.prompt, _tools_of_turn(task, 0))
+
+
+def _tools_of_turn(task: Task, turn: int) -> tuple[ToolSpec, ...]:
+    specs = [spec for name in task.extra["classes"] for spec in _documented(name).values()]
+    excluded, withheld = task.extra["excluded"], _withheld(task)
+    return tuple(spec for spec in specs if spec.name not in excluded and withheld.get(spec.name, 0) <= turn)
+
+
+def _withheld(task: Task) -> dict[str, int]:
+    """The turn from which on a function is there, of those that are not from the start."""
+    return {name: int(turn) for turn, names in task.extra["withheld"].items() for name in names}
 
 
 def _load(name: str, extra: Mapping[str, Any]) -> Any:

@@ -19,9 +19,14 @@ class SingleTurnEnv:
     def __init__(self, task: Task) -> None:
         self._task = task
 
-    async def reset(self) -> Observation:
+    @staticmethod
+    def opening(task: Task) -> Observation:
         """The prompt and the tools that the task holds."""
-        return Observation(self._task.prompt, tuple(_tool(each) for each in self._task.extra.get("tools", ())))
+        return Observation(task.prompt, tuple(_tool(each) for each in task.extra.get("tools", ())))
+
+    async def reset(self) -> Observation:
+        """The opening."""
+        return self.opening(self._task)
 
     async def step(self, message: Message) -> StepResult:
         """The end."""

@@ -98,18 +98,17 @@ def duration(seconds: float) -> str:
 def before_after_table(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], title: str = "Validation"
 ) -> Table:
-    """Rows: metrics. Columns: before, after and change for every validation set (set -> metric -> value)."""
-    sets = list(dict.fromkeys((*before, *after)))
-    empty: Mapping[str, float] = {}
-    columns = [(before.get(name, empty), after.get(name, empty)) for name in sets]
+    """Before, after and change of every metric of every validation set (set -> metric -> value)."""
     table = Table(title=title)
-    table.add_column("metric")
-    for name in sets:
-        for kind in ("before", "after", "change"):
-            table.add_column(Text(f"{name}\n{kind}"), justify="right")
-    for metric in dict.fromkeys(metric for pair in columns for values in pair for metric in values):
-        cells = [cell for pair in columns for cell in _cells(*(values.get(metric) for values in pair))]
-        table.add_row(Text(metric), *cells)
+    for name in ("set", "metric"):
+        table.add_column(name, overflow="fold")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in dict.fromkeys((*before, *after)):
+        first, last = before.get(name, {}), after.get(name, {})
+        for number, metric in enumerate(dict.fromkeys((*first, *last))):
+            table.add_row(Text("" if number else name), Text(metric), *_cells(first.get(metric), last.get(metric)))
+        table.add_section()
     return table
 
 

@@ -16,8 +16,8 @@ from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.lengths import PromptIds
-from verl.envs.base import EnvFactory, TaskChecker
-from verl.envs.registry import ENVS, build_env_factory
+from verl.envs.base import EnvFactory, OpeningTeller, TaskChecker
+from verl.envs.registry import ENVS, ClassFactory, build_env_factory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools, tool_name
@@ -89,19 +89,20 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
 
 
 def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
-    """Task -> the tokens of its prompt; of environments that must run to tell, those of the task's own messages.
+    """Task -> the tokens of its prompt and tools; where only a started episode can tell, those of the task's messages.
 
     Raises DataError for a task of another environment.
     """
     if interaction is None:
         return chat.task_prompt_ids
     envs, dialogue = interaction.envs, interaction.dialogue
+    teller = envs.env_class if isinstance(envs, ClassFactory) else envs
 
     def opening(task: Task) -> Sequence[int]:
-        if isinstance(envs, ToolEnvFactory):
-            return dialogue.opening_ids(envs.opening(task))
         if isinstance(envs, TaskChecker):
             envs.check_task(task)
+        if isinstance(teller, OpeningTeller):
+            return dialogue.opening_ids(teller.opening(task))
         return chat.task_prompt_ids(task)
 
     return opening

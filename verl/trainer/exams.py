@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from verl.trainer.build_env import build_interaction, opening_of
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
+_log = logging.getLogger(__name__)
 HANDLER = "toolrl"  # of a run whose episodes have no codec: ToolRL's rows are in its words
 _RESAMPLES = 1  # no intervals here
 
@@ -88,7 +90,10 @@ class Exams:
         play, kept = exam.category.play, _Figures()
         reward, prompt_ids = build_reward(play.reward, play.reward_options), opening_of(exam.interaction, rollout.codec)
         playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, reward, self.max_prompt_length)
-        await playing.run(exam.category, exam.tasks, kept, lambda: None)
+        faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
+        if faults:
+            name, size = exam.category.name, len(exam.tasks)
+            _log.warning("%s: %d of %d could not be judged; the first: %s", name, len(faults), size, faults[0])
         return kept.rows
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from verl.envs.tau2.common import ServiceTools
 from verl.envs.tau2.database import Database
 from verl.envs.tau2.retail import RetailTools
 from verl.envs.tau2.tasks import check_task, read_database
-from verl.envs.tau2.users import User, build_user
+from verl.envs.tau2.users import User, build_user, scripted_opening
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
 from verl.services import check_services
@@ -116,6 +116,11 @@ class Tau2Factory:
         """Raises DataError for another environment's task, ConfigError for a domain whose data are not there."""
         check_task(task)
         self.domain(task.extra["domain"])
+
+    def opening(self, task: Task) -> Observation:
+        """How conversations of the task open with the scripted user; what a model will say is not known before."""
+        opening = Message("user", scripted_opening(task.extra["instructions"]))
+        return Observation((task.prompt[0], opening), tuple(self.domain(task.extra["domain"]).toolbox.specs.values()))
 
     def domain(self, name: str) -> Domain:
         """A domain's data, read when the first of its tasks is looked at."""
