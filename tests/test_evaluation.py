@@ -231,6 +231,14 @@ def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: P
     assert row["shown"] == [codec.tokenizer.decode(codec.task_prompt_ids(tasks(1)[0]))] and "say 0" in row["shown"][0]
 
 
+def test_a_bad_row_is_named_with_a_mend_that_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": 3}\n')
+    (benchmark,) = build_benchmarks([str(path)], Setting(tmp_path))
+    with pytest.raises(DataError, match=r"mine.jsonl, row 0, field 'prompt': .* Correct the row: none is left out"):
+        benchmark.categories[0].tasks()
+
+
 def test_a_data_file_is_scored_by_the_reward_that_is_asked_for() -> None:
     (rows,) = build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward="math"))
     assert rows.categories[0].play.reward == "math" and rows.categories[0].metric in ("exact", "total")

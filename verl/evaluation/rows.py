@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from verl.data.tasks import TaskSet
+from verl.errors import DataError
 from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.types import Task
 from verl.utils.reward_score.base import LabReward, build_reward
 
 
@@ -20,6 +25,13 @@ def rows_benchmark(path: str, setting: Setting) -> Benchmark:
     metric = "exact" if isinstance(build_reward(setting.reward, setting.reward_options), LabReward) else "total"
     return Benchmark(
         name,
-        (Category(name, lambda: TaskSet(path), play, metric),),
+        (Category(name, partial(_tasks, path), play, metric),),
         notes=(f"{name}: rows of {path}, scored by {setting.reward}",),
     )
+
+
+def _tasks(path: str) -> Sequence[Task]:
+    try:
+        return TaskSet(path)
+    except DataError as error:
+        raise error if error.row is None else replace(error, mend="Correct the row: none is left out here") from None

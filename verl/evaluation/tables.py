@@ -22,7 +22,8 @@ class Grid:
         """With numbers to the right, narrow enough for 80 characters."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+            head = column.replace(" ", "\n")
+            table.add_column(head, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         return table

@@ -71,7 +71,7 @@ class QaReward:
                 await asyncio.to_thread(_says_yes, self.judge, "What is 2 + 2?", ["4"], "4", _CHECK_S)
             except ServiceDownError as error:
                 mend = "Start it, or correct url, model and key_variable"
-                raise ServiceDownError(error.service, f"{error.problem}. {mend}") from error
+                raise ServiceDownError(error.service, f"{error.problem}. {mend}") from None
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         answer = final_answer(trajectory.reply)
