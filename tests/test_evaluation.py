@@ -43,6 +43,8 @@ from verl.trainer.main_eval import main
 from verl.trainer.ppo import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
 
+SETTINGS = {"n": 1, "handler": "toolrl", "max_prompt_length": 512, "max_response_length": 64}
+
 
 class Says:
     """A reward: 1 for the gold answer; a reply of "broken" makes it fail."""
@@ -150,7 +152,7 @@ def test_what_could_not_be_judged_is_missing_and_asked_again(codec: ChatCodec, t
     faults, records = run(codec, model, tmp_path, category())
     assert faults == [] and model.asked == [3]
     benchmark = Benchmark("toy", (category(),))
-    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))[:6]})
+    done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))[:6]})
     assert result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]["missing"] == 2
 
 
@@ -191,7 +193,7 @@ def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Pat
     _, records = run(codec, model, tmp_path, category(), limit=1)
     assert model.asked == []
     benchmark = Benchmark("toy", (category(),))
-    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     found = result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]
     assert (found["figure"]["mean"], found["not_asked"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
 
@@ -201,7 +203,7 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, t
     model = Counting(codec, lambda number, rollout: str(number) if rollout < number else "no")
     _, records = run(codec, model, tmp_path, category(5), n=4)
     benchmark = Benchmark("toy", (category(5),), (Aggregate("overall", ("toy/all",)),), ("a note",))
-    done = Evaluated("m", tmp_path, {"n": 4, "handler": "toolrl"}, {"toy/all": records.of(tasks(5))})
+    done = Evaluated("m", tmp_path, {**SETTINGS, "n": 4}, {"toy/all": records.of(tasks(5))})
     result = result_of(benchmark, [(category(5), tasks(5))], done, 100)
     found = result["categories"]["toy/all"]
     assert found["figure"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
@@ -214,11 +216,15 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, t
 def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: Path) -> None:
     _, records = run(codec, Counting(codec, lambda number, _: str(number % 3)), tmp_path, category())
     benchmark = Benchmark("toy", (category(),), (Aggregate("overall", ("toy/all",)),))
-    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     found = comparison_of(benchmark, done, done, 200)
     for name in ("toy/all", "overall"):
         assert found["figures"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert comparison_grid(found).rows[0][4:] == ("+0.0", "+0.0 to +0.0")
+    assert found["notes"] == []
+    smaller = replace(done, settings={**SETTINGS, "max_prompt_length": 256})
+    (note,) = comparison_of(benchmark, done, smaller, 10)["notes"]
+    assert note.startswith("max_prompt_length is 512, the base's 256")
 
 
 def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: Path) -> None:
@@ -253,9 +259,8 @@ def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> Non
     _, better = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path / "a", category())
     _, worse = run(codec, Counting(codec, lambda number, _: "no"), tmp_path / "b", category(4))
     benchmark = Benchmark("toy", (category(),))
-    settings = {"n": 1, "handler": "toolrl"}
     ours, theirs = (
-        Evaluated(name, tmp_path, settings, {"toy/all": each.of(tasks(8))})
+        Evaluated(name, tmp_path, SETTINGS, {"toy/all": each.of(tasks(8))})
         for name, each in (("a", better), ("b", worse))
     )
     found = comparison_of(benchmark, ours, theirs, 50)["figures"]["toy/all"]
@@ -266,10 +271,7 @@ def test_columns_of_a_comparison_are_of_the_same_tasks(codec: ChatCodec, tmp_pat
     """The model has all of eight tasks, the second half wrong; the base the first four, all right: no difference."""
     right = Counting(codec, lambda number, _: str(number) if number < 4 else "no")
     _, records = run(codec, right, tmp_path, category())
-    ours, theirs = (
-        Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(count))})
-        for count in (8, 4)
-    )
+    ours, theirs = (Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(count))}) for count in (8, 4))
     found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["figures"]["toy/all"]
     assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
 
@@ -516,7 +518,7 @@ def test_what_cannot_be_is_told(
 
 def test_tables_are_shown_in_a_narrow_terminal(codec: ChatCodec, tmp_path: Path) -> None:
     _, records = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path, category())
-    done = Evaluated("m", tmp_path, {"n": 1, "handler": "toolrl"}, {"toy/all": records.of(tasks(8))})
+    done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     grid = result_grid(result_of(Benchmark("toy", (category(),)), [(category(), tasks(8))], done, 10))
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(grid.for_terminal())

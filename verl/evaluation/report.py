@@ -107,6 +107,11 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
             }
             for name, difference in differences(benchmark, ours, theirs, resamples).items()
         },
+        "notes": [
+            f"{name} is {model.settings[name]}, the base's {base.settings[name]}: the models' own room cuts it"
+            for name in ("max_prompt_length", "max_response_length")
+            if model.settings[name] != base.settings[name]
+        ],
     }
 
 
