@@ -47,7 +47,8 @@ from verl.trainer.experience import (
 )
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher, StaleEngineError
 from verl.transfer.bucket import Layout, Offer, Receiver
 from verl.transfer.memory import SharedMemory
@@ -115,12 +116,13 @@ def trainer(
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
     engine, codec, learner = HFEngine(rollout_model), ChatCodec(tokenizer()), policy(lr)
     rollout = GroupRollout(engine, codec, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
-    settings = StepSettings(prompts_per_step=4, rollouts_per_prompt=8, minibatches_per_step=minibatches)
+    settings = StepSettings(minibatches)
     probes = [codec.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
     publisher = Publisher(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
-    return PPOTrainer(settings, algorithm, TaskStream([tasks]), rollout, learner, publisher, reference, critic, control)
+    rollouts = Rollouts(RolloutSettings(4, 8), algorithm, TaskStream([tasks]), rollout)
+    return PPOTrainer(settings, algorithm, rollouts, learner, publisher, reference, critic, control)
 
 
 def value_model() -> Critic:
@@ -244,7 +246,7 @@ class RanksWithinItsGroup(SaysEvenWords):
 
 def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_saved() -> None:
     learning = trainer(PLAIN)
-    learning.shaping = RanksWithinItsGroup()
+    learning.rollouts.shaping = RanksWithinItsGroup()
     asyncio.run(learning.train_step())
     for group in learning.groups:
         totals = [score.total for score in group.scores]
@@ -252,13 +254,13 @@ def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_sav
         assert max(totals) <= 1.0  # the scores themselves stay as they are
     assert max(reward for group in learning.groups for reward in group.rewards) > 1.0
     saved = json.loads(json.dumps(learning.state()))
-    assert saved["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
+    assert saved["rollouts"]["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
 
     resumed = trainer(PLAIN)
-    resumed.shaping = RanksWithinItsGroup()
+    resumed.rollouts.shaping = RanksWithinItsGroup()
     resumed.restore(saved)
     asyncio.run(resumed.train_step())
-    assert resumed.state()["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
+    assert resumed.state()["rollouts"]["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
 
 
 def test_a_stale_engine_stops_the_run() -> None:
@@ -349,7 +351,7 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
     learning = trainer(PLAIN)
     words = {"short": 1, "longest": 30, "middle": 9, "long": 20}
     tasks = [Task(name, (Message("user", "w1 " * count),), "w7", "words") for name, count in words.items()]
-    learning.tasks = TaskStream([tasks])
+    learning.rollouts.tasks = TaskStream([tasks])
     started: list[tuple[str, int]] = []
 
     async def run(self: GroupRollout, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
@@ -357,7 +359,7 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
         return TrajectoryGroup(task, (None,) * 2, (), (), ())  # type: ignore[arg-type]
 
     monkeypatch.setattr(GroupRollout, "run", run)
-    drawn = [group.task.id for group in asyncio.run(learning._generate()).kept]
+    drawn = [group.task.id for group in asyncio.run(learning.rollouts.take(0)).kept]
     assert [name for name, _ in started] == ["longest", "long", "middle", "short"]
     assert [name for name, _ in sorted(started, key=lambda pair: pair[1])] == drawn  # a prompt's seed stays its own
 
@@ -376,7 +378,7 @@ def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
     asyncio.run(learning.train_step())
-    engine = learning.rollout.engine
+    engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))
     assert all(torch.equal(own[name], full) for name, full in weights(learning).items())

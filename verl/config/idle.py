@@ -99,6 +99,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         ),
         Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
         Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
+        Rule(
+            "rollout.on_publish",
+            lambda c: c.rollout.max_staleness == 0,
+            "with rollout.max_staleness=0 no reply is being written when weights are published",
+        ),
         Rule("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
         Rule(
             "rollout.kv_cache_gib",

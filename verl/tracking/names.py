@@ -45,6 +45,11 @@ METRICS = (
     Metric("filter/kept", "share", "rollouts that the algorithm's filters kept, of all that the step drew"),
     Metric("filter/<filter>", "share", "rollouts that one filter dropped"),
     Metric("filter/draws", "count", "times that the step drew prompts until it had enough groups, or gave up"),
+    Metric(
+        "staleness/mean", "versions", "how old the weights were that a group was begun with, where max_staleness > 0"
+    ),
+    Metric("staleness/max", "versions", "of the oldest group; at most rollout.max_staleness"),
+    Metric("staleness/reused", "share", "groups that an earlier step had trained on, too"),
     Metric("tools/turns_mean", "1", "times that the policy wrote in an episode"),
     Metric("tools/calls_mean", "1", "tool calls that were made in an episode"),
     Metric("tools/used_share", "share", "episodes with a call (where the tool runs code: the code ratio)"),

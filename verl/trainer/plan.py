@@ -181,7 +181,7 @@ class Plan:
             needed = everywhere / self.config.trainer.nnodes
             found = [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
             return found + self._no_room_for_one()
-        if self.config.rollout.placement == "colocated":
+        if self.config.rollout.colocated:
             sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
             phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
         found = [f"{name} needs {gib:.1f} GiB of {room:.1f}" for name, gib in phases.items() if gib > room]
@@ -230,7 +230,7 @@ class Plan:
 
     def _offloads(self) -> dict[str, list[bool]]:
         """What is not yet offloaded and could be: it makes room for an engine on the same GPU."""
-        if self.place.on_cpu or self.config.rollout.placement != "colocated":
+        if self.place.on_cpu or not self.config.rollout.colocated:
             return {}
         models: dict[str, Any] = {"actor": self.config.actor}
         models |= {"critic": self.config.critic} if self.critic else {}
