@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.ppo import PPO
@@ -147,6 +148,7 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
     assert {"time/rollout_s", "time/update_s", "actor/grad_norm", "actor/entropy"} <= history[0].keys()
     assert history[0]["engine/gap_max"] < 1e-4 and history[-1]["engine/canary_gap"] < 1e-4
+    assert history[0]["correction/ess"] == pytest.approx(1.0) and history[0]["correction/mismatch_kl"] < 1e-6
     assert [name for name in history[0] if not known(name)] == []
 
 
@@ -168,14 +170,16 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     assert "actor/loss" in asyncio.run(learning.train_step())
 
 
-def test_one_optimizer_step_needs_no_pass_for_old_logprobs() -> None:
+@pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, upper=1.0)])
+def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correction | None) -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
+    algorithm = replace(PLAIN, correction=correction)
 
     def pay(learning: PPOTrainer, experience: Experience) -> Experience:
         scored = learning.policy.score(learning.policy.laid_out(experience.samples))
         return experience.having("old_logprobs", scored)
 
-    free, paid = trainer(PLAIN, minibatches=1), trainer(PLAIN, minibatches=1)
+    free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
     paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
     one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
@@ -343,6 +347,7 @@ def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passe
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     # against the trainer, not against itself, and before the policy has learned
     assert 0.0 < metrics["engine/gap_mean"] < 1e-4 and metrics["engine/gap_max"] < 1e-3
+    assert metrics["correction/weight_max"] < 1.001
 
 
 def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
