@@ -32,6 +32,17 @@ _RENAMED = {
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
 }
+_CORRECTION = {
+    "rollout_is": "weight",
+    "rollout_is_threshold": "upper",
+    "rollout_rs": "mask",
+    "rollout_rs_threshold": "mask_upper",
+    "rollout_rs_threshold_lower": "mask_lower",
+    "rollout_token_veto_threshold": "veto",
+}
+_RENAMED |= {
+    f"algorithm.rollout_correction.{theirs}": f"algorithm.correction.{ours}" for theirs, ours in _CORRECTION.items()
+}
 _NO_PADDING = "packs have no padding"
 _PACKS = "forward passes are packs of at most actor.max_tokens_per_pack tokens"
 _SHARDED = (
@@ -45,6 +56,7 @@ _MOOT = {
     "actor.ppo_micro_batch_size": _PACKS,
     "actor.ppo_micro_batch_size_per_gpu": _PACKS,
     "actor.fsdp_config": _SHARDED,
+    "rollout.calculate_log_probs": "engines tell the log-probs of what they sample always",
     "rollout.log_prob_micro_batch_size": _PACKS,
     "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
     "actor_rollout_ref.ref": "the reference lives in the actor's ranks and takes the actor's packs",
@@ -94,6 +106,9 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
         settings["reward.name"] = (
             f"{settings.pop('reward.path')}:{settings.pop('custom_reward_function.name', 'compute_score')}"
         )
+    for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
+        if key in settings and settings[key] is None:
+            settings[key] = "none"
     _place_kl(settings, moot)
     return settings, moot
 
