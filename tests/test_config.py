@@ -116,6 +116,12 @@ def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.
     assert "has no effect here: " in record.message and why in record.message
 
 
+def test_a_whole_distribution_may_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(["actor_rollout_ref.rollout.top_p=1.0", "rollout.top_k=-1", "rollout.min_p=null"])
+    assert len(caplog.records) == 3
+    assert all("from the policy's whole distribution" in record.message for record in caplog.records)
+
+
 def test_verls_words_for_the_correction_are_understood() -> None:
     theirs = {"rollout_is": "sequence", "rollout_is_threshold": 3, "rollout_rs": "geometric"}
     theirs |= {"rollout_rs_threshold": 1.5, "rollout_rs_threshold_lower": 0.5, "rollout_token_veto_threshold": 1e-4}
@@ -281,6 +287,9 @@ def test_reward_options_are_open() -> None:
             "algorithm.correction.upper=3 has no effect",
         ),
         (["algorithm.correction.mask_upper=3"], "mask_upper=3 has no effect: algorithm.correction.mask is none"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9 would sample from another distribution"),
+        (["rollout.top_k=50"], "leave it at -1 and set rollout.temperature instead"),
+        (["rollout.min_p=0.05"], "rollout.min_p=0.05 would sample"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),

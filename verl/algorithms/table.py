@@ -62,7 +62,8 @@ are not weighted.
 
 A step with one update needs no further pass: the update's own log-probs are those before it. `correction/mismatch_kl`,
 `ess`, `weight_mean` and `weight_max` are told whether or not anything is corrected. veRL's keys below
-`algorithm.rollout_correction.` are understood.
+`algorithm.rollout_correction.` are understood. Sampling is never truncated: `top_p`, `top_k` and `min_p` would make the
+engine's log-probs those of another distribution, and are refused.
 
 ## Presets
 

@@ -43,6 +43,8 @@ _CORRECTION = {
 _RENAMED |= {
     f"algorithm.rollout_correction.{theirs}": f"algorithm.correction.{ours}" for theirs, ours in _CORRECTION.items()
 }
+# Values under which nothing of the policy's distribution is cut off; None stands for them, too.
+_WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,)}
 _NO_PADDING = "packs have no padding"
 _PACKS = "forward passes are packs of at most actor.max_tokens_per_pack tokens"
 _SHARDED = (
@@ -109,6 +111,7 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
     for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
         if key in settings and settings[key] is None:
             settings[key] = "none"
+    _refuse_truncation(settings, moot)
     _place_kl(settings, moot)
     return settings, moot
 
@@ -124,6 +127,21 @@ def _our_prefix(key: str) -> str:
         if key.startswith(theirs):
             return ours + key.removeprefix(theirs)
     return key
+
+
+def _refuse_truncation(settings: Settings, moot: dict[str, str]) -> None:
+    """A policy is sampled as it is: the log-probs of what a truncated one says are not those that the loss takes."""
+    for name, harmless in _WHOLE_DISTRIBUTION.items():
+        key = f"rollout.{name}"
+        if key not in settings:
+            continue
+        value = settings.pop(key)
+        if value is not None and value not in harmless:
+            raise ConfigError(
+                f"{key}={value} would sample from another distribution than the policy's, and nothing corrects the "
+                f"loss's ratios for that; leave it at {harmless[0]} and set rollout.temperature instead"
+            )
+        moot[key] = "replies are sampled from the policy's whole distribution"
 
 
 def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
