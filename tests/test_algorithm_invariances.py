@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm, KLPlacement
 from verl.algorithms.correction import Correction, Level
 from verl.algorithms.gigpo import gigpo
+from verl.algorithms.policy_loss import token_loss
 from verl.algorithms.table import presets
 from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, mask_tensor, pack
@@ -161,6 +162,18 @@ def test_the_cut_changes_nothing_under_a_correction(algorithm: Algorithm, weight
         assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
         torch.testing.assert_close(moved, gradient)
         assert facts == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+@EVERY
+def test_kl_and_entropy_are_not_weighted(algorithm: Algorithm) -> None:
+    """Where all that the engine sampled is left out, they are what remains."""
+    algorithm, given = replace(lively(algorithm), entropy_coefficient=0.1), engine_apart(case())
+    nothing = Correction(weight=None, mask=Level.TOKEN, mask_lower=1.0, mask_upper=1.0)
+    loss, gradient, metrics = learned(replace(algorithm, correction=nothing), given)
+    without = replace(algorithm, policy_loss=lambda inputs: token_loss(0.0 * inputs.logprobs_T))
+    other, expected, _ = learned(without, given)
+    assert metrics["correction_masked"] == pytest.approx(1.0) and expected.abs().sum() > 0
+    assert loss == pytest.approx(other) and torch.equal(gradient, expected)
 
 
 @EVERY

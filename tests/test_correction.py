@@ -153,6 +153,37 @@ class Table:
         return SimpleNamespace(logprobs=values, entropy=torch.zeros_like(values))
 
 
+def test_the_loss_of_three_policies_by_hand() -> None:
+    """Ratio now / before 1.1, weights before / engine of 1.5 and of 8, which is left out, but counts among the two."""
+    before_T = torch.tensor([-1.0, -2.0])
+    now_T = (before_T + math.log(1.1)).requires_grad_()
+    half_T = torch.full((2,), 0.5)
+    columns = {
+        "old_logprobs": before_T,
+        "rollout_logprobs": before_T - torch.tensor([1.5, 8.0]).log(),
+        "advantages": torch.tensor([3.0, 5.0]),
+        **dict.fromkeys(("weight", "metric_weight", "gap_weight"), half_T),
+    }
+    packed: Any = SimpleNamespace(columns=columns, sample=torch.zeros(2, dtype=torch.long))
+
+    def policy(*_: Any) -> Any:
+        return SimpleNamespace(logprobs=now_T, entropy=torch.zeros(2))
+
+    correction = Correction(Level.TOKEN, upper=2.0, mask=Level.TOKEN, mask_lower=0.0, mask_upper=4.0)
+    loss, facts = policy_loss(policy, packed, replace(PLAIN, correction=correction), 1.0)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-0.5 * 1.5 * 1.1 * 3.0)
+    assert now_T.grad is not None and now_T.grad.tolist() == pytest.approx([-0.5 * 1.5 * 1.1 * 3.0, 0.0])
+    told = {
+        name.removeprefix("correction_"): float(fact) for name, fact in facts.items() if name.startswith("correction_")
+    }
+    k3 = (1.5 - math.log(1.5) - 1.0 + 8.0 - math.log(8.0) - 1.0) / 2
+    assert told.pop("mismatch_kl") == pytest.approx(k3)
+    assert told == pytest.approx(
+        {"weight_mean": 0.75, "weight_square": 1.125, "weight_max": 1.5, "truncated": 0.5, "masked": 0.5}
+    )
+
+
 @dataclass(frozen=True)
 class Bandit:
     """What replies are worth, the policy of now, and an engine that still has another one."""

@@ -341,6 +341,24 @@ def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[
     assert scored == sum(tokens for name, tokens in passes if name == "update")
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> None:
+    told = []
+    for correction in (None, Correction(Level.TOKEN, upper=1.1)):
+        learning = trainer(replace(PLAIN, correction=correction), minibatches=minibatches)
+        assert isinstance(learning.rollout.engine, HFEngine)
+        generator = torch.Generator().manual_seed(0)
+        for weight in learning.rollout.engine._model.parameters():
+            weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
+        told.append(asyncio.run(learning.train_step()))
+    plain, corrected = told
+    assert plain["correction/mismatch_kl"] == pytest.approx(corrected["correction/mismatch_kl"], rel=1e-4)
+    assert plain["correction/mismatch_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
+    assert plain["correction/weight_max"] > 1.1 and corrected["correction/weight_max"] == pytest.approx(1.1)
+    assert plain["correction/ess"] < corrected["correction/ess"] < 1.0 and corrected["correction/truncated"] > 0.0
+    assert plain["actor/grad_norm"] != pytest.approx(corrected["actor/grad_norm"], rel=1e-3)
+
+
 def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passes: list[tuple[str, int]]) -> None:
     learning = trainer(replace(PLAIN, old_logprobs=OldLogprobs.ROLLOUT), minibatches=2)
     metrics = asyncio.run(learning.train_step())
