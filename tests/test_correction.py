@@ -77,6 +77,11 @@ def test_what_the_engine_did_not_sample_has_no_ratio_of_its_own() -> None:
     assert weights(only(mask=Level.GEOMETRIC, mask_lower=1.0, mask_upper=4.1)) == [1.0] * 3
 
 
+def test_weights_carry_no_gradient() -> None:
+    now_T, engine_T = torch.zeros(2, requires_grad=True), torch.tensor([-0.1, 0.2])
+    assert not token_weights(Correction(), now_T, engine_T, torch.zeros(2, dtype=torch.long)).weight_T.requires_grad
+
+
 def test_one_token_among_many_of_equal_weight_costs_by_hand() -> None:
     """Weights 1, 1, 1 and 3: (6 / 4)^2 / (12 / 4) = 3 / 4."""
     assert effective_share(6 / 4, 12 / 4) == pytest.approx(0.75)
