@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.ppo import PPO
@@ -149,6 +150,7 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
     assert {"time/rollout_s", "time/update_s", "actor/grad_norm", "actor/entropy"} <= history[0].keys()
     assert history[0]["engine/gap_max"] < 1e-4 and history[-1]["engine/canary_gap"] < 1e-4
+    assert history[0]["correction/ess"] == pytest.approx(1.0) and history[0]["correction/mismatch_kl"] < 1e-6
     assert [name for name in history[0] if not known(name)] == []
 
 
@@ -170,14 +172,16 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     assert "actor/loss" in asyncio.run(learning.train_step())
 
 
-def test_one_optimizer_step_needs_no_pass_for_old_logprobs() -> None:
+@pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, upper=1.0)])
+def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correction | None) -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
+    algorithm = replace(PLAIN, correction=correction)
 
     def pay(learning: PPOTrainer, experience: Experience) -> Experience:
         scored = learning.policy.score(learning.policy.laid_out(experience.samples))
         return experience.having("old_logprobs", scored)
 
-    free, paid = trainer(PLAIN, minibatches=1), trainer(PLAIN, minibatches=1)
+    free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
     paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
     one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
@@ -339,12 +343,31 @@ def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[
     assert scored == sum(tokens for name, tokens in passes if name == "update")
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> None:
+    told = []
+    for correction in (None, Correction(Level.TOKEN, upper=1.1)):
+        learning = trainer(replace(PLAIN, correction=correction), minibatches=minibatches)
+        assert isinstance(learning.rollout.engine, HFEngine)
+        generator = torch.Generator().manual_seed(0)
+        for weight in learning.rollout.engine._model.parameters():
+            weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
+        told.append(asyncio.run(learning.train_step()))
+    plain, corrected = told
+    assert plain["correction/mismatch_kl"] == pytest.approx(corrected["correction/mismatch_kl"], rel=1e-4)
+    assert plain["correction/mismatch_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
+    assert plain["correction/weight_max"] > 1.1 and corrected["correction/weight_max"] == pytest.approx(1.1)
+    assert plain["correction/ess"] < corrected["correction/ess"] < 1.0 and corrected["correction/truncated"] > 0.0
+    assert plain["actor/grad_norm"] != pytest.approx(corrected["actor/grad_norm"], rel=1e-3)
+
+
 def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passes: list[tuple[str, int]]) -> None:
     learning = trainer(replace(PLAIN, old_logprobs=OldLogprobs.ROLLOUT), minibatches=2)
     metrics = asyncio.run(learning.train_step())
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     # against the trainer, not against itself, and before the policy has learned
     assert 0.0 < metrics["engine/gap_mean"] < 1e-4 and metrics["engine/gap_max"] < 1e-3
+    assert metrics["correction/weight_max"] < 1.001
 
 
 def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

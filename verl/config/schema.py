@@ -243,6 +243,39 @@ _NAMES = {  # spelled out here, because the algorithms' own enumerations need to
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """What of the engine's difference from the trainer is corrected in the policy loss (docs/algorithms.md).
+
+    A ratio is the trainer's probability of what was sampled, before the update, by the engine's.
+    """
+
+    weight: str = "auto"  # auto (token where rollout.max_staleness > 0, else none) | none | token | sequence
+    upper: float = 2.0  # at which the ratios that weigh are truncated
+    mask: str = "none"  # none | token | sequence | geometric: the ratio that leaves out what lies beyond the bounds
+    mask_upper: float = 2.0
+    mask_lower: float | None = None  # 1 / mask_upper if left out
+    veto: float | None = None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
+
+    def __post_init__(self) -> None:
+        levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
+        masks = ("none", "token", "sequence", "geometric")
+        _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
+        _require(self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
+        for name in ("upper", "mask_upper"):
+            _require(
+                getattr(self, name) >= 1, f"{key}.{name}", "at least 1, as policies agree there", getattr(self, name)
+            )
+        lower, veto = self.mask_lower, self.veto
+        _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
+        _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
+
+    def weight_at(self, max_staleness: int) -> str:
+        """The level of the weights, "none" for none of them, with auto settled."""
+        automatic = "token" if max_staleness > 0 else "none"
+        return automatic if self.weight == "auto" else self.weight
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
 
@@ -253,6 +286,7 @@ class AlgorithmConfig:
     aggregation: str | None = None
     aggregation_length: int | None = None  # seq-mean-token-sum-norm's divisor; data.max_response_length if left out
     old_logprobs: str | None = None  # trainer | rollout: whose log-probs the ratio is measured from
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3
     kl_coefficient: float | None = None

@@ -112,7 +112,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config, build_reward(config.reward.name, config.reward.options))
     display = Display(total_steps, console)
     told = {**asdict(config), **prompt_record(inputs.interaction)}

@@ -345,7 +345,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
     """Everything that a plan is made of. Raises ConfigError for a model that cannot be read or is too short."""
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     assert config.model.path is not None
     sequence_length(config)
     build_kl_control(config.algorithm, algorithm)

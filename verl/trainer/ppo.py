@@ -150,7 +150,7 @@ class PPOTrainer:
             if self.step >= self.settings.critic_warmup:
                 of_policy.append(self.policy.update(minibatch, self._algorithm_now()))
                 if len(of_policy) > 1 and not self._of_trainer:  # the policy is no longer the one that was sampled from
-                    of_policy[-1] = {name: value for name, value in of_policy[-1].items() if "engine_" not in name}
+                    of_policy[-1] = tell.of_policy_alone(of_policy[-1])
         metrics = {**tell.update_metrics("actor", of_policy), **tell.update_metrics("critic", of_critic)}
         if self.critic:
             self.critic.rest()
