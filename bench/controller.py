@@ -118,10 +118,10 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
     ):
         trainer = fit.trainer
         trainer.policy = replace(trainer.policy, workers=Watched(trainer.policy.workers, watch))
-        pool: EnginePool = trainer.rollout.engine  # type: ignore[assignment]
+        pool: EnginePool = trainer.rollouts.rollout.engine  # type: ignore[assignment]
         engine = EnginePool(Watched(pool._workers, watch), pool._sources)
-        scorer = WatchedScorer(trainer.rollout.scorer, watch)
-        trainer.rollout = replace(trainer.rollout, engine=engine, scorer=scorer)
+        scorer = WatchedScorer(trainer.rollouts.rollout.scorer, watch)
+        trainer.rollouts.rollout = replace(trainer.rollouts.rollout, engine=engine, scorer=scorer)
         trainer.publisher = replace(trainer.publisher, policy=trainer.policy, engine=engine)
         return asyncio.run(run_steps(trainer, watch, steps + 1))[1:]
 

@@ -28,6 +28,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.trainer.experience import Experience
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher
 from verl.transfer.memory import SharedMemory
 from verl.types import Completion, FinishReason
@@ -57,10 +58,14 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: Chat
     probing = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
     return PPOTrainer(
-        StepSettings(spec.prompts, spec.n),
+        StepSettings(),
         PLAIN_GRPO,
-        stream(spec, codec),
-        GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
+        Rollouts(
+            RolloutSettings(spec.prompts, spec.n),
+            PLAIN_GRPO,
+            stream(spec, codec),
+            GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
+        ),
         policy,
         Publisher(policy, engine, layouts, probes, probing, TOLERANCE),
         timer=PhaseTimer(cpu=cpu_seconds),

@@ -49,7 +49,7 @@ class OneProcess:
 def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     """The trainer of a configuration; its process group ends with the block."""
     inputs = load_inputs(config)
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     stream = TaskStream(inputs.train, config.data.weights, config.data.seed)
     scorer = DirectScorer(build_reward(config.reward.name, config.reward.options))
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]

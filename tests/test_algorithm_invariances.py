@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.gigpo import gigpo
+from verl.algorithms.policy_loss import token_loss
 from verl.algorithms.table import presets
 from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, mask_tensor, pack
@@ -71,6 +73,16 @@ def case(elsewhere: float = 0.0, shift: float = 0.0) -> Case:
     return Case(samples, logprobs, old, ref, values, [each + shift for each in GREEDY])
 
 
+def engine_apart(given: Case) -> Case:
+    """The same of an engine whose log-probs are other than the trainer's."""
+    apart = [each - 0.7 * (-1.0) ** place for place, each in enumerate(given.old)]
+    samples = [
+        replace(each, rollout_logprobs=tuple((row + 0.5 * torch.arange(len(row)).sin()).tolist()))
+        for each, row in zip(given.samples, apart, strict=True)
+    ]
+    return replace(given, samples=samples)
+
+
 def lively(algorithm: Algorithm) -> Algorithm:
     """With settings under which so few tokens show something."""
     if algorithm.name == "clip_cov":
@@ -117,7 +129,7 @@ def learned(algorithm: Algorithm, given: Case, max_tokens: int = 100, share: boo
         if units:
             loss, facts = policy_loss(Table(parameters), pack(units, samples, experience.columns), algorithm, 1.0)
             total = total + loss
-            for name in facts.keys() - {"engine_gap_max"}:
+            for name in (each for each in facts if not each.endswith("_max")):
                 metrics[name] = metrics.get(name, 0.0) + float(facts[name])
     total.backward()
     assert parameters.grad is not None
@@ -134,6 +146,43 @@ def test_the_cut_into_packs_changes_nothing(algorithm: Algorithm) -> None:
         assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
         torch.testing.assert_close(moved, gradient)
         assert facts == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("weight", [Level.TOKEN, Level.SEQUENCE])
+def test_the_cut_changes_nothing_under_a_correction(algorithm: Algorithm, weight: Level) -> None:
+    """Of an engine that is far off, so that some of its six samples are truncated and some are left out."""
+    correction = Correction(weight, upper=1.5, mask=Level.GEOMETRIC, mask_lower=0.6, mask_upper=3.0)
+    algorithm, given = replace(lively(algorithm), correction=correction), engine_apart(case())
+    loss, gradient, metrics = learned(algorithm, given)
+    assert metrics["correction_truncated"] > 0 and 0 < metrics["correction_masked"] < 1
+    assert not torch.allclose(gradient, learned(replace(algorithm, correction=None), given)[1])
+    for cut in ({"max_tokens": 7}, {"max_tokens": 12, "share": False, "ranks": 3}):
+        other, moved, facts = learned(algorithm, given, **cut)
+        assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(moved, gradient)
+        assert facts == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+@EVERY
+def test_kl_and_entropy_are_not_weighted(algorithm: Algorithm) -> None:
+    """Where all that the engine sampled is left out, they are what remains."""
+    algorithm, given = replace(lively(algorithm), entropy_coefficient=0.1), engine_apart(case())
+    nothing = Correction(weight=None, mask=Level.TOKEN, mask_lower=1.0, mask_upper=1.0)
+    loss, gradient, metrics = learned(replace(algorithm, correction=nothing), given)
+    without = replace(algorithm, policy_loss=lambda inputs: token_loss(0.0 * inputs.logprobs_T))
+    other, expected, _ = learned(without, given)
+    assert metrics["correction_masked"] == pytest.approx(1.0) and expected.abs().sum() > 0
+    assert loss == pytest.approx(other) and torch.equal(gradient, expected)
+
+
+@EVERY
+def test_a_correction_of_an_engine_that_agrees_changes_nothing(algorithm: Algorithm) -> None:
+    corrected = replace(lively(algorithm), correction=Correction(mask=Level.SEQUENCE, veto=1e-4))
+    loss, gradient, metrics = learned(lively(algorithm), case())
+    other, moved, facts = learned(corrected, case())
+    assert other == loss and torch.equal(moved, gradient) and facts == metrics
+    assert facts["correction_weight_mean"] == pytest.approx(1.0) and facts["correction_masked"] == 0.0
 
 
 @EVERY

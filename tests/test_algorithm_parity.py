@@ -1,6 +1,6 @@
 """Advantages, losses, KL and aggregation against arrays that veRL 0.9.1's own functions gave on one batch.
 
-Arrays without a counterpart: `adv/gdpo_*`, `loss/dppo_*`, `loss/dro` and `is/*` (algorithms that are not here), KL
+Arrays without a counterpart: `adv/gdpo_*`, `loss/dppo_*` and `loss/dro` (algorithms that are not here), KL
 "abs" and the "+" estimators, `balance/*` (packs here are filled by capacity). `stats/entropy*` is tested where logits
 are.
 """
@@ -26,6 +26,7 @@ from verl.algorithms.advantage import (
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.cispo import weight_clipped
 from verl.algorithms.clip_cov import clipped_unless_selected
+from verl.algorithms.correction import Correction, Level, token_weights
 from verl.algorithms.dr_grpo import group_centred
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
@@ -191,6 +192,21 @@ SEQ_MEAN = Aggregation.SEQ_MEAN_TOKEN_MEAN
 )
 def test_losses_equal_verls(published: Published, name: str, loss: PolicyLoss, mode: Aggregation) -> None:
     check_loss(published, name, loss, mode)
+
+
+@pytest.mark.parametrize("level", [Level.TOKEN, Level.SEQUENCE])
+def test_importance_weights_equal_verls(published: Published, level: Level) -> None:
+    sample_T = torch.repeat_interleave(torch.arange(len(published.mask)), published.mask.sum(1))
+    got = token_weights(Correction(level), published["in/old"], published["in/sampler"], sample_T)
+    assert_close(got.weight_T, published[f"is/{level}/weights"])
+
+
+def test_a_weighted_loss_equals_verls(published: Published) -> None:
+    def loss(inputs: LossInputs) -> TokenLoss:
+        token = clipped(inputs, dual_clip=3.0)
+        return TokenLoss(token.loss_T * published["in/rollout_is_weights"], token.metrics_T)
+
+    check_loss(published, "vanilla_is/token-mean", loss)
 
 
 def test_gmpo_differs_from_verls_by_rows_without_tokens(published: Published) -> None:

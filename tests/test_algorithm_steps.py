@@ -63,7 +63,7 @@ def test_a_step_makes_better_replies_likelier(name: str, model: Path, rows: Path
         try:
             return await trained.train_step()
         finally:
-            await trained.rollout.close()
+            await trained.rollouts.close()
 
     with local_trainer(config) as trained:
         metrics = asyncio.run(step(trained))

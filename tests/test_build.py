@@ -15,9 +15,11 @@ import torch
 from transformers import ByT5Tokenizer
 
 from tests.tiny import MINI, run_words, save_tiny_model
+from verl.algorithms import ALGORITHMS
 from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.filters import name_of
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS
@@ -25,7 +27,7 @@ from verl.algorithms.overlong import Overlong
 from verl.algorithms.policy_loss import clipped
 from verl.algorithms.ppo import PPO
 from verl.config.load import load_config
-from verl.config.schema import _NAMES, AlgorithmConfig, ModelConfig
+from verl.config.schema import _NAMES, AlgorithmConfig, CorrectionConfig, ModelConfig
 from verl.data.samples import to_samples
 from verl.data.sft import read_demonstrations
 from verl.data.sft import to_samples as to_demonstration_samples
@@ -50,6 +52,37 @@ def test_names_that_the_configuration_knows_are_those_of_the_algorithms() -> Non
 def test_a_preset_alone_is_itself() -> None:
     assert build_algorithm(AlgorithmConfig("grpo"), 64) == GRPO
     assert build_algorithm(AlgorithmConfig("ppo"), 64).kl == PPO.kl
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
+    assert build_algorithm(AlgorithmConfig(name), 64).correction is None
+    assert build_algorithm(AlgorithmConfig(name), 64, max_staleness=1).correction == Correction(Level.TOKEN, upper=2.0)
+    for off in {"correction": CorrectionConfig("none")}, {"old_logprobs": "rollout"}:
+        assert build_algorithm(AlgorithmConfig(name, **off), 64, max_staleness=1).correction is None  # type: ignore[arg-type]
+
+
+def test_a_correction_is_what_was_asked_for() -> None:
+    asked = CorrectionConfig("sequence", 3.0, "geometric", mask_upper=1.25, veto=1e-4)
+    made = build_algorithm(AlgorithmConfig("grpo", correction=asked), 64)
+    assert made.correction == Correction(Level.SEQUENCE, 3.0, Level.GEOMETRIC, 0.8, 1.25, 1e-4)
+    masked = build_algorithm(AlgorithmConfig("grpo", correction=CorrectionConfig(mask="token", mask_lower=0.0)), 64)
+    assert masked.correction == Correction(None, 2.0, Level.TOKEN, 0.0, 2.0)
+    with pytest.raises(ConfigError, match="would correct twice"):
+        build_algorithm(AlgorithmConfig("grpo", old_logprobs="rollout", correction=asked), 64)
+
+
+def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import replace\nfrom verl.algorithms.correction import Correction\n"
+        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(upper=5.0))\n"
+    )
+    for stale in (0, 1):
+        assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(upper=5.0)
+    off = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig("none"))
+    assert build_algorithm(off, 64).correction is None
+    assert build_algorithm(AlgorithmConfig(f"{own}:MINE", old_logprobs="rollout"), 64).correction is None
 
 
 def test_overrides_replace_what_they_name_and_nothing_else() -> None:

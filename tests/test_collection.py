@@ -25,7 +25,8 @@ from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
 from verl.trainer.collection import Collection, NoSignalError
 from verl.trainer.experience import build_experience, turns_of
-from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.types import (
     Completion,
     FinishReason,
@@ -132,11 +133,13 @@ TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in ran
 
 def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
     rollout = GroupRollout(None, ChatCodec, None, Sampling(16))  # type: ignore[arg-type]
-    settings = StepSettings(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
+    settings = RolloutSettings(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
     stream = TaskStream([TASKS], cursor=cursor)
-    return PPOTrainer(settings, algorithm, stream, rollout, model, model, reference)
+    return PPOTrainer(
+        StepSettings(), algorithm, Rollouts(settings, algorithm, stream, rollout), model, model, reference
+    )
 
 
 def order(number: int) -> list[str]:
@@ -148,7 +151,7 @@ def test_prompts_are_drawn_until_there_are_enough_groups(monkeypatch: pytest.Mon
     first, second, third, fourth, *_ = order(6)
     script = Scripted({first: (1, 1), second: (0, 1), third: (0, 0), fourth: (1, 0)}, monkeypatch)
     learning = trainer(replace(DAPO, overlong=Overlong(16, 8)))
-    collected = asyncio.run(learning._generate())
+    collected = asyncio.run(learning.rollouts.take(learning.step))
     assert [each.task.id for each in collected.kept] == [second, fourth]
     assert [each.task.id for each in collected.drawn] == [first, second, third, fourth] and collected.draws == 3
     seeds = [seed for _, _, seed, _ in script.asked]
@@ -170,24 +173,24 @@ def test_the_next_step_draws_on_from_there_and_so_does_a_resumed_run(monkeypatch
     rewards = dict.fromkeys(names, (0.0, 1.0)) | {names[0]: (1.0, 1.0)}
     script = Scripted(rewards, monkeypatch)
     learning = trainer(DAPO_SHORT)
-    asyncio.run(learning._generate())
+    asyncio.run(learning.rollouts.take(learning.step))
     learning.step = 1
     saved = json.loads(json.dumps(learning.state()))
-    asyncio.run(learning._generate())
+    asyncio.run(learning.rollouts.take(learning.step))
     straight = script.asked[3:]
     assert [name for name, *_ in straight] == names[3:5]
 
     script.asked.clear()
-    resumed = trainer(DAPO_SHORT, cursor=TaskCursor(**saved["data"]))
+    resumed = trainer(DAPO_SHORT, cursor=TaskCursor(**saved["rollouts"]["data"]))
     resumed.restore(saved)
-    asyncio.run(resumed._generate())
+    asyncio.run(resumed.rollouts.take(resumed.step))
     assert script.asked == straight
 
 
 def test_a_step_without_any_signal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(dict.fromkeys(order(6), (1.0, 1.0)), monkeypatch)
     with pytest.raises(NoSignalError, match=r"none of 6 groups .* after 3 draws \(zero_variance dropped 12 replies\)"):
-        asyncio.run(trainer(replace(DAPO_SHORT, max_draws=3))._generate())
+        asyncio.run(trainer(replace(DAPO_SHORT, max_draws=3)).rollouts.take(0))
     assert len(script.asked) == 6
 
 
@@ -196,14 +199,14 @@ def test_a_step_that_is_not_full_after_its_draws_is_trained(
 ) -> None:
     names = order(6)
     Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[0]: (0.0, 1.0)}, monkeypatch)
-    collected = asyncio.run(trainer(replace(DAPO_SHORT, max_draws=2))._generate())
+    collected = asyncio.run(trainer(replace(DAPO_SHORT, max_draws=2)).rollouts.take(0))
     assert len(collected.kept) == 1 and "1 groups of 2 after 2 draws" in caplog.text
 
 
 def test_one_draw_drops_and_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     names = order(6)
     script = Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[1]: (0.0, 1.0)}, monkeypatch)
-    collected = asyncio.run(trainer(replace(DR_GRPO, filters=(zero_variance,)))._generate())
+    collected = asyncio.run(trainer(replace(DR_GRPO, filters=(zero_variance,))).rollouts.take(0))
     assert [each.task.id for each in collected.kept] == [names[1]] and len(script.asked) == 2
     assert Collection(DR_GRPO, 2).metrics() == {}
 
@@ -211,7 +214,7 @@ def test_one_draw_drops_and_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> No
 def test_remax_compares_with_a_greedy_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     names = order(6)
     script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
-    kept = asyncio.run(trainer(replace(REMAX, overlong=Overlong(16, 8)))._generate()).kept
+    kept = asyncio.run(trainer(replace(REMAX, overlong=Overlong(16, 8))).rollouts.take(0)).kept
     assert sorted((n, temperature) for _, n, _, temperature in script.asked) == [(1, 0.0)] * 2 + [(2, 1.0)] * 2
     assert [each.baseline for each in kept] == [0.25, 0.25]  # it is long, too
     assert [each.lost_uses for each in kept] == [(LOST,), (LOST,)]  # of the greedy episodes
@@ -226,22 +229,22 @@ def test_without_its_greedy_reply_a_group_is_left_out(monkeypatch: pytest.Monkey
     script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
     script.broken.add(names[0])
     learning = trainer(REMAX)
-    learning.settings = replace(learning.settings, max_fault_share=0.5)
-    collected = asyncio.run(learning._generate())
+    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
+    collected = asyncio.run(learning.rollouts.take(learning.step))
     assert [each.task.id for each in collected.kept] == [names[1]] and collected.drawn[0].faults == ("down",)
-    learning.settings = replace(learning.settings, max_fault_share=0.1)
+    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.1)
     with pytest.raises(RewardFaultError):
         script.broken.update(names)
-        asyncio.run(learning._generate())
+        asyncio.run(learning.rollouts.take(learning.step))
 
 
 def test_greedy_replies_count_among_those_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)  # one of two is lost
     script.broken.update(order(6))
     learning = trainer(REMAX)
-    learning.settings = replace(learning.settings, max_fault_share=0.5)
+    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
     with pytest.raises(RewardFaultError, match="4 of 6 replies"):
-        asyncio.run(learning._generate())
+        asyncio.run(learning.rollouts.take(learning.step))
 
 
 @pytest.mark.parametrize(("algorithm", "num_kept"), [(REMAX, 2), (DR_GRPO, 0)], ids=["remax", "dr_grpo"])
@@ -250,9 +253,9 @@ def test_a_lone_reply_is_trained_where_nothing_is_compared(
 ) -> None:
     Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)
     learning = trainer(algorithm)
-    learning.settings = replace(learning.settings, max_fault_share=0.5)
+    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
     try:
-        assert len(asyncio.run(learning._generate()).kept) == num_kept
+        assert len(asyncio.run(learning.rollouts.take(learning.step)).kept) == num_kept
     except NoSignalError:
         assert num_kept == 0
 

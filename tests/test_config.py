@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
-from verl.config.schema import Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
 from verl.errors import ConfigError
 
 # Every override of ToolRL's run_grpo.sh.
@@ -114,6 +114,21 @@ def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.
     load_config([word])
     (record,) = caplog.records
     assert "has no effect here: " in record.message and why in record.message
+
+
+def test_a_whole_distribution_may_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(["actor_rollout_ref.rollout.top_p=1.0", "rollout.top_k=-1", "rollout.min_p=null"])
+    assert len(caplog.records) == 3
+    assert all("from the policy's whole distribution" in record.message for record in caplog.records)
+
+
+def test_verls_words_for_the_correction_are_understood() -> None:
+    theirs = {"rollout_is": "sequence", "rollout_is_threshold": 3, "rollout_rs": "geometric"}
+    theirs |= {"rollout_rs_threshold": 1.5, "rollout_rs_threshold_lower": 0.5, "rollout_token_veto_threshold": 1e-4}
+    correction = load_config([f"algorithm.rollout_correction.{key}={each}" for key, each in theirs.items()]).algorithm
+    assert correction.correction == CorrectionConfig("sequence", 3.0, "geometric", 1.5, 0.5, 1e-4)
+    none = load_config(["algorithm.rollout_correction.rollout_is=null", "rollout.max_staleness=1"])
+    assert none.algorithm.correction.weight_at(1) == "none"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +269,27 @@ def test_reward_options_are_open() -> None:
             "kl_loss_type must be one of kl, k1, mse",
         ),
         (["algorithm.adv_estimator=[1]"], "algorithm.name"),
+        (["rollout.max_staleness=-1"], "rollout.max_staleness must be 0 or more"),
+        (["algorithm.correction.weight=geometric"], "algorithm.correction.weight must be one of auto, none, token"),
+        (
+            ["algorithm.correction.mask=reply"],
+            "algorithm.correction.mask must be one of none, token, sequence, geometric",
+        ),
+        (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.upper must be at least 1"),
+        (["algorithm.correction.mask_lower=1.5"], "algorithm.correction.mask_lower must be between 0 and 1"),
+        (["algorithm.correction.veto=0"], "algorithm.correction.veto must be more than 0"),
+        (
+            ["algorithm.correction.upper=3"],
+            "algorithm.correction.upper=3 has no effect: algorithm.correction.weight is",
+        ),
+        (
+            ["algorithm.correction.upper=3", "rollout.max_staleness=1", "algorithm.old_logprobs=rollout"],
+            "algorithm.correction.upper=3 has no effect",
+        ),
+        (["algorithm.correction.mask_upper=3"], "mask_upper=3 has no effect: algorithm.correction.mask is none"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9 would sample from another distribution"),
+        (["rollout.top_k=50"], "leave it at -1 and set rollout.temperature instead"),
+        (["rollout.min_p=0.05"], "rollout.min_p=0.05 would sample"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),

@@ -40,7 +40,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.evaluate import check_faults
 from verl.trainer.main_eval import main
-from verl.trainer.ppo import RewardFaultError
+from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
 
 SETTINGS = {"n": 1, "handler": "toolrl", "max_prompt_length": 512, "max_response_length": 64}

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.ppo import PPO
@@ -47,7 +48,8 @@ from verl.trainer.experience import (
 )
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, RewardFaultError, StepSettings
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher, StaleEngineError
 from verl.transfer.bucket import Layout, Offer, Receiver
 from verl.transfer.memory import SharedMemory
@@ -115,12 +117,13 @@ def trainer(
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
     engine, codec, learner = HFEngine(rollout_model), ChatCodec(tokenizer()), policy(lr)
     rollout = GroupRollout(engine, codec, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
-    settings = StepSettings(prompts_per_step=4, rollouts_per_prompt=8, minibatches_per_step=minibatches)
+    settings = StepSettings(minibatches)
     probes = [codec.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
     publisher = Publisher(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
-    return PPOTrainer(settings, algorithm, TaskStream([tasks]), rollout, learner, publisher, reference, critic, control)
+    rollouts = Rollouts(RolloutSettings(4, 8), algorithm, TaskStream([tasks]), rollout)
+    return PPOTrainer(settings, algorithm, rollouts, learner, publisher, reference, critic, control)
 
 
 def value_model() -> Critic:
@@ -147,6 +150,7 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
     assert {"time/rollout_s", "time/update_s", "actor/grad_norm", "actor/entropy"} <= history[0].keys()
     assert history[0]["engine/gap_max"] < 1e-4 and history[-1]["engine/canary_gap"] < 1e-4
+    assert history[0]["correction/ess"] == pytest.approx(1.0) and history[0]["correction/mismatch_kl"] < 1e-6
     assert [name for name in history[0] if not known(name)] == []
 
 
@@ -168,14 +172,16 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     assert "actor/loss" in asyncio.run(learning.train_step())
 
 
-def test_one_optimizer_step_needs_no_pass_for_old_logprobs() -> None:
+@pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, upper=1.0)])
+def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correction | None) -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
+    algorithm = replace(PLAIN, correction=correction)
 
     def pay(learning: PPOTrainer, experience: Experience) -> Experience:
         scored = learning.policy.score(learning.policy.laid_out(experience.samples))
         return experience.having("old_logprobs", scored)
 
-    free, paid = trainer(PLAIN, minibatches=1), trainer(PLAIN, minibatches=1)
+    free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
     paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
     one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
@@ -244,7 +250,7 @@ class RanksWithinItsGroup(SaysEvenWords):
 
 def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_saved() -> None:
     learning = trainer(PLAIN)
-    learning.shaping = RanksWithinItsGroup()
+    learning.rollouts.shaping = RanksWithinItsGroup()
     asyncio.run(learning.train_step())
     for group in learning.groups:
         totals = [score.total for score in group.scores]
@@ -252,13 +258,13 @@ def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_sav
         assert max(totals) <= 1.0  # the scores themselves stay as they are
     assert max(reward for group in learning.groups for reward in group.rewards) > 1.0
     saved = json.loads(json.dumps(learning.state()))
-    assert saved["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
+    assert saved["rollouts"]["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
 
     resumed = trainer(PLAIN)
-    resumed.shaping = RanksWithinItsGroup()
+    resumed.rollouts.shaping = RanksWithinItsGroup()
     resumed.restore(saved)
     asyncio.run(resumed.train_step())
-    assert resumed.state()["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
+    assert resumed.state()["rollouts"]["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
 
 
 def test_a_stale_engine_stops_the_run() -> None:
@@ -337,19 +343,38 @@ def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[
     assert scored == sum(tokens for name, tokens in passes if name == "update")
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> None:
+    told = []
+    for correction in (None, Correction(Level.TOKEN, upper=1.1)):
+        learning = trainer(replace(PLAIN, correction=correction), minibatches=minibatches)
+        assert isinstance(learning.rollout.engine, HFEngine)
+        generator = torch.Generator().manual_seed(0)
+        for weight in learning.rollout.engine._model.parameters():
+            weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
+        told.append(asyncio.run(learning.train_step()))
+    plain, corrected = told
+    assert plain["correction/mismatch_kl"] == pytest.approx(corrected["correction/mismatch_kl"], rel=1e-4)
+    assert plain["correction/mismatch_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
+    assert plain["correction/weight_max"] > 1.1 and corrected["correction/weight_max"] == pytest.approx(1.1)
+    assert plain["correction/ess"] < corrected["correction/ess"] < 1.0 and corrected["correction/truncated"] > 0.0
+    assert plain["actor/grad_norm"] != pytest.approx(corrected["actor/grad_norm"], rel=1e-3)
+
+
 def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passes: list[tuple[str, int]]) -> None:
     learning = trainer(replace(PLAIN, old_logprobs=OldLogprobs.ROLLOUT), minibatches=2)
     metrics = asyncio.run(learning.train_step())
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     # against the trainer, not against itself, and before the policy has learned
     assert 0.0 < metrics["engine/gap_mean"] < 1e-4 and metrics["engine/gap_max"] < 1e-3
+    assert metrics["correction/weight_max"] < 1.001
 
 
 def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = trainer(PLAIN)
     words = {"short": 1, "longest": 30, "middle": 9, "long": 20}
     tasks = [Task(name, (Message("user", "w1 " * count),), "w7", "words") for name, count in words.items()]
-    learning.tasks = TaskStream([tasks])
+    learning.rollouts.tasks = TaskStream([tasks])
     started: list[tuple[str, int]] = []
 
     async def run(self: GroupRollout, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
@@ -357,7 +382,7 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
         return TrajectoryGroup(task, (None,) * 2, (), (), ())  # type: ignore[arg-type]
 
     monkeypatch.setattr(GroupRollout, "run", run)
-    drawn = [group.task.id for group in asyncio.run(learning._generate()).kept]
+    drawn = [group.task.id for group in asyncio.run(learning.rollouts.take(0)).kept]
     assert [name for name, _ in started] == ["longest", "long", "middle", "short"]
     assert [name for name, _ in sorted(started, key=lambda pair: pair[1])] == drawn  # a prompt's seed stays its own
 
@@ -376,7 +401,7 @@ def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
     asyncio.run(learning.train_step())
-    engine = learning.rollout.engine
+    engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))
     assert all(torch.equal(own[name], full) for name, full in weights(learning).items())

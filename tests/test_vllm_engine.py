@@ -23,7 +23,9 @@ from tests.test_hf_engine import trainer_logprobs
 from tests.tiny import save_untrained
 from verl.errors import ConfigError, DataError, EngineError
 from verl.rollout.engine import Sampling
+from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.single_controller.local import LocalGroup
 from verl.transfer.bucket import Layout, Outlet
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
@@ -176,6 +178,27 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
     assert completion.weight_version == 1 and len(completion.token_ids) == 400
     assert max(gaps(policy, [5], completion, 1.0)[:5]) < 1e-3  # begun with the old weights,
     assert max(gaps(changed, [5], completion, 1.0)[-5:]) < 1e-3  # ended with the new ones
+
+
+def test_a_broken_off_request_goes_on_with_the_new_weights(runner: Runner, policy: PackedPolicy) -> None:
+    changed = shaken(load_causal_lm(runner.engine._settings.model_path), 6)
+    pool = EnginePool(LocalGroup(runner.engine), [[0]], OnPublish.CONTINUE)
+
+    async def update_meanwhile() -> tuple[Completion, ...]:
+        pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
+        await asyncio.sleep(0.1)
+        await publish(pool, 2, published_names(changed))
+        assert not pending.done()
+        return await pending
+
+    completions = runner(update_meanwhile())
+    assert len(completions) == 2
+    for completion in completions:
+        old = completion.versions.count(1)
+        assert len(completion.token_ids) == 400 and completion.versions == (1,) * old + (2,) * (400 - old)
+        assert 0 < old < 400
+        assert max(gaps(policy, [5], completion, 1.0)[:old]) < 1e-3  # every token is what its version says
+        assert max(gaps(changed, [5], completion, 1.0)[old:]) < 1e-3
 
 
 def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, policy: PackedPolicy) -> None:

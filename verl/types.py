@@ -75,7 +75,13 @@ class Completion:
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L] log p of each token under the sampling distribution
     finish_reason: FinishReason
-    weight_version: int
+    weight_version: int  # of the weights that wrote the last token
+    token_versions: tuple[int, ...] = ()  # [L] where several versions wrote it
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[L] version of the weights that wrote each token."""
+        return self.token_versions or (self.weight_version,) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

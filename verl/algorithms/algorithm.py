@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.algorithms.advantage import AdvantageEstimator
 from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.correction import Correction
 from verl.algorithms.filters import Filter
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.policy_loss import PolicyLoss
@@ -64,6 +65,7 @@ class Algorithm:
     aggregation: Aggregation
     aggregation_length: float | None = None  # tokens; the divisor of seq-mean-token-sum-norm, needed by it alone
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
+    correction: Correction | None = None  # for the engine's difference from the trainer
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0
     needs_critic: bool = False
@@ -74,3 +76,6 @@ class Algorithm:
     filters: tuple[Filter, ...] = ()  # which rollouts are trained on
     max_draws: int = 1  # times that a step may draw prompts until the filters have left it enough
     overlong: Overlong | None = None  # what long replies are penalised by, after the filters
+
+    def __post_init__(self) -> None:
+        assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "the ratio would correct twice"

@@ -27,6 +27,8 @@ and these keys override it:
 | `algorithm.aggregation`, `aggregation_length` | from token losses to one |
 | `algorithm.kl_placement`, `kl_estimator`, `kl_coefficient`, `kl_target`, `kl_horizon` | KL to the reference |
 | `algorithm.entropy_coefficient`, `old_logprobs` | the entropy bonus; whose log-probs the ratio is measured from |
+| `algorithm.correction.weight`, `upper` | weights for what the engine sampled, truncated at `upper` (see below) |
+| `algorithm.correction.mask`, `mask_upper`, `mask_lower`, `veto` | what is left out as too far off |
 | `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
 | `algorithm.max_draws` | times that a step may draw prompts until the filters have left it enough |
 | `algorithm.overlong_buffer`, `overlong_factor` | the penalty for long replies: tokens before the longest, and points |
@@ -38,7 +40,34 @@ A key that the preset has no use for is an error. Filters (`verl/algorithms/filt
 Losses are sums over trained tokens whose weights are made once for a whole mini-batch: how it is cut into packs and
 dealt to ranks changes nothing. Below, p is the policy, p_old the policy before the step's updates, p_ref the
 reference, r a reply's reward, clip(A, x) = max(-A x, -A * (x held within 1 - low and 1 + high)), and stop() lets no
-gradient through. The page is made by `python -m verl.algorithms --markdown`.
+gradient through.
+
+## Off-policy correction
+
+Replies are sampled by an engine, which is not quite the policy that is trained: its arithmetic differs, and with
+`rollout.max_staleness` above 0 its weights are older. `verl/algorithms/correction.py` holds the formulas. A token's
+policy loss is multiplied by stop(min(ratio, upper)), where the ratio is the trainer's probability before the update by
+the engine's; the loss's own ratio p / p_old is left as it is, which makes it decoupled PPO. KL, entropy and the critic
+are not weighted.
+
+- `weight=auto`, the default, is `token` where `rollout.max_staleness` is above 0, and `none` elsewhere. `upper=2` is
+  what veRL and the first to truncate engine ratios run: bounded variance, at the price of a small bias.
+- `weight=sequence` takes the product over the reply: unbiased below `upper`, of a variance that grows with length.
+- `weight=token mask=token upper=5 mask_upper=5 mask_lower=0.5` is IcePop, `weight=sequence mask=sequence upper=3
+  mask_upper=3 mask_lower=0` TRL's default. `mask=geometric` with bounds near 1 (1.001) leaves out replies that the
+  trainer finds odd as a whole, however long they are. Masked tokens count on in the loss's denominators.
+- `veto=1e-4` leaves out replies with a token that the trainer takes for ten thousand times less likely.
+- `old_logprobs=rollout` measures the loss's ratio from the engine and so corrects by itself; a correction beside it is
+  an error.
+
+A step with one update needs no further pass: the update's own log-probs are those before it. `correction/mismatch_kl`,
+`ess`, `weight_mean` and `weight_max` are told whether or not anything is corrected. veRL's keys below
+`algorithm.rollout_correction.` are understood. Sampling is never truncated: `top_p`, `top_k` and `min_p` would make the
+engine's log-probs those of another distribution, and are refused.
+
+## Presets
+
+The page is made by `python -m verl.algorithms --markdown`.
 
 """
 
@@ -65,6 +94,7 @@ def extras_told(algorithm: Algorithm) -> str:
         "states of turns": algorithm.needs_turns,
         f"entropy bonus {algorithm.entropy_coefficient:g}": algorithm.entropy_coefficient != 0.0,
         "old log-probs of the engine": algorithm.old_logprobs is OldLogprobs.ROLLOUT,
+        "off-policy correction": algorithm.correction is not None,
         f"filter {', '.join(map(told, algorithm.filters))}": bool(algorithm.filters),
         f"{algorithm.max_draws} draws": algorithm.max_draws > 1,
         "overlong penalty": overlong is not None,

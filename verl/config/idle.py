@@ -29,6 +29,13 @@ def _without_kl(config: Config) -> bool:
     return config.algorithm.kl_placement == "none"
 
 
+def _without_weights(config: Config) -> bool:
+    algorithm = config.algorithm
+    by_itself = algorithm.correction.weight == "auto" and algorithm.old_logprobs == "rollout"
+    return by_itself or algorithm.correction.weight_at(config.rollout.max_staleness) == "none"
+
+
+_NO_MASK = "algorithm.correction.mask is none"
 _NO_KL = "algorithm.kl_placement is none"
 _NO_GPU = "there is no GPU with device=cpu"
 _OF_SEVERAL_TURNS = (
@@ -99,6 +106,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         ),
         Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
         Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
+        Rule(
+            "rollout.on_publish",
+            lambda c: c.rollout.max_staleness == 0,
+            "with rollout.max_staleness=0 no reply is being written when weights are published",
+        ),
         Rule("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
         Rule(
             "rollout.kv_cache_gib",
@@ -117,6 +129,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("critic.offload_optimizer", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _without_kl, _NO_KL),
+        Rule("algorithm.correction.upper", _without_weights, "algorithm.correction.weight is none, or comes to that"),
+        *(
+            Rule(f"algorithm.correction.{name}", lambda c: c.algorithm.correction.mask == "none", _NO_MASK)
+            for name in ("mask_lower", "mask_upper")
+        ),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
         Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
         *_OF_EPISODES,

@@ -32,6 +32,19 @@ _RENAMED = {
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
 }
+_CORRECTION = {
+    "rollout_is": "weight",
+    "rollout_is_threshold": "upper",
+    "rollout_rs": "mask",
+    "rollout_rs_threshold": "mask_upper",
+    "rollout_rs_threshold_lower": "mask_lower",
+    "rollout_token_veto_threshold": "veto",
+}
+_RENAMED |= {
+    f"algorithm.rollout_correction.{theirs}": f"algorithm.correction.{ours}" for theirs, ours in _CORRECTION.items()
+}
+# Values under which nothing of the policy's distribution is cut off; None stands for them, too.
+_WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,)}
 _NO_PADDING = "packs have no padding"
 _PACKS = "forward passes are packs of at most actor.max_tokens_per_pack tokens"
 _SHARDED = (
@@ -45,6 +58,7 @@ _MOOT = {
     "actor.ppo_micro_batch_size": _PACKS,
     "actor.ppo_micro_batch_size_per_gpu": _PACKS,
     "actor.fsdp_config": _SHARDED,
+    "rollout.calculate_log_probs": "engines tell the log-probs of what they sample always",
     "rollout.log_prob_micro_batch_size": _PACKS,
     "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
     "actor_rollout_ref.ref": "the reference lives in the actor's ranks and takes the actor's packs",
@@ -94,6 +108,10 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
         settings["reward.name"] = (
             f"{settings.pop('reward.path')}:{settings.pop('custom_reward_function.name', 'compute_score')}"
         )
+    for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
+        if key in settings and settings[key] is None:
+            settings[key] = "none"
+    _refuse_truncation(settings, moot)
     _place_kl(settings, moot)
     return settings, moot
 
@@ -109,6 +127,21 @@ def _our_prefix(key: str) -> str:
         if key.startswith(theirs):
             return ours + key.removeprefix(theirs)
     return key
+
+
+def _refuse_truncation(settings: Settings, moot: dict[str, str]) -> None:
+    """A policy is sampled as it is: the log-probs of what a truncated one says are not those that the loss takes."""
+    for name, harmless in _WHOLE_DISTRIBUTION.items():
+        key = f"rollout.{name}"
+        if key not in settings:
+            continue
+        value = settings.pop(key)
+        if value is not None and value not in harmless:
+            raise ConfigError(
+                f"{key}={value} would sample from another distribution than the policy's, and nothing corrects the "
+                f"loss's ratios for that; leave it at {harmless[0]} and set rollout.temperature instead"
+            )
+        moot[key] = "replies are sampled from the policy's whole distribution"
 
 
 def _place_kl(settings: Settings, moot: dict[str, str]) -> None:

@@ -120,6 +120,9 @@ class CriticConfig:
         _require(self.grad_clip > 0, "critic.grad_clip", "positive", self.grad_clip)
 
 
+ON_PUBLISH = ("continue", "finish", "abort_and_retry")
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How the policy is sampled."""
@@ -128,7 +131,10 @@ class RolloutConfig:
     n: int = 4  # rollouts per prompt
     temperature: float = 1.0
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
-    placement: str = "colocated"  # colocated: beside the trainer's ranks; separate: a pool of its own
+    max_staleness: int = 0  # weight versions that a sample may be behind; 0: rollouts and training take turns
+    max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
+    on_publish: str = "continue"  # continue | finish | abort_and_retry: what running replies do when new weights come
+    placement: str = "auto"  # colocated: beside the trainer's ranks; separate: their own pool; auto: as staleness asks
     num_engines: int | None = None  # what the trainer's ranks have room for, if left out
     tensor_model_parallel_size: int = 1
     max_num_seqs: int = 256  # sequences that one engine decodes at once
@@ -141,12 +147,26 @@ class RolloutConfig:
         _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
-        dtypes, places = ("auto", "bfloat16", "float32"), ("colocated", "separate")
+        dtypes, places = ("auto", "bfloat16", "float32"), ("auto", "colocated", "separate")
         _require(self.dtype in dtypes, "rollout.dtype", " or ".join(dtypes), self.dtype)
         _require(self.placement in places, "rollout.placement", " or ".join(places), self.placement)
         for name in ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
+        _require(self.max_staleness >= 0, "rollout.max_staleness", "0 or more", self.max_staleness)
+        uses = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
+        _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", uses, self.max_reuse)
+        _require(self.on_publish in ON_PUBLISH, "rollout.on_publish", " or ".join(ON_PUBLISH), self.on_publish)
+        if self.max_staleness and self.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: engines that share the trainer's devices sleep while it learns, so "
+                "rollout.max_staleness must be 0; set rollout.placement=separate"
+            )
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines sit beside the trainer's ranks."""
+        return self.placement == "colocated" or (self.placement == "auto" and self.max_staleness == 0)
 
 
 @dataclass(frozen=True)
@@ -223,6 +243,39 @@ _NAMES = {  # spelled out here, because the algorithms' own enumerations need to
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """What of the engine's difference from the trainer is corrected in the policy loss (docs/algorithms.md).
+
+    A ratio is the trainer's probability of what was sampled, before the update, by the engine's.
+    """
+
+    weight: str = "auto"  # auto (token where rollout.max_staleness > 0, else none) | none | token | sequence
+    upper: float = 2.0  # at which the ratios that weigh are truncated
+    mask: str = "none"  # none | token | sequence | geometric: the ratio that leaves out what lies beyond the bounds
+    mask_upper: float = 2.0
+    mask_lower: float | None = None  # 1 / mask_upper if left out
+    veto: float | None = None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
+
+    def __post_init__(self) -> None:
+        levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
+        masks = ("none", "token", "sequence", "geometric")
+        _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
+        _require(self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
+        for name in ("upper", "mask_upper"):
+            _require(
+                getattr(self, name) >= 1, f"{key}.{name}", "at least 1, as policies agree there", getattr(self, name)
+            )
+        lower, veto = self.mask_lower, self.veto
+        _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
+        _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
+
+    def weight_at(self, max_staleness: int) -> str:
+        """The level of the weights, "none" for none of them, with auto settled."""
+        automatic = "token" if max_staleness > 0 else "none"
+        return automatic if self.weight == "auto" else self.weight
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
 
@@ -233,6 +286,7 @@ class AlgorithmConfig:
     aggregation: str | None = None
     aggregation_length: int | None = None  # seq-mean-token-sum-norm's divisor; data.max_response_length if left out
     old_logprobs: str | None = None  # trainer | rollout: whose log-probs the ratio is measured from
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3
     kl_coefficient: float | None = None
@@ -386,14 +440,14 @@ class Config:
                 "not sample"
             )
         ranks, parallel = self.num_ranks, self.rollout.tensor_model_parallel_size
-        if self.rollout.placement == "colocated" and self.trainer.n_gpus_per_node % parallel:
+        if self.rollout.colocated and self.trainer.n_gpus_per_node % parallel:
             raise ConfigError(
                 f"rollout.tensor_model_parallel_size ({parallel}) must divide trainer.n_gpus_per_node "
                 f"({self.trainer.n_gpus_per_node}), because every engine sits beside as many trainer ranks of its node"
             )
         if self.rollout.name == "hf" and parallel > 1:
             raise ConfigError("rollout.tensor_model_parallel_size: the transformers engine is not split over devices")
-        if self.rollout.placement == "colocated" and self.num_engines * parallel > ranks:
+        if self.rollout.colocated and self.num_engines * parallel > ranks:
             raise ConfigError(
                 f"rollout.num_engines ({self.num_engines}) is more than {ranks} trainer ranks have room for; "
                 "lower it, or set rollout.placement=separate"

@@ -213,12 +213,21 @@ class TaskStream:
         return self
 
     def __next__(self) -> Task:
-        due = [(drawn + 1) / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]
-        file = due.index(min(due))
-        epoch, position = divmod(self._drawn[file], self._rows[file])
-        task = self._sets[file][int(self._order(file, epoch)[position])]
-        self._drawn[file] += 1
+        task = self.at(self._drawn)
+        self._drawn[self._due(self._drawn)] += 1
         return task
+
+    def at(self, drawn: Sequence[int]) -> Task:
+        """The task that comes next where so many have been drawn of each file."""
+        file = self._due(drawn)
+        epoch, position = divmod(drawn[file], self._rows[file])
+        task: Task = self._sets[file][int(self._order(file, epoch)[position])]
+        return task
+
+    def _due(self, drawn: Sequence[int]) -> int:
+        """The file whose next draw is due first."""
+        due = [(count + 1) / weight for count, weight in zip(drawn, self._weights, strict=True)]
+        return due.index(min(due))
 
     def _order(self, file: int, epoch: int) -> Any:
         if file not in self._orders or self._orders[file][0] != epoch:

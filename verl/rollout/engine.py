@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from verl.types import Completion
@@ -24,11 +24,21 @@ class Sampling:
     seed: int | None = None  # of the first completion, counting up; engines that can repeat a request by itself heed it
 
 
+def each_of(sampling: Sampling) -> list[Sampling]:
+    """The request's completions one by one; their seeds count up."""
+    first = sampling.seed
+    seeds = [None if first is None else first + number for number in range(sampling.n)]
+    return [replace(sampling, n=1, seed=seed) for seed in seeds]
+
+
 class RolloutEngine(Protocol):
     """Generates completions, many at a time, with weights that are replaced between them."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions; concurrent calls run together. Log-probs are those at the sampling temperature."""
+
+    async def interrupt(self) -> None:
+        """Break off what is being generated: it comes back as far as it is, with FinishReason.ABORT."""
 
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
         """Get ready for all weights in buckets. Raises EngineError, and goes on with the old ones, unless they are just

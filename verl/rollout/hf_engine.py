@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from verl.errors import ConfigError, EngineError
-from verl.rollout.engine import Sampling
+from verl.rollout.engine import Sampling, each_of
 from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
 
@@ -47,8 +46,8 @@ class HFEngine:
         self._waiting: list[_Request] = []
         self._flush: asyncio.Task[None] | None = None
         self._receiver = Receiver(model.device)
-        self._ready = asyncio.Event()  # cleared while weights are replaced
-        self._ready.set()
+        self._in_use = asyncio.Lock()  # the weights, by a batch or by those who replace them
+        self._interrupted = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions; what else waits at this moment is decoded with them."""
@@ -69,24 +68,26 @@ class HFEngine:
     async def _run_waiting(self) -> None:
         while self._waiting:
             await asyncio.sleep(0)  # let all that are about to ask do so
-            await self._ready.wait()
-            self._waiting = [each for each in self._waiting if not each.future.done()]  # those were cancelled
-            if not self._waiting:
-                return
-            batch = self._next_batch()
-            rows = [(request.prompt_ids, one) for request in batch for one in _each(request.sampling)]
-            try:
-                completions = self._decode([prompt for prompt, _ in rows], [sampling for _, sampling in rows])
-            except Exception as error:  # noqa: BLE001  whoever asked must hear of it
-                for request in batch:
-                    if not request.future.done():
-                        request.future.set_exception(error)
-            else:
-                remaining = iter(completions)
-                for request in batch:
-                    its_own = tuple(islice(remaining, request.sampling.n))
-                    if not request.future.done():  # whoever asked may have been cancelled
-                        request.future.set_result(its_own)
+            async with self._in_use:
+                self._waiting = [each for each in self._waiting if not each.future.done()]  # those were cancelled
+                if self._waiting:
+                    await self._answer(self._next_batch())
+
+    async def _answer(self, batch: Sequence[_Request]) -> None:
+        rows = [(request.prompt_ids, one) for request in batch for one in each_of(request.sampling)]
+        self._interrupted = False
+        try:
+            completions = await self._decode([prompt for prompt, _ in rows], [sampling for _, sampling in rows])
+        except Exception as error:  # noqa: BLE001  whoever asked must hear of it
+            for request in batch:
+                if not request.future.done():
+                    request.future.set_exception(error)
+        else:
+            remaining = iter(completions)
+            for request in batch:
+                its_own = tuple(islice(remaining, request.sampling.n))
+                if not request.future.done():  # whoever asked may have been cancelled
+                    request.future.set_result(its_own)
 
     def _next_batch(self) -> list[_Request]:
         """The first request alone if it is seeded, else with others that are not, while there is room."""
@@ -100,13 +101,17 @@ class HFEngine:
             count += following.n
         return batch
 
+    async def interrupt(self) -> None:
+        """Break off the batch that is being decoded, at its next token."""
+        self._interrupted = True
+
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
-        """Check the names, and let requests wait."""
+        """Check the names, and let requests wait, once the batch is done that is being decoded."""
         sent, own = set(all_names(layouts)), set(dict(self._named_parameters()))
         for names, said in ((own - sent, "lacks"), (sent - own, "has unknown")):
             if names:
                 raise EngineError(f"a publication {said} {len(names)} weights, among them {min(names)!r}")
-        self._ready.clear()
+        await self._in_use.acquire()
 
     async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
         """Copy the weights in by name."""
@@ -116,19 +121,18 @@ class HFEngine:
                 own[name].data.copy_(view)
         except BaseException:
             self._version = None
-            self._ready.set()  # whoever waits must hear of it
+            self._in_use.release()  # whoever waits must hear of it
             raise
 
     async def end_weights(self, version: int) -> None:
         """Requests go on."""
         self._version = version
-        self._ready.set()
+        self._in_use.release()
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self._model.named_parameters(remove_duplicate=False)
 
-    @torch.no_grad()
-    def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
+    async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:
             raise EngineError("new weights were put into the engine in part; start it anew")
         longest = max(len(prompt) for prompt in prompts)
@@ -141,16 +145,17 @@ class HFEngine:
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
         cache, step_BL = DynamicCache(), ids_BL
-        while any(reason is None for reason in reasons):
+        while any(reason is None for reason in reasons) and not self._interrupted:
             positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -step_BL.shape[1] :]
-            output = self._model(
-                input_ids=step_BL.to(device),
-                attention_mask=mask_BL.to(device),
-                position_ids=positions_BL.to(device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with torch.no_grad():
+                output = self._model(
+                    input_ids=step_BL.to(device),
+                    attention_mask=mask_BL.to(device),
+                    position_ids=positions_BL.to(device),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
             logits_BV = output.logits[:, -1].cpu()
             next_B = torch.zeros(len(prompts), dtype=torch.long)
             for row, sampling in enumerate(samplings):
@@ -162,8 +167,9 @@ class HFEngine:
                     reasons[row] = self._finished(tokens[row], sampling)
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
+            await asyncio.sleep(0)  # or nobody could interrupt
         return [
-            Completion(tuple(ids), tuple(said), reason or FinishReason.LENGTH, self._version)
+            Completion(tuple(ids), tuple(said), reason or FinishReason.ABORT, self._version)
             for ids, said, reason in zip(tokens, logprobs, reasons, strict=True)
         ]
 
@@ -185,13 +191,6 @@ def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, t
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
     return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
-
-
-def _each(sampling: Sampling) -> list[Sampling]:
-    """The request's completions one by one; their seeds count up."""
-    first = sampling.seed
-    seeds = [None if first is None else first + number for number in range(sampling.n)]
-    return [replace(sampling, n=1, seed=seed) for seed in seeds]
 
 
 def _generator(seed: int | None) -> torch.Generator:

@@ -29,6 +29,9 @@ class ScriptedEngine:
         reason = FinishReason.LENGTH if len(ids) < len(said) else FinishReason.STOP
         return Completion(ids, (0.0,) * len(ids), reason, self._version)
 
+    async def interrupt(self) -> None:
+        """Nothing takes any time."""
+
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
         """Needs no weights."""
 

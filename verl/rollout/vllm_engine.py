@@ -79,6 +79,7 @@ class VLLMEngine:
         self._vocabulary = llm.model_config.get_vocab_size()
         self._version: int | None = 0  # None: the weights are not to be used
         self._numbers = itertools.count()
+        self._running: set[str] = set()  # ids of requests
         self._outlet = SharedMemory()  # for buckets that come as tensors
         self._asleep = False
         self._weight_names: set[str] = set()
@@ -120,6 +121,10 @@ class VLLMEngine:
         output = await self._unless_dead(self._request([*prompt_ids], params))
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
+
+    async def interrupt(self) -> None:
+        """Break off all running requests; they come back with what they have."""
+        await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
         """Check the names and halt: running requests wait, and go on with the new weights.
@@ -212,8 +217,12 @@ class VLLMEngine:
         """The final output of one request; vLLM aborts it if the caller is cancelled."""
         request_id = f"verl-{next(self._numbers)}"
         final = None
-        async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
-            final = output
+        self._running.add(request_id)
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
+                final = output
+        finally:
+            self._running.discard(request_id)
         assert final is not None and final.finished
         return final
 

@@ -16,7 +16,9 @@ INTRODUCTION = """# Metrics
 Names and units are fixed. A word in `<angle brackets>` stands for a name of the run: a data source, a validation set, a
 benchmark's category, a part of the reward, a phase. Token means are over the tokens that the policy wrote; prompt and
 tool tokens never count.
-Those of `actor/` and `engine/` are over the samples that the update computed (`actor/computed_share`).
+Those of `actor/`, `engine/` and `correction/` are over the samples that the update computed (`actor/computed_share`).
+Those of `correction/` are of what the engine sampled; where nothing is corrected, weights are the plain ratios of its
+tokens.
 A metric is missing from a step where it does not apply: no critic, no validation, no known peak of the device.
 Written to `metrics.jsonl` (one line a step) and TensorBoard. This page is made by `python -m verl.tracking.names`.
 """
@@ -45,6 +47,11 @@ METRICS = (
     Metric("filter/kept", "share", "rollouts that the algorithm's filters kept, of all that the step drew"),
     Metric("filter/<filter>", "share", "rollouts that one filter dropped"),
     Metric("filter/draws", "count", "times that the step drew prompts until it had enough groups, or gave up"),
+    Metric(
+        "staleness/mean", "versions", "how old the weights were that a group was begun with, where max_staleness > 0"
+    ),
+    Metric("staleness/max", "versions", "of the oldest group; at most rollout.max_staleness"),
+    Metric("staleness/reused", "share", "groups that an earlier step had trained on, too"),
     Metric("tools/turns_mean", "1", "times that the policy wrote in an episode"),
     Metric("tools/calls_mean", "1", "tool calls that were made in an episode"),
     Metric("tools/used_share", "share", "episodes with a call (where the tool runs code: the code ratio)"),
@@ -82,6 +89,16 @@ METRICS = (
     ),
     Metric("engine/gap_max", "nats", "largest of them"),
     Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),
+    Metric(
+        "correction/mismatch_kl", "nats", "token mean of k3 of the engine's policy from the trainer's before the update"
+    ),
+    Metric(
+        "correction/ess", "share", "effective sample size of its tokens under their weights; 1 if all weigh the same"
+    ),
+    Metric("correction/weight_mean", "1", "mean weight of its tokens"),
+    Metric("correction/weight_max", "1", "largest of them"),
+    Metric("correction/truncated", "share", "its tokens whose ratio was above the bound of weights"),
+    Metric("correction/masked", "share", "its tokens that a mask or the veto left out"),
     Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
     Metric("kl/reference", "nats", "token mean of log p - log p_ref (k1), where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),

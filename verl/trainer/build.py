@@ -23,7 +23,7 @@ from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
-from verl.rollout.pool import EnginePool
+from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.scoring import Scorer, ScoringPool
 from verl.services import check_services
 from verl.single_controller.group import Member, WorkerGroup
@@ -42,6 +42,7 @@ from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
@@ -106,12 +107,12 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = made_with(asdict(config))
     saved = find_saved(store, COMMAND, settings)
-    cursor = TaskCursor(**saved.state["trainer"]["data"]) if saved else None
+    cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
     stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config, build_reward(config.reward.name, config.reward.options))
     display = Display(total_steps, console)
     told = {**asdict(config), **prompt_record(inputs.interaction)}
@@ -132,7 +133,8 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             )
             trainer.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
-            greedy = replace(trainer.rollout, sampling=replace(trainer.rollout.sampling, temperature=0.0))
+            rolling = trainer.rollouts.rollout
+            greedy = replace(rolling, sampling=replace(rolling.sampling, temperature=0.0))
             shown = config.trainer.num_transcripts_shown
             yield Fit(
                 FitSettings(
@@ -165,24 +167,29 @@ def build_trainer(
     interaction: Interaction | None = None,
 ) -> PPOTrainer:
     """The training step over workers that run. `probed`: tasks whose prompts the canary uses"""
-    engine = EnginePool(workers.engines, workers.links.sources)
+    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config))
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )
     packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
     policy = Policy(Member(workers.trainer, "policy"), packing)
     reward = build_reward(config.reward.name, config.reward.options)
-    return PPOTrainer(
-        step_settings(config),
+    rollouts = Rollouts(
+        rollout_settings(config),
         algorithm,
         stream,
         GroupRollout(engine, codec, scorer, sampling, interaction),
+        reward if isinstance(reward, GroupReward) else None,
+    )
+    return PPOTrainer(
+        step_settings(config),
+        algorithm,
+        rollouts,
         policy,
         build_publisher(config, policy, engine, connect(config, policy, workers), codec, probed, sampling),
         reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,
         critic=Critic(Member(workers.trainer, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
-        shaping=reward if isinstance(reward, GroupReward) else None,
     )
 
 
@@ -231,12 +238,26 @@ def load_tasks(config: Config, prompt_ids: PromptIds) -> tuple[list[Sequence[Tas
 def step_settings(config: Config) -> StepSettings:
     """The step's arithmetic."""
     return StepSettings(
-        prompts_per_step=config.data.train_batch_size,
-        rollouts_per_prompt=config.rollout.n,
         minibatches_per_step=config.minibatches_per_step,
         critic_warmup=config.trainer.critic_warmup,
-        max_fault_share=config.reward.max_fault_share,
         train_on_observations=config.env.train_on_observations,
+        seed=config.trainer.seed,
+    )
+
+
+def publishing_of(config: Config) -> OnPublish | None:
+    """What replies do that are being written when weights come; None where there are never any."""
+    return OnPublish(config.rollout.on_publish) if config.rollout.max_staleness else None
+
+
+def rollout_settings(config: Config) -> RolloutSettings:
+    """How much is drawn, and how far ahead."""
+    return RolloutSettings(
+        prompts_per_step=config.data.train_batch_size,
+        rollouts_per_prompt=config.rollout.n,
+        max_staleness=config.rollout.max_staleness,
+        max_reuse=config.rollout.max_reuse,
+        max_fault_share=config.reward.max_fault_share,
         seed=config.trainer.seed,
     )
 

@@ -11,10 +11,11 @@ from typing import Any, cast
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
+from verl.algorithms.correction import Correction, Level
 from verl.algorithms.filters import FILTERS, Filter
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.overlong import Overlong
-from verl.config.schema import AlgorithmConfig, Config
+from verl.config.schema import AlgorithmConfig, Config, CorrectionConfig
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
@@ -27,10 +28,11 @@ def pays_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
-def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algorithm:
+def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int = 0) -> Algorithm:
     """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for.
 
     max_response_length: tokens; the constant length of losses that are divided by one, where nothing else gives it
+    max_staleness: rollout.max_staleness
     """
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
@@ -38,8 +40,8 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algori
     mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
-    if config.old_logprobs is not None:
-        changes["old_logprobs"] = OldLogprobs(config.old_logprobs)
+    old = algorithm.old_logprobs if config.old_logprobs is None else OldLogprobs(config.old_logprobs)
+    changes |= {"old_logprobs": old, "correction": _correction(config.correction, algorithm, old, max_staleness)}
     if config.entropy_coefficient is not None:
         changes["entropy_coefficient"] = config.entropy_coefficient
     if config.filters is not None:
@@ -133,6 +135,30 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
     if config.aggregation_length is not None:
         raise ConfigError(f"algorithm.aggregation_length has no effect: {mode} does not divide by a constant length")
     return None
+
+
+def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, max_staleness: int) -> Correction | None:
+    """What the configuration asks for, else the preset's; what is on by itself gives way to a ratio that corrects."""
+    beside_weights = config.mask != "none" or config.veto is not None
+    if config.weight == "auto" and not beside_weights:
+        if old is OldLogprobs.ROLLOUT:
+            return None
+        if preset.correction is not None:
+            return preset.correction
+    weight = config.weight_at(max_staleness)
+    if weight == "none" and not beside_weights:
+        return None
+    if old is OldLogprobs.ROLLOUT:
+        raise ConfigError(
+            "algorithm.correction beside algorithm.old_logprobs=rollout would correct twice: the loss's ratio is "
+            "measured from the engine's log-probs already; leave one of them out"
+        )
+    lower = 1.0 / config.mask_upper if config.mask_lower is None else config.mask_lower
+    return Correction(_level(weight), config.upper, _level(config.mask), lower, config.mask_upper, config.veto)
+
+
+def _level(name: str) -> Level | None:
+    return None if name == "none" else Level(name)
 
 
 def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:

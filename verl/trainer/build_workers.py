@@ -119,7 +119,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     sequence_length(config)
     config = located(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
-    colocated = config.rollout.placement == "colocated"
+    colocated = config.rollout.colocated
     own, per_node = Bundle(1.0, gpus), config.trainer.n_gpus_per_node
     node = Bundle(per_node * (2.0 if colocated else 1.0), per_node * gpus)
     pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
@@ -153,7 +153,7 @@ def cpu_links(of_ranks: Sequence[str], of_engines: Sequence[str]) -> Links:
 def gpu_links(config: Config, trainer: RayGroup) -> Links:
     """CUDA IPC on shared devices, for every rank has all of a bucket once it is gathered; else NCCL from rank 0."""
     ranks, parallel = config.num_ranks, config.rollout.tensor_model_parallel_size
-    if config.rollout.placement == "colocated":
+    if config.rollout.colocated:
         sources = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         return Links([CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources)
     host, port = trainer.addresses()[0]

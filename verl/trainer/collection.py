@@ -28,17 +28,34 @@ class Collection:
     least: int
     drawn: list[TrajectoryGroup] = field(default_factory=list)
     kept: list[TrajectoryGroup] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)  # of the kept groups: weight versions since they were begun
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts by filter
-    draws: int = 0
+    draws: int = 0  # most prompts that were drawn in one place
+    reused: list[TrajectoryGroup] = field(default_factory=list)  # of the kept groups
 
-    def add(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """One draw's groups, scored and shaped."""
-        enough = [group for group in groups if len(group.trajectories) >= self.least]
+    def add(self, group: TrajectoryGroup, draw: int = 1, age: int = 0) -> TrajectoryGroup | None:
+        """One group, scored and shaped. Returns what is kept of it. draw: which one in its place"""
+        enough = [group] if len(group.trajectories) >= self.least else []
         kept, dropped = passed(enough, self.algorithm.filters, self.least)
-        self.drawn += [penalised(group, self.algorithm.overlong) for group in groups]
-        self.kept += [penalised(group, self.algorithm.overlong) for group in kept]
+        self.drawn.append(penalised(group, self.algorithm.overlong))
         self.dropped.update(dropped)
-        self.draws += 1
+        self.draws = max(self.draws, draw)
+        if not kept:
+            return None
+        self.kept.append(penalised(kept[0], self.algorithm.overlong))
+        self.ages.append(age)
+        return self.kept[-1]
+
+    def use_again(self, group: TrajectoryGroup, age: int) -> None:
+        """A group that an earlier step has kept and trained on; such groups come first."""
+        self.kept.append(group)
+        self.ages.append(age)
+        self.reused.append(group)
+
+    @property
+    def fresh(self) -> list[TrajectoryGroup]:
+        """The kept groups of this step's own prompts."""
+        return self.kept[len(self.reused) :]
 
     def check(self) -> None:
         """Raises NoSignalError where nothing can be learned from."""
@@ -55,7 +72,8 @@ class Collection:
 
     def metrics(self) -> dict[str, float]:
         """Shares of the rollouts, and how often prompts were drawn; nothing where nothing is filtered or penalised."""
-        drawn, kept = self._num_rollouts(self.drawn), self._num_rollouts(self.kept)
+        drawn = max(1, self._num_rollouts(self.drawn))
+        kept = self._num_rollouts(self.fresh)
         metrics = {}
         if self.algorithm.filters:
             names = [name_of(each) for each in self.algorithm.filters]
@@ -65,6 +83,14 @@ class Collection:
             lengths = [num_written(each) for group in self.drawn for each in group.trajectories]
             metrics["reply/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
         return metrics
+
+    def staleness_metrics(self) -> dict[str, float]:
+        """How old the weights were that the kept groups were begun with, in versions."""
+        return {
+            "staleness/mean": sum(self.ages) / len(self.ages),
+            "staleness/max": float(max(self.ages)),
+            "staleness/reused": len(self.reused) / len(self.kept),
+        }
 
     @staticmethod
     def _num_rollouts(groups: Sequence[TrajectoryGroup]) -> int:

@@ -35,7 +35,7 @@ from verl.services import check_services
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.lone_engine import lone_engine, reply_lengths
-from verl.trainer.ppo import RewardFaultError
+from verl.trainer.rollouts import RewardFaultError
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.rlla import TOGGLES
 

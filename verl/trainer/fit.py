@@ -61,7 +61,7 @@ class Fit:
         try:
             return await self._run()
         finally:
-            await self.trainer.rollout.close()
+            await self.trainer.rollouts.close()
             await self.exams.close()
 
     async def _run(self) -> Path:

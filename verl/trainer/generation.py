@@ -22,7 +22,7 @@ from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of
 from verl.trainer.lone_engine import lone_engine, reply_lengths
-from verl.trainer.ppo import RewardFaultError
+from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task
 from verl.utils.reward_score.base import build_reward
 

@@ -17,6 +17,7 @@ from verl.trainer.policy import PackSettings
 from verl.types import Sample, Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 
 Metrics = dict[str, float]
+_GROUPS = ("engine", "correction")  # facts of an update that are not the policy's own
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
@@ -89,9 +90,15 @@ def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metri
     merged: Metrics = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
-        group, short = ("engine", name.removeprefix("engine_")) if name.startswith("engine_") else (prefix, name)
-        merged[f"{group}/{short}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        group, _, short = name.partition("_")
+        told = f"{group}/{short}" if group in _GROUPS else f"{prefix}/{name}"
+        merged[told] = max(values) if name.endswith("_max") else sum(values) / len(values)
     return merged
+
+
+def of_policy_alone(update: Mapping[str, float]) -> Metrics:
+    """What an optimizer step says of the policy, without what it says of the engine that the samples are of."""
+    return {name: value for name, value in update.items() if name.partition("_")[0] not in _GROUPS}
 
 
 def reference_kl(samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor]) -> float:

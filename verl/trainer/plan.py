@@ -181,7 +181,7 @@ class Plan:
             needed = everywhere / self.config.trainer.nnodes
             found = [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
             return found + self._no_room_for_one()
-        if self.config.rollout.placement == "colocated":
+        if self.config.rollout.colocated:
             sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
             phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
         found = [f"{name} needs {gib:.1f} GiB of {room:.1f}" for name, gib in phases.items() if gib > room]
@@ -230,7 +230,7 @@ class Plan:
 
     def _offloads(self) -> dict[str, list[bool]]:
         """What is not yet offloaded and could be: it makes room for an engine on the same GPU."""
-        if self.place.on_cpu or self.config.rollout.placement != "colocated":
+        if self.place.on_cpu or not self.config.rollout.colocated:
             return {}
         models: dict[str, Any] = {"actor": self.config.actor}
         models |= {"critic": self.config.critic} if self.critic else {}
@@ -345,7 +345,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
     """Everything that a plan is made of. Raises ConfigError for a model that cannot be read or is too short."""
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     assert config.model.path is not None
     sequence_length(config)
     build_kl_control(config.algorithm, algorithm)

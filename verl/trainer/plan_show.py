@@ -14,7 +14,7 @@ from verl.trainer.plan import Plan
 def show(plan: Plan, console: Console) -> None:
     """Print everything."""
     config, pack, lengths = plan.config, plan.pack, plan.lengths
-    separate = config.rollout.placement == "separate"
+    separate = not config.rollout.colocated
     devices = config.num_engines * config.rollout.tensor_model_parallel_size
     kind = "ranks" if plan.place.on_cpu else f"x {plan.place.name}"
     for name, said in {

@@ -28,7 +28,7 @@ def threads_of(config: Config) -> int:
     """
     ranks, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
     engines = -(-config.num_engines * config.rollout.tensor_model_parallel_size // nodes)
-    at_once = max(ranks, engines) if config.rollout.placement == "colocated" else ranks + engines
+    at_once = max(ranks, engines) if config.rollout.colocated else ranks + engines
     return num_threads(config.trainer.num_threads, at_once)
 
 

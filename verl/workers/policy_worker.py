@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_share, mismatch, token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss import LossInputs
 from verl.batch import PackedBatch
@@ -44,13 +45,15 @@ class PolicyWorker:
 
         advantages, weight, metric_weight; old_logprobs, or the policy's own of this moment where that column is
         missing; ref_logprobs if KL is in the loss; selected if the algorithm treats tokens apart; rollout_logprobs and
-        gap_weight for the gap between engine and trainer.
+        gap_weight for the gap between engine and trainer and its correction.
         """
 
         def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
             return policy_loss(policy, packed, algorithm, self.temperature)
 
-        return self.engine.update(packs, loss)
+        metrics = self.engine.update(packs, loss)
+        square = metrics.pop("correction_weight_square")
+        return {**metrics, "correction_ess": effective_share(metrics["correction_weight_mean"], square)}
 
     def imitate(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step of supervised learning: the weighted sum of -log p over the packs' trained tokens."""
@@ -112,7 +115,10 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The pack's share of the loss, and of the metrics' token means.
 
-    loss = sum of weight * (policy loss + KL coefficient * KL - entropy coefficient * entropy)
+    loss = sum of weight * (correction * policy loss + KL coefficient * KL - entropy coefficient * entropy)
+
+    The trainer's log-probs before the update are those of this moment where no column holds them, so that a step's only
+    update is corrected without a pass before it.
     """
     output = policy(packed, temperature, True)
     column = packed.columns
@@ -120,14 +126,18 @@ def policy_loss(
     old_A = column["rollout_logprobs"] if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
     inputs = LossInputs(output.logprobs, old_A, column["advantages"], packed.sample, column.get("selected"))
     token = algorithm.policy_loss(inputs)
-    loss_A = token.loss_T - algorithm.entropy_coefficient * output.entropy
+    correction, rollout_A = algorithm.correction, column["rollout_logprobs"]
+    weights = token_weights(correction or UNBOUNDED, trainer_A, rollout_A, packed.sample)
+    loss_A = token.loss_T if correction is None else token.loss_T * weights.weight_T
+    loss_A = loss_A - algorithm.entropy_coefficient * output.entropy
     facts = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
         divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, column["ref_logprobs"])
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         facts["kl"] = divergence_A.detach()
     means = {name: (fact_A * column["metric_weight"]).sum() for name, fact_A in facts.items()}
-    return (loss_A * column["weight"]).sum(), {**means, **_engine_gap(column, trainer_A)}
+    facts_of_engine = {**_engine_gap(column, trainer_A), **_told_of(weights, column, trainer_A)}
+    return (loss_A * column["weight"]).sum(), {**means, **facts_of_engine}
 
 
 def _engine_gap(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
@@ -143,3 +153,19 @@ def _engine_gap(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
         "engine_gap_max": largest,
         "engine_kl": (gap_A * weight_A).sum(),
     }
+
+
+def _told_of(weights: TokenWeights, column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
+    """The correction's weights on the tokens that the engine sampled, and how far the two policies are apart there."""
+    mean_A = torch.where(column["rollout_logprobs"].isnan(), 0.0, column["gap_weight"])
+    weight_A = weights.weight_T
+    facts = {
+        "mismatch_kl": mismatch(trainer_A, column["rollout_logprobs"]),
+        "weight_mean": weight_A,
+        "weight_square": weight_A.square(),
+        "truncated": weights.truncated_T,
+        "masked": weights.masked_T,
+    }
+    largest = weight_A.max() if len(weight_A) else weight_A.new_zeros(())
+    means = {f"correction_{name}": (fact_A * mean_A).sum() for name, fact_A in facts.items()}
+    return {**means, "correction_weight_max": largest}

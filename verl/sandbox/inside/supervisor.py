@@ -270,7 +270,18 @@ def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
     finally:
         os.chdir("/")
         if not jail.isolated:
-            shutil.rmtree(scratch, ignore_errors=True)
+            _remove(scratch)
+
+
+def _remove(folder: Path) -> None:
+    """In a process of its own: names of an execution's files must not stay where the next one is forked from."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def _isolate(mounts: int) -> None:

@@ -1,0 +1,140 @@
+"""Replies that are being written when new weights come, over engines whose weights can be told from what they write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_packing import tiny_model
+from verl.rollout.engine import Sampling
+from verl.rollout.hf_engine import HFEngine
+from verl.rollout.pool import EnginePool, OnPublish, joined
+from verl.single_controller.local import LocalGroup
+from verl.types import Completion, FinishReason
+
+
+class Writes:
+    """Writes the version of its weights, a token at a turn of the event loop, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.version, self.loading, self.interrupted = 0, False, False
+        self.asked: list[tuple[int, ...]] = []
+        self.running = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        self.asked.append(tuple(prompt_ids))
+        self.interrupted = False
+        self.running += 1
+        written: list[int] = []
+        while len(written) < sampling.max_tokens and not self.interrupted:
+            assert not self.loading
+            written.append(self.version)
+            await asyncio.sleep(0.001)
+        self.running -= 1
+        reason = FinishReason.ABORT if len(written) < sampling.max_tokens else FinishReason.LENGTH
+        return (Completion(tuple(written), (-1.0,) * len(written), reason, self.version),)
+
+    async def interrupt(self) -> None:
+        self.interrupted = True
+
+    async def begin_weights(self, layouts: object) -> None:
+        assert self.running == 0
+        self.loading = True
+
+    async def end_weights(self, version: int) -> None:
+        self.version, self.loading = version, False
+
+
+async def published_twice(pool: EnginePool, sampling: Sampling, wait_s: float = 0.02) -> list[Completion]:
+    """Two replies, during which two versions are published."""
+    replies = [asyncio.ensure_future(pool.generate((7, 7), sampling)) for _ in range(2)]
+    for version in (1, 2):
+        await asyncio.sleep(wait_s)
+        await pool.begin_weights([])
+        await pool.end_weights(version)
+    return [completion for each in await asyncio.gather(*replies) for completion in each]
+
+
+@pytest.mark.parametrize("on_publish", list(OnPublish))
+def test_every_token_carries_the_version_that_wrote_it(on_publish: OnPublish) -> None:
+    engine = Writes()
+    pool = EnginePool(LocalGroup(engine), [[0]], on_publish)
+    done = asyncio.run(published_twice(pool, Sampling(max_tokens=60, n=2)))
+    assert len(done) == 4
+    for completion in done:
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.versions == completion.token_ids and len(completion.logprobs) == 60
+        assert completion.weight_version == completion.versions[-1]
+        found = {OnPublish.FINISH: {0}, OnPublish.CONTINUE: {0, 1, 2}, OnPublish.ABORT_AND_RETRY: {2}}[on_publish]
+        assert set(completion.versions) == found and list(completion.versions) == sorted(completion.versions)
+    if on_publish is OnPublish.CONTINUE:
+        assert all(asked[:2] == (7, 7) and set(asked[2:]) <= {0, 1} for asked in engine.asked)
+
+
+def test_the_beginning_of_a_stop_string_is_written_anew() -> None:
+    engine = Writes()
+    pool = EnginePool(LocalGroup(engine), [[0]], OnPublish.CONTINUE)
+    sampling = Sampling(max_tokens=60, stop_strings=("</tool_call>",))
+    done = asyncio.run(published_twice(pool, sampling))
+    pieces = sorted((asked for asked in engine.asked), key=len)
+    assert all(len(completion.token_ids) == 60 for completion in done)
+    # 11 tokens at most can hold all but the last letter of it
+    first = [asked for asked in pieces if len(asked) > 2 and set(asked[2:]) == {0}]
+    assert all(sum(token == 0 for token in completion.token_ids) == len(first[0]) - 2 for completion in done)
+
+
+def test_weights_that_are_refused_leave_the_old_ones_in_use() -> None:
+    class Refuses(Writes):
+        async def begin_weights(self, layouts: object) -> None:
+            raise ValueError("other names")
+
+    async def goes_on() -> list[Completion]:
+        pool = EnginePool(LocalGroup(Refuses()), [[0]], OnPublish.CONTINUE)
+        reply = asyncio.ensure_future(pool.generate((1,), Sampling(max_tokens=30)))
+        await asyncio.sleep(0.005)
+        with pytest.raises(ValueError, match="other names"):
+            await pool.begin_weights([])
+        return list(await reply)
+
+    (done,) = asyncio.run(goes_on())
+    assert done.token_ids == (0,) * 30 == done.versions
+
+
+def test_an_engine_that_breaks_off_by_itself_is_not_asked_again() -> None:
+    class Breaks(Writes):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+            return (Completion((1,), (0.0,), FinishReason.ABORT, 0),)
+
+    pool = EnginePool(LocalGroup(Breaks()), [[0]], OnPublish.CONTINUE)
+    (done,) = asyncio.run(pool.generate((1,), Sampling(max_tokens=3)))
+    assert done.finish_reason is FinishReason.ABORT
+
+
+def test_a_broken_off_reply_of_the_transformers_engine_has_the_log_probs_of_an_unbroken_one() -> None:
+    model: Any = tiny_model("qwen2", tied=True, dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    engine = HFEngine(model)
+    sampling = Sampling(max_tokens=40, seed=5)
+
+    async def broken() -> tuple[Completion, Completion]:
+        (whole,) = await engine.generate((3, 4, 5), sampling)
+        begun = asyncio.ensure_future(engine.generate((3, 4, 5), sampling))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        await engine.interrupt()
+        (first,) = await begun
+        return whole, first
+
+    whole, first = asyncio.run(broken())
+    length = len(first.token_ids)
+    assert first.finish_reason is FinishReason.ABORT and 0 < length < 40
+    assert first.token_ids == whole.token_ids[:length] and first.logprobs == whole.logprobs[:length]
+    rest = replace(whole, token_ids=whole.token_ids[length:], logprobs=whole.logprobs[length:], weight_version=3)
+    both = joined([first, rest])
+    assert (both.token_ids, both.logprobs) == (whole.token_ids, whole.logprobs)
+    assert both.versions == (0,) * length + (3,) * (40 - length)

@@ -1,0 +1,232 @@
+"""Prompts in flight: how old what is trained on may be, and that nothing of it is lost or taken twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.local_run import local_trainer
+from tests.test_collection import group
+from tests.tiny import run_words, save_tiny_model
+from verl.algorithms.dapo import DAPO
+from verl.algorithms.grpo import GRPO
+from verl.config.load import load_config
+from verl.data.tasks import TaskCursor, TaskStream
+from verl.tracking.names import known
+from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
+from verl.types import Message, Task, TrajectoryGroup
+
+TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]
+DYNAMIC = replace(DAPO, overlong=None, max_draws=3)
+
+
+@dataclass
+class Latent:
+    """Rollouts that take as many turns of the event loop as chance says, some with no spread, some with faults."""
+
+    chance: random.Random
+    dull: float = 0.0
+    begun: list[tuple[int, int]] = field(default_factory=list)  # (seed, version)
+    running: int = 0
+    most_running: int = 0
+
+    async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+        self.begun.append((first_seed, step))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            for _ in range(self.chance.choice((0, 1, 3, 60))):
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        rewards = (1.0, 1.0) if self.chance.random() < self.dull else (0.0, 1.0)
+        faults = ("down",) if self.chance.random() < 0.1 else ()
+        return replace(group(rewards, name=str(first_seed)), task=replace(task, id=str(first_seed)), faults=faults)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def rollouts(engine: Latent, algorithm: Any, cursor: TaskCursor | None = None, **of: Any) -> Rollouts:
+    settings = RolloutSettings(rollouts_per_prompt=2, max_fault_share=1.0, **of)
+    return Rollouts(settings, algorithm, TaskStream([TASKS], cursor=cursor), engine)  # type: ignore[arg-type]
+
+
+async def steps(source: Rollouts, first: int, last: int) -> list[Collection]:
+    """What each step took; a step that had nothing is left out."""
+    taken = []
+    for step in range(first, last):
+        with suppress(NoSignalError):
+            taken.append(await source.take(step))
+        for _ in range(source.rollout.chance.choice((0, 5))):  # type: ignore[attr-defined]
+            await asyncio.sleep(0)  # the update
+    return taken
+
+
+def seeds(groups: Sequence[TrajectoryGroup]) -> list[int]:
+    return [int(each.task.id) for each in groups]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    staleness=st.integers(0, 4),
+    prompts=st.integers(1, 4),
+    dynamic=st.booleans(),
+    reuse=st.integers(1, 3),
+)
+def test_staleness_is_bounded_and_nothing_is_lost_or_trained_twice(
+    seed: int, staleness: int, prompts: int, dynamic: bool, reuse: int
+) -> None:
+    reuse = min(reuse, staleness + 1)
+    algorithm = DYNAMIC if dynamic else GRPO
+    of = {"prompts_per_step": prompts, "max_staleness": staleness, "max_reuse": reuse}
+    chance = random.Random(seed)
+
+    async def killed_half_way() -> tuple[list[Collection], list[tuple[int, int]], list[int]]:
+        taken: list[Collection] = []
+        begun: list[tuple[int, int]] = []
+        state: dict[str, Any] | None = None
+        step = 0
+        for steps_of_run in (chance.randint(1, 5), chance.randint(1, 5)):
+            engine = Latent(chance, dull=0.4)
+            cursor = TaskCursor(**state["data"]) if state else None
+            source = rollouts(engine, algorithm, cursor, **of)
+            if state:
+                source.restore(state)
+            taken += await steps(source, step, step + steps_of_run)
+            step += steps_of_run
+            state = json.loads(json.dumps(source.state()))
+            begun += engine.begun
+            assert engine.most_running <= (staleness + 1) * prompts
+            await source.close()
+            assert engine.running == 0
+        assert state is not None
+        pending = [2 * sum(draw["drawn"]) for draw in state["pending"]]
+        return taken, begun, pending
+
+    taken, begun, pending = asyncio.run(killed_half_way())
+    assert all(0 <= age <= staleness for each in taken for age in each.ages)
+    times = Counter(seed for each in taken for seed in seeds(each.kept))
+    drawn = Counter(seed for each in taken for seed in seeds(each.drawn))
+    assert max(times.values(), default=0) <= reuse and max(drawn.values(), default=0) <= 1
+    if not dynamic:  # else what a step without any signal had drawn is not told
+        assert sorted([*drawn, *pending]) == list(range(0, 2 * (len(drawn) + len(pending)), 2))
+        assert all(len(each.kept) == prompts for each in taken)
+    started = Counter(seed for seed, _ in begun)
+    assert all(count == 1 for seed, count in started.items() if seed in drawn and seed not in pending) or staleness
+
+
+def test_without_staleness_it_is_the_plain_loop() -> None:
+    """A step's prompts at once, long ones first, all of them waited for, in the order of the stream."""
+
+    async def plain(engine: Latent, step: int, stream: TaskStream) -> list[int]:
+        tasks = [next(stream) for _ in range(3)]
+        order = sorted(range(3), key=lambda number: -len(tasks[number].prompt[0].content))
+        done = await asyncio.gather(*(engine.run(tasks[n], 2, step, 2 * (3 * step + n)) for n in order))
+        return sorted(seeds(done))
+
+    async def both() -> None:
+        ours, theirs = Latent(random.Random(0)), Latent(random.Random(0))
+        source, stream = rollouts(ours, GRPO, prompts_per_step=3), TaskStream([TASKS])
+        for step in range(4):
+            collected = await source.take(step)
+            assert seeds(collected.kept) == await plain(theirs, step, stream)
+            assert ours.begun == theirs.begun and collected.ages == [0, 0, 0]
+            assert source.state()["pending"] == []
+
+    asyncio.run(both())
+
+
+def test_what_may_wait_is_taken_as_it_ends() -> None:
+    """One prompt never lands by itself: the others are trained on until its turn has come."""
+    held = asyncio.Event()
+
+    class Held(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            if first_seed == 0:
+                await held.wait()
+            return await super().run(task, num_rollouts, step, first_seed)
+
+    async def trained() -> list[list[int]]:
+        source = rollouts(Held(random.Random(1)), GRPO, prompts_per_step=2, max_staleness=2)
+        taken = [seeds((await source.take(step)).kept) for step in range(2)]
+        waiting = asyncio.ensure_future(source.take(2))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()  # it is two versions old, and no step may go without it
+        held.set()
+        taken.append(seeds((await waiting).kept))
+        await source.close()
+        return taken
+
+    taken = asyncio.run(trained())
+    assert 0 not in taken[0] + taken[1] and taken[2][0] == 0
+
+
+def test_an_error_in_flight_is_told_at_once() -> None:
+    class Broken(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            if first_seed == 4:
+                raise RuntimeError("the engine is gone")
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def taken() -> None:
+        source = rollouts(Broken(random.Random(0)), GRPO, prompts_per_step=2, max_staleness=1)
+        try:
+            await source.take(0)
+        finally:
+            await source.close()
+
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        asyncio.run(taken())
+
+
+def test_faults_are_judged_by_the_step_that_takes_them() -> None:
+    class Down(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            return TrajectoryGroup(task, (), (), (), ("down", "down"))
+
+    source = rollouts(Down(random.Random(0)), GRPO, prompts_per_step=2, max_staleness=1)
+    source.settings = replace(source.settings, max_fault_share=0.5)
+    with pytest.raises(RewardFaultError, match="4 of 4 replies"):
+        asyncio.run(source.take(0))
+
+
+@pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])
+def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_path: Path) -> None:
+    words = [
+        *run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1),
+        "rollout.max_staleness=1",
+        f"rollout.on_publish={on_publish}",
+    ]
+    config = load_config([*words, "data.train_batch_size=2", "rollout.n=2", "data.max_response_length=6"])
+
+    async def train(trained: PPOTrainer) -> list[dict[str, float]]:
+        await trained.publisher.publish(0)
+        try:
+            return [await trained.train_step() for _ in range(4)]
+        finally:
+            await trained.rollouts.close()
+
+    with local_trainer(config) as trained:
+        told = asyncio.run(train(trained))
+    assert [each["staleness/max"] for each in told] == [0, 1, 1, 1]
+    assert all(known(name) for each in told for name in each)
+    for each in trained.groups:
+        for trajectory in each.trajectories:
+            versions = trajectory.turns[0].completion.versions
+            assert list(versions) == sorted(versions) and versions[0] >= 2

@@ -1,0 +1,245 @@
+"""Where a step's groups come from: prompts in flight, as many as the allowed staleness has slots for.
+
+Slots, not queues, bound the work: (max_staleness + 1) x prompts of a step. A slot is taken when its prompt is drawn and
+is free again once the weights that were trained on it are published; a prompt whose replies the filters drop gives its
+place to the next one at once. So at version v no more than the oldest slots of v - max_staleness are left, a step's
+worth at most: those are waited for, and what else a step needs is whatever ended first. With max_staleness=0 that is
+the synchronous loop: a step's own prompts, all of them, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl.algorithms.algorithm import Algorithm
+from verl.data.tasks import TaskStream
+from verl.errors import VerlError
+from verl.rollout.group import GroupRollout
+from verl.trainer.collection import Collection, penalised
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.base import GroupReward
+
+_log = logging.getLogger(__name__)
+_SHOWN_FAULTS = 3
+
+
+class RewardFaultError(VerlError, RuntimeError):
+    """The reward failed on more replies than the run may lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How much is drawn, and how far ahead."""
+
+    prompts_per_step: int
+    rollouts_per_prompt: int
+    max_staleness: int = 0  # weight versions that the oldest token of a sample may be behind the policy
+    max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
+    max_fault_share: float = 0.1  # of a step's replies that may go unscored
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A prompt of the stream: what it takes to draw it again."""
+
+    drawn: Sequence[int]  # tasks that the stream had drawn of each file before
+    round: int = 1  # prompts drawn in this place, those included that filters dropped
+
+    @property
+    def number(self) -> int:
+        """Its place among all draws of the run."""
+        return sum(self.drawn)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """A prompt in flight, or landed and not yet trained on."""
+
+    draw: Draw
+    began: int  # version of the weights that were published then
+    work: asyncio.Task[TrajectoryGroup]
+
+
+@dataclass(eq=False)
+class _Used:
+    """A group that has been trained on, and may be once more."""
+
+    group: TrajectoryGroup
+    began: int
+    uses: int = 1
+
+
+@dataclass
+class Rollouts:
+    """Draws prompts and hands over what came of them, a step's worth at a time."""
+
+    settings: RolloutSettings
+    algorithm: Algorithm
+    tasks: TaskStream
+    rollout: GroupRollout
+    shaping: GroupReward | None = None
+    shaping_state: Mapping[str, Any] = field(default_factory=dict)
+    _slots: list[_Slot] = field(default_factory=list)  # the oldest first
+    _used: list[_Used] = field(default_factory=list)  # the newest last
+    _left: list[Draw] = field(default_factory=list)  # of the run that this one resumes
+    _news: asyncio.Future[None] | None = None
+    _failed: asyncio.Task[TrajectoryGroup] | None = None
+
+    async def take(self, step: int) -> Collection:
+        """Groups for the step that trains the weights of version `step`, which are published.
+
+        Raises RewardFaultError where too many replies could not be scored, NoSignalError where nothing is left.
+        """
+        n = self.settings.rollouts_per_prompt
+        collected = Collection(self.algorithm, least=2 if n > 1 and self.algorithm.compares_replies else 1)
+        self._use_again(collected, step)
+        wanted = left = self.settings.prompts_per_step - len(collected.reused)
+        ahead = (self.settings.max_staleness + 1) * self._fresh_per_step
+        self._draw(max(wanted, ahead) - len(self._slots), step)
+        while left > 0:
+            slot = await self._landed(step)
+            self._slots.remove(slot)
+            if not self._add(collected, slot, step) and slot.draw.round < self.algorithm.max_draws:
+                self._draw(1, step, slot.draw.round + 1)
+            else:
+                left -= 1
+        collected.check()
+        if faults := self._faults(collected):
+            _log.warning("%s", self._told(step, collected, faults))
+        if self.algorithm.max_draws > 1 and len(collected.fresh) < wanted:
+            told = (step + 1, len(collected.fresh), wanted, collected.draws)
+            _log.warning("step %d: %d groups of %d after %d draws", *told)
+        return collected
+
+    async def close(self) -> None:
+        """End what is in flight, and what the episodes share."""
+        for slot in self._slots:
+            slot.work.cancel()
+        await asyncio.gather(*(slot.work for slot in self._slots), return_exceptions=True)
+        await self.rollout.close()
+
+    @property
+    def _fresh_per_step(self) -> int:
+        """Groups of a step that no step has trained on before, once there are some to use again."""
+        return -(-self.settings.prompts_per_step // self.settings.max_reuse)
+
+    def _use_again(self, collected: Collection, step: int) -> None:
+        """Groups of earlier steps, the newest first, beside the fresh ones."""
+        most, oldest = self.settings.max_reuse, step - self.settings.max_staleness
+        self._used = [used for used in self._used if used.uses < most and used.began >= oldest]
+        count = self.settings.prompts_per_step - self._fresh_per_step
+        for used in self._used[::-1][:count]:
+            used.uses += 1
+            collected.use_again(used.group, step - used.began)
+
+    def _draw(self, count: int, version: int, round: int = 1) -> None:
+        """Let so many prompts begin: those that an interrupted run had begun, then the stream's next."""
+        draws = [self._left.pop(0) if self._left else self._next_draw(round) for _ in range(count)]
+        tasks = [self.tasks.at(draw.drawn) for draw in draws]
+        begun: list[_Slot] = []
+        # The engine starts them as they come, and a long one that starts last is waited for.
+        for draw, task in sorted(zip(draws, tasks, strict=True), key=lambda pair: -prompt_length(pair[1])):
+            work = asyncio.ensure_future(self._roll(task, version, self._seed(draw)))
+            work.add_done_callback(self._tell)
+            begun.append(_Slot(draw, version, work))
+        self._slots += sorted(begun, key=lambda slot: slot.draw.number)
+
+    def _next_draw(self, round: int) -> Draw:
+        drawn = self.tasks.cursor.drawn
+        next(self.tasks)
+        return Draw(drawn, round)
+
+    def _seed(self, draw: Draw) -> int:
+        """The first of the prompt's seeds, of which each rollout has one."""
+        return (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
+
+    async def _roll(self, task: Task, version: int, seed: int) -> TrajectoryGroup:
+        """One prompt's rollouts; none of them where the greedy one that they are to be compared with is missing."""
+        rolled = self.rollout.run(task, self.settings.rollouts_per_prompt, version, seed)
+        if not self.algorithm.greedy_baseline:
+            return await rolled
+        greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
+        group, lone = await asyncio.gather(rolled, greedy.run(task, 1, version, seed))
+        lost = (*group.lost_uses, *lone.lost_uses)
+        if lone.faults:
+            return TrajectoryGroup(task, (), (), (), (*group.faults, *lone.faults), lost)
+        return replace(group, baseline=penalised(lone, self.algorithm.overlong).rewards[0], lost_uses=lost)
+
+    def _tell(self, work: asyncio.Task[TrajectoryGroup]) -> None:
+        """Wake up whoever waits for something to land."""
+        if not work.cancelled() and work.exception() is not None:
+            self._failed = work
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _landed(self, step: int) -> _Slot:
+        """The next slot for this step, landed. Raises what any of them has failed with."""
+        while (slot := self._ready(step)) is None:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return slot
+
+    def _ready(self, step: int) -> _Slot | None:
+        """The oldest of those that cannot wait for another step, else whichever has landed."""
+        if self._failed is not None:
+            self._failed.result()
+        first = self._slots[0]
+        if first.began <= step - self.settings.max_staleness:
+            return first if first.work.done() else None
+        return next((slot for slot in self._slots if slot.work.done()), None)
+
+    def _add(self, collected: Collection, slot: _Slot, step: int) -> bool:
+        """Put what came of a slot into the collection. Returns whether the filters left anything."""
+        group = slot.work.result()
+        if self.shaping is not None and group.trajectories:
+            rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
+            group = replace(group, rewards=rewards)
+        kept = collected.add(group, slot.draw.round, step - slot.began)
+        if kept is not None:
+            self._used.append(_Used(kept, slot.began))
+        if len(collected.drawn) >= self.settings.prompts_per_step:  # fewer tell little
+            self._check_faults(collected, step)
+        return kept is not None
+
+    def _check_faults(self, collected: Collection, step: int) -> None:
+        faults, limit = self._faults(collected), self.settings.max_fault_share
+        if len(faults) > limit * self._num_asked(collected):
+            told = self._told(step, collected, faults)
+            raise RewardFaultError(f"{told}\nMore than reward.max_fault_share={limit:g}: mend what failed, then resume")
+
+    def _num_asked(self, collected: Collection) -> int:
+        return len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
+
+    @staticmethod
+    def _faults(collected: Collection) -> list[str]:
+        return [fault for group in collected.drawn for fault in group.faults]
+
+    def _told(self, step: int, collected: Collection, faults: Sequence[str]) -> str:
+        shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
+        asked = self._num_asked(collected)
+        return f"step {step + 1}: {len(faults)} of {asked} replies could not be scored:\n{shown}"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as plain JSON: the stream's cursor, and what was begun and not trained on."""
+        cursor = self.tasks.cursor
+        pending = (*(slot.draw for slot in self._slots), *self._left)
+        return {
+            "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
+            "pending": [{"drawn": list(draw.drawn), "round": draw.round} for draw in pending],
+            "shaping": dict(self.shaping_state),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
+        self._left = [Draw(**draw) for draw in state["pending"]]
+        self.shaping_state = state["shaping"]
+
+
+def prompt_length(task: Task) -> int:
+    """Characters of all messages: enough to tell long prompts from short ones before they are tokenised."""
+    return sum(len(message.content) for message in task.prompt)
