@@ -83,6 +83,7 @@ METRICS = (
     Metric("engine/gap_max", "nats", "largest of them"),
     Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),
     Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
+    Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of log p - log p_ref (k1), where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),
     Metric("val/<set>/total", "points", "mean reward of greedy replies to a validation set"),

@@ -37,6 +37,7 @@ from verl.trainer.build_algorithm import build_algorithm, build_kl_control, chec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch, signs_of
 from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
@@ -136,7 +137,11 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             shown = config.trainer.num_transcripts_shown
             yield Fit(
                 FitSettings(
-                    total_steps, config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train
+                    total_steps,
+                    config.trainer.test_freq,
+                    config.trainer.save_freq,
+                    config.trainer.val_before_train,
+                    config.trainer.on_collapse,
                 ),
                 trainer,
                 Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
@@ -147,7 +152,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 Transcripts(folder, console if shown else None, shown),
                 display,
                 settings,
+                folder,
                 saved,
+                CollapseWatch(signs_of(algorithm.compares_replies)),
             )
         finally:
             trackers.close()
