@@ -31,6 +31,7 @@ from verl.trainer.collapse import CollapseWatch
 from verl.trainer.exams import Exams
 from verl.trainer.fit import Fit, FitSettings
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.record import Recorder
 from verl.trainer.validate import Validator
 from verl.utils.reward_score.base import build_reward
 
@@ -56,7 +57,7 @@ class OneProcess:
         return Here(asyncio.run(made) if inspect.isawaitable(made) else made)
 
 
-def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch) -> Fit:
+def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorder: Recorder | None = None) -> Fit:
     """A run around a local trainer, which validates on nothing and starts anew."""
     folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     total_steps = config.trainer.total_training_steps
@@ -74,6 +75,7 @@ def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch) -> Fit:
         {},
         folder,
         watch=watch,
+        recorder=recorder,
     )
 
 

@@ -337,6 +337,7 @@ class TrainerConfig(RunConfig):
     eval_limit: int | None = None  # rows of each category; all if left out
     eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
     on_collapse: str = "warn"  # warn | stop | rollback (to the last checkpoint); docs/collapse.md
+    record: bool = False  # write what every step learned from, so that it can be run again (docs/replay.md)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,7 +35,7 @@ steps whose `reward/total` is not above its start, because shorter, surer or lon
   folder as `model.path`, under another `trainer.experiment_name`.
 - `rollback` takes weights, optimizer, controllers and metrics back to the newest checkpoint and goes on from there. The
   data stream is not taken back, so that other prompts come. It does so at most {MAX_ROLLBACKS} times in one process;
-  the next alarm stops the run, and so does one before the first checkpoint. The metrics and transcripts of
+  the next alarm stops the run, and so does one before the first checkpoint. The metrics, transcripts and records of
   the steps taken back are dropped.
 
 Alarms that stop a run or take it back are kept in `collapses.jsonl` in its folder, with the metrics of their step.

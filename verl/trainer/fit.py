@@ -20,6 +20,7 @@ from verl.trainer.checkpoint import CheckpointStore, read_state
 from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
 from verl.trainer.exams import Exams
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.record import Recorder, truncate_after
 from verl.trainer.state import Saved
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
@@ -57,6 +58,7 @@ class Fit:
     folder: Path  # the run's
     saved: Saved | None = None  # where to go on
     watch: CollapseWatch = field(default_factory=CollapseWatch)
+    recorder: Recorder | None = None
     rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
@@ -86,6 +88,8 @@ class Fit:
             metrics = await self.trainer.train_step()
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
             self.transcripts.write(step, self.trainer.groups)
+            if self.recorder is not None:
+                self.recorder.write(step, self.trainer.lesson, metrics)
             alarms = self.watch.observe(step, metrics)
             metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
             if alarms and await self._went_back(alarms, metrics):
@@ -173,6 +177,7 @@ class Fit:
         if self.saved is None:
             self.trackers.restore(-1, {})
             self.transcripts.truncate_after(-1)
+            truncate_after(self.folder, -1)
             return None
         self._take_up(self.saved)
         return self.saved.path
@@ -185,6 +190,7 @@ class Fit:
         self.watch.restore(state["watch"])
         self.trackers.restore(self.trainer.step, state["trackers"])
         self.transcripts.truncate_after(self.trainer.step)
+        truncate_after(self.folder, self.trainer.step)
         self.before, self.after = state["before"], state["after"]
 
     def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:

@@ -27,6 +27,7 @@ from verl.trainer.collection import Collection, penalised
 from verl.trainer.experience import Experience, build_experience, rows_with_signal, with_selected
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
+from verl.trainer.record import Lesson
 from verl.trainer.weights import Publisher
 from verl.types import Sample, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward
@@ -57,65 +58,39 @@ class StepSettings:
     seed: int = 0
 
 
-@dataclass
-class PPOTrainer:
-    """Owns the step counter; everything else is given."""
+class Learning:
+    """What of a step needs no engine: from samples to updated weights. Subclasses are dataclasses with these fields."""
 
     settings: StepSettings
     algorithm: Algorithm
-    tasks: TaskStream
-    rollout: GroupRollout
     policy: Policy
-    publisher: Publisher
-    reference: Policy | None = None
-    critic: Critic | None = None
-    kl_control: AdaptiveKL | None = None
-    shaping: GroupReward | None = None
-    shaping_state: Mapping[str, Any] = field(default_factory=dict)
-    meter: Meter | None = None
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    step: int = 0
-    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
+    reference: Policy | None
+    critic: Critic | None
+    kl_control: AdaptiveKL | None
+    timer: PhaseTimer
+    step: int
 
     def __post_init__(self) -> None:
         needs_reference = self.algorithm.kl.placement is not KLPlacement.NONE
         assert needs_reference == (self.reference is not None), "a reference is built if and only if KL is paid for"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic is built if and only if it is needed"
 
-    async def train_step(self) -> Metrics:
-        """One step: generate, score, learn, publish. Returns its metrics."""
-        self.timer.start()
-        with self.timer.phase("rollout"):
-            collected = await self._generate()
-            await self.rollout.engine.sleep()
-        self.groups = collected.drawn
-        samples = [
-            sample
-            for number, group in enumerate(collected.kept)
-            for sample in to_samples(group, number, self.settings.train_on_observations)
-        ]
+    def learn(self, lesson: Lesson) -> tuple[Metrics, list[Sample]]:
+        """Score, estimate advantages, update: the same for the same lesson, weights and step. Leaves the step's number.
+
+        Returns what the update tells of itself, and the samples that it computed.
+        """
+        samples = lesson.samples
         with self.timer.phase("score"):
             old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):
-            baselines = [collected.kept[sample.group].baseline for sample in samples]
-            experience = build_experience(samples, old, self._algorithm_now(), ref, values, baselines)
+            experience = build_experience(samples, old, self._algorithm_now(), ref, values, lesson.baselines)
         with self.timer.phase("score"):
             experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):
             learned = self._update(experience)
-        with self.timer.phase("publish"):
-            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
-        self.step += 1
         computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
-        return {
-            **tell.rollout_metrics(self.groups),
-            **tell.tool_metrics(self.groups),
-            **collected.metrics(),
-            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
-            **learned,
-            **self._kl_metrics(samples, old, ref),
-            **self._timings(samples, computed),
-        }
+        return {**learned, **self._kl_metrics(samples, old, ref)}, computed
 
     def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
         """Old and reference log-probs and values, as far as the advantages ask for them, in one layout of packs."""
@@ -185,6 +160,59 @@ class PPOTrainer:
             self.kl_control.observe(divergence, len(samples))
         return {"kl/reference": divergence, "kl/coefficient": coefficient}
 
+    def _first_seed(self, per_step: int) -> int:
+        """The first of this step's seeds, where each step has as many."""
+        return (self.settings.seed << 40) + self.step * per_step
+
+
+@dataclass
+class PPOTrainer(Learning):
+    """Owns the step counter; everything else is given."""
+
+    settings: StepSettings
+    algorithm: Algorithm
+    tasks: TaskStream
+    rollout: GroupRollout
+    policy: Policy
+    publisher: Publisher
+    reference: Policy | None = None
+    critic: Critic | None = None
+    kl_control: AdaptiveKL | None = None
+    shaping: GroupReward | None = None
+    shaping_state: Mapping[str, Any] = field(default_factory=dict)
+    meter: Meter | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    step: int = 0
+    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
+    lesson: Lesson = field(default_factory=Lesson)  # what the last step learned from, for its record
+
+    async def train_step(self) -> Metrics:
+        """One step: generate, score, learn, publish. Returns its metrics."""
+        self.timer.start()
+        with self.timer.phase("rollout"):
+            collected = await self._generate()
+            await self.rollout.engine.sleep()
+        self.groups = collected.drawn
+        samples = [
+            sample
+            for number, group in enumerate(collected.kept)
+            for sample in to_samples(group, number, self.settings.train_on_observations)
+        ]
+        baselines = [collected.kept[sample.group].baseline for sample in samples]
+        self.lesson = Lesson(samples, baselines, self.kl_control.coefficient if self.kl_control else None)
+        learned, computed = self.learn(self.lesson)
+        with self.timer.phase("publish"):
+            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
+        self.step += 1
+        return {
+            **tell.rollout_metrics(self.groups),
+            **tell.tool_metrics(self.groups),
+            **collected.metrics(),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            **learned,
+            **self._timings(samples, computed),
+        }
+
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""
         timings = self.timer.metrics()
@@ -209,10 +237,6 @@ class PPOTrainer:
         if draws > 1 and len(collected.kept) < wanted:
             _log.warning("step %d: %d groups of %d after %d draws", self.step + 1, len(collected.kept), wanted, draws)
         return collected
-
-    def _first_seed(self, per_step: int) -> int:
-        """The first of this step's seeds, where each step has as many."""
-        return (self.settings.seed << 40) + self.step * per_step
 
     async def _draw(self, num_prompts: int, first_seed: int) -> list[TrajectoryGroup]:
         """The groups of the next prompts, in their order."""
