@@ -5,22 +5,34 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import io
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
 
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.rollout.scoring import DirectScorer
-from verl.single_controller.group import Seat
+from verl.single_controller.group import Member, Seat
 from verl.single_controller.local import LocalGroup
+from verl.tracking.console import Display
+from verl.tracking.tracker import Run, build_trackers
+from verl.tracking.transcripts import Transcripts
 from verl.trainer.build import build_trainer, load_inputs
 from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.build_workers import start_workers
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch
+from verl.trainer.exams import Exams
+from verl.trainer.fit import Fit, FitSettings
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.record import Recorder
+from verl.trainer.validate import Validator
 from verl.utils.reward_score.base import build_reward
 
 
@@ -43,6 +55,28 @@ class OneProcess:
             port = free.getsockname()[1]
         made = make(Seat(0, 1, "127.0.0.1", port))
         return Here(asyncio.run(made) if inspect.isawaitable(made) else made)
+
+
+def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorder: Recorder | None = None) -> Fit:
+    """A run around a local trainer, which validates on nothing and starts anew."""
+    folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
+    total_steps = config.trainer.total_training_steps
+    assert total_steps is not None and isinstance(trainer.policy.workers, Member)
+    return Fit(
+        FitSettings(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
+        trainer,
+        Validator({}, trainer.rollouts.rollout, build_reward(config.reward.name, config.reward.options)),
+        Exams(),
+        trainer.policy.workers.group,
+        CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
+        build_trackers([], Run(folder)),
+        Transcripts(folder),
+        Display(total_steps, Console(file=io.StringIO())),
+        {},
+        folder,
+        watch=watch,
+        recorder=recorder,
+    )
 
 
 @contextmanager

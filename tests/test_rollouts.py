@@ -80,7 +80,7 @@ def seeds(groups: Sequence[TrajectoryGroup]) -> list[int]:
     return [int(each.task.id) for each in groups]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     staleness=st.integers(0, 4),

@@ -330,7 +330,7 @@ def test_mfu_is_reported_where_the_peak_is_known() -> None:
 def test_every_name_in_the_table_is_well_formed() -> None:
     listed = [metric.name for metric in names.METRICS]
     assert len(set(listed)) == len(listed)
-    groups = "reward|reply|filter|staleness|tools|actor|critic|engine|correction|kl|val|eval|time|perf|memory"
+    groups = "reward|reply|filter|staleness|tools|actor|critic|engine|correction|collapse|kl|val|eval|time|perf|memory"
     for metric in names.METRICS:
         assert re.fullmatch(rf"({groups})(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name), metric
         assert metric.unit and metric.meaning and "|" not in metric.unit + metric.meaning

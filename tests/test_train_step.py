@@ -348,9 +348,9 @@ def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> Non
     told = []
     for correction in (None, Correction(Level.TOKEN, upper=1.1)):
         learning = trainer(replace(PLAIN, correction=correction), minibatches=minibatches)
-        assert isinstance(learning.rollout.engine, HFEngine)
+        assert isinstance(learning.rollouts.rollout.engine, HFEngine)
         generator = torch.Generator().manual_seed(0)
-        for weight in learning.rollout.engine._model.parameters():
+        for weight in learning.rollouts.rollout.engine._model.parameters():
             weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
         told.append(asyncio.run(learning.train_step()))
     plain, corrected = told

@@ -66,6 +66,11 @@ def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = 
     return config
 
 
+def restored_config(settings: Mapping[str, Any]) -> Config:
+    """The configuration that `flattened` made `settings` of. Raises ConfigError where this version has other keys."""
+    return _build(Config, settings)
+
+
 def load_probe(words: Sequence[str]) -> ProbeConfig:
     """The configuration of a probe that `key=value` words choose, over what a `recipe=name` says of episodes.
 

@@ -391,12 +391,18 @@ class TrainerConfig(RunConfig):
     eval_limit: int | None = None  # rows of each category; all if left out
     eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
     eval_hub: bool = True  # as hub of main_eval
+    on_collapse: str = "warn"  # warn | stop | rollback (to the last checkpoint); docs/collapse.md
+    record: bool = False  # write what every step learned from, so that it can be run again (docs/replay.md)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.eval_limit is None or self.eval_limit >= 1, "trainer.eval_limit", "at least 1", self.eval_limit)
         for name in ("critic_warmup", "num_transcripts_shown"):
             _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
+        known = ("warn", "stop", "rollback")
+        _require(self.on_collapse in known, "trainer.on_collapse", " or ".join(known), self.on_collapse)
+        if self.on_collapse == "rollback" and self.save_freq == 0:
+            raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0, or it has no way back")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ _REACH_S = 5.0  # Ray itself would try an address where nobody listens for more 
 _GRACE_S = 5.0
 
 
+Pool = PlacementGroup
+
+
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """What one worker needs of its machine."""

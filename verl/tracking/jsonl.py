@@ -29,9 +29,7 @@ class JsonlTracker(Tracker):
 
         Raises DataError when it cannot be written.
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, "time": round(time.time(), 3), **finite}))
+        append_row(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Drops the lines beyond `step`."""
@@ -41,6 +39,17 @@ class JsonlTracker(Tracker):
         """Drops the lines beyond `step`, and one that a kill has torn; the file is replaced as a whole."""
         if self.path.exists():
             write_rows(self.path, [row for row in read_rows(self.path) if row["step"] <= step])
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """The metrics as JSON can say them."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """One more line; raises DataError when it cannot be written."""
+    with _writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(_line(row))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -100,6 +100,7 @@ METRICS = (
     Metric("correction/truncated", "share", "its tokens whose ratio was above the bound of weights"),
     Metric("correction/masked", "share", "its tokens that a mask or the veto left out"),
     Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
+    Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of log p - log p_ref (k1), where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),
     Metric("val/<set>/total", "points", "mean reward of greedy replies to a validation set"),

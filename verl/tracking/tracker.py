@@ -71,7 +71,9 @@ class Trackers:
         return {key: value for member in self.members for key, value in member.state().items()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """See `Tracker.restore`. To be called before the first `log`, also at a start from nothing (-1 and {})."""
+        """See `Tracker.restore`. To be called before the first `log`, also at a start from nothing (-1 and {}); and
+        whenever a run goes back.
+        """
         for member in self.members:
             member.restore(step, state)
 

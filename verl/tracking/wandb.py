@@ -47,8 +47,9 @@ class WandbTracker(Tracker):
         return {_STATE: self._id}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continues the run that the checkpoint knows; a start over (-1) is a new run."""
-        assert self._session is None, "restore comes before the first log"
+        """Continues the run that the checkpoint knows; a start over (-1) is a new run, one that goes back the same."""
+        if self._session is not None:
+            return
         if _STATE in state:
             self._id = state[_STATE]
         elif step < 0:

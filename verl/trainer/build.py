@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from verl.algorithms.algorithm import Algorithm
+from verl.config.load import flattened
 from verl.config.schema import Config, ModelConfig, RunConfig
 from verl.data.chat import ChatCodec
 from verl.data.lengths import PromptIds, fitting
@@ -35,13 +36,15 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record
-from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
+from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch, signs_of
 from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.record import Recorder, made_by
 from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.validate import Validator
@@ -136,9 +139,14 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             rolling = trainer.rollouts.rollout
             greedy = replace(rolling, sampling=replace(rolling.sampling, temperature=0.0))
             shown = config.trainer.num_transcripts_shown
+            recorder = Recorder(folder, flattened(asdict(located(config))), made_by(config, device, total_steps))
             yield Fit(
                 FitSettings(
-                    total_steps, config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train
+                    total_steps,
+                    config.trainer.test_freq,
+                    config.trainer.save_freq,
+                    config.trainer.val_before_train,
+                    config.trainer.on_collapse,
                 ),
                 trainer,
                 Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
@@ -149,7 +157,10 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 Transcripts(folder, console if shown else None, shown),
                 display,
                 settings,
+                folder,
                 saved,
+                CollapseWatch(signs_of(algorithm.compares_replies)),
+                recorder if config.trainer.record else None,
             )
         finally:
             trackers.close()
@@ -171,8 +182,7 @@ def build_trainer(
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )
-    packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
-    policy = Policy(Member(workers.trainer, "policy"), packing)
+    policy, reference, critic = build_learners(config, algorithm, workers.trainer)
     reward = build_reward(config.reward.name, config.reward.options)
     rollouts = Rollouts(
         rollout_settings(config),
@@ -187,9 +197,21 @@ def build_trainer(
         rollouts,
         policy,
         build_publisher(config, policy, engine, connect(config, policy, workers), codec, probed, sampling),
-        reference=Policy(Member(workers.trainer, "reference"), packing) if pays_kl(algorithm) else None,
-        critic=Critic(Member(workers.trainer, "critic"), packing) if algorithm.needs_critic else None,
+        reference=reference,
+        critic=critic,
         kl_control=build_kl_control(config.algorithm, algorithm),
+    )
+
+
+def build_learners(
+    config: Config, algorithm: Algorithm, ranks: WorkerGroup
+) -> tuple[Policy, Policy | None, Critic | None]:
+    """Policy, reference and critic, which live in the same ranks; the latter two where the algorithm needs them."""
+    packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
+    return (
+        Policy(Member(ranks, "policy"), packing),
+        Policy(Member(ranks, "reference"), packing) if pays_kl(algorithm) else None,
+        Critic(Member(ranks, "critic"), packing) if algorithm.needs_critic else None,
     )
 
 

@@ -19,7 +19,7 @@ from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
 from verl.single_controller.group import Seat, WorkerError
-from verl.single_controller.ray import Bundle, Cluster, RayGroup
+from verl.single_controller.ray import Bundle, Cluster, Pool, RayGroup
 from verl.trainer.build_algorithm import pays_kl
 from verl.trainer.policy import Policy
 from verl.trainer.threads import threads_of
@@ -120,12 +120,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     config = located(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
-    own, per_node = Bundle(1.0, gpus), config.trainer.n_gpus_per_node
-    node = Bundle(per_node * (2.0 if colocated else 1.0), per_node * gpus)
-    pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
-    spec = rank_spec(config, algorithm, device, total_steps)
-    homes = [rank // per_node for rank in range(config.num_ranks)]
-    trainer = cluster.group("trainer", partial(build_rank, spec), pool, own, homes)
+    trainer, pool, homes = start_ranks(config, cluster, algorithm, device, total_steps)
     make = partial(start_engine, config, device)
     if colocated:
         beside = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
@@ -138,6 +133,19 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     on_gpus = device == "cuda" and config.rollout.name == "vllm"
     links = gpu_links(config, trainer) if on_gpus else cpu_links(trainer.nodes, engines.nodes)
     return Workers(trainer, engines, links)
+
+
+def start_ranks(
+    config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int
+) -> tuple[RayGroup, Pool, list[int]]:
+    """Trainer ranks, the pool that they are in, which has room for colocated engines, and each rank's place in it."""
+    gpus, per_node = (1.0 if device == "cuda" else 0.0), config.trainer.n_gpus_per_node
+    slots = 2.0 if config.rollout.placement == "colocated" else 1.0
+    node = Bundle(per_node * slots, per_node * gpus)
+    pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
+    spec = rank_spec(located(config), algorithm, device, total_steps)
+    homes = [rank // per_node for rank in range(config.num_ranks)]
+    return cluster.group("trainer", partial(build_rank, spec), pool, Bundle(1.0, gpus), homes), pool, homes
 
 
 def cpu_links(of_ranks: Sequence[str], of_engines: Sequence[str]) -> Links:

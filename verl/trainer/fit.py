@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import psutil
 from verl.errors import DataError
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
+from verl.tracking.jsonl import append_row, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.checkpoint import CheckpointStore, read_state
+from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
 from verl.trainer.exams import Exams
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.record import Recorder, truncate_after
 from verl.trainer.state import Saved
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
@@ -35,6 +38,7 @@ class FitSettings:
     test_freq: int = 0  # 0: only before and after
     save_freq: int = 0  # 0: only at the end
     val_before_train: bool = True
+    on_collapse: str = "warn"  # stop | rollback
 
 
 @dataclass
@@ -51,7 +55,11 @@ class Fit:
     transcripts: Transcripts
     display: Display
     made_with: Mapping[str, Any]  # settings that a resumed run must share
+    folder: Path  # the run's
     saved: Saved | None = None  # where to go on
+    watch: CollapseWatch = field(default_factory=CollapseWatch)
+    recorder: Recorder | None = None
+    rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)  # of every memory metric
@@ -75,20 +83,53 @@ class Fit:
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._validate()
             self.trackers.log(0, self.before)
+        owed = False  # a checkpoint that fell due while a sign of a collapse held
         while self.trainer.step < self.settings.total_steps:
             metrics = await self.trainer.train_step()
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
-            metrics |= self._memory()
             self.transcripts.write(step, self.trainer.groups)
+            if self.recorder is not None:
+                self.recorder.write(step, self.trainer.lesson, metrics)
+            alarms = self.watch.observe(step, metrics)
+            metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
+            if alarms and await self._went_back(alarms, metrics):
+                continue
             tested = done or _due(step, self.settings.test_freq)
             if tested:
                 self.after = await self._validate()
                 metrics |= self.after
             self.trackers.log(step, metrics)
-            if done or _due(step, self.settings.save_freq):
-                last = self._save(self._score() if tested else None)
+            owed = owed or done or _due(step, self.settings.save_freq)
+            if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
+                last, owed = self._save(self._score() if tested else None), False
         assert last is not None
         return last
+
+    async def _went_back(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
+        """Do what trainer.on_collapse says; whether the run stands at an earlier step now.
+
+        Raises CollapseError if the run is not to go on.
+        """
+        said = "\n".join(str(alarm) for alarm in alarms)
+        if self.settings.on_collapse == "warn":
+            _log.warning("%s", said)
+            return False
+        step, path = self.trainer.step, self.store.latest(hashes=True)
+        retry = path is not None and self.settings.on_collapse == "rollback" and self.rollbacks < MAX_ROLLBACKS
+        report = {"step": step, "alarms": said.splitlines(), "back_to": path.name if path and retry else None}
+        append_row(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
+        if path is None or not retry:
+            self.trackers.log(step, metrics)
+            tried = f"; it was taken back {self.rollbacks} times before" if self.rollbacks else ""
+            rest = "there is no checkpoint yet" if path is None else f"the last good checkpoint is {path}"
+            raise CollapseError(f"the run has collapsed{tried}. {said}\nStopped after step {step}; {rest}")
+        self.rollbacks += 1
+        _log.warning("%s\nBack to %s, with other prompts (%d of %d times)", said, path, self.rollbacks, MAX_ROLLBACKS)
+        self._take_up(Saved(path, read_state(path)))
+        await self.trainer.rollouts.begin_again()
+        with self.trainer.timer.phase("publish"):
+            await self.trainer.publisher.publish(self.trainer.step)
+        return True
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
@@ -123,6 +164,7 @@ class Fit:
                     "made_with": dict(self.made_with),
                     "trainer": self.trainer.state(),
                     "trackers": self.trackers.state(),
+                    "watch": self.watch.state(),
                     "before": self.before,
                     "after": self.after,
                 }
@@ -136,14 +178,21 @@ class Fit:
         if self.saved is None:
             self.trackers.restore(-1, {})
             self.transcripts.truncate_after(-1)
+            truncate_after(self.folder, -1)
             return None
-        state = self.saved.state
-        self.workers.call(TrainingRank.load, self.saved.path)
+        self._take_up(self.saved)
+        return self.saved.path
+
+    def _take_up(self, saved: Saved) -> None:
+        """Stand where the checkpoint was written; the task stream stays where it is."""
+        state = saved.state
+        self.workers.call(TrainingRank.load, saved.path)
         self.trainer.restore(state["trainer"])
+        self.watch.restore(state["watch"])
         self.trackers.restore(self.trainer.step, state["trackers"])
         self.transcripts.truncate_after(self.trainer.step)
+        truncate_after(self.folder, self.trainer.step)
         self.before, self.after = state["before"], state["after"]
-        return self.saved.path
 
     def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """(before, after) by validation set, for the table at the end."""

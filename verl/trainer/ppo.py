@@ -6,9 +6,9 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> publish
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from verl.trainer import metrics as tell
 from verl.trainer.experience import Experience, build_experience, rows_with_signal, with_selected
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, Policy
+from verl.trainer.record import Lesson
 from verl.trainer.rollouts import Rollouts
 from verl.trainer.weights import Publisher
 from verl.types import Sample, TrajectoryGroup
-
-_Input = TypeVar("_Input")
-_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,73 +37,39 @@ class StepSettings:
     seed: int = 0
 
 
-@dataclass
-class PPOTrainer:
-    """Owns the step counter; everything else is given."""
+class Learning:
+    """What of a step needs no engine: from samples to updated weights. Subclasses are dataclasses with these fields."""
 
     settings: StepSettings
     algorithm: Algorithm
-    rollouts: Rollouts
     policy: Policy
-    publisher: Publisher
-    reference: Policy | None = None
-    critic: Critic | None = None
-    kl_control: AdaptiveKL | None = None
-    meter: Meter | None = None
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    step: int = 0
-    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
+    reference: Policy | None
+    critic: Critic | None
+    kl_control: AdaptiveKL | None
+    timer: PhaseTimer
+    step: int
 
     def __post_init__(self) -> None:
         needs_reference = self.algorithm.kl.placement is not KLPlacement.NONE
         assert needs_reference == (self.reference is not None), "a reference is built if and only if KL is paid for"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic is built if and only if it is needed"
 
-    async def train_step(self) -> Metrics:
-        """One step: generate, score, learn, publish. Returns its metrics."""
-        self.timer.start()
-        with self.timer.phase("rollout"):
-            collected = await self.rollouts.take(self.step)
-            if not self._ahead:
-                await self.rollouts.rollout.engine.sleep()
-        self.groups = collected.drawn or collected.kept
-        samples = [
-            sample
-            for number, group in enumerate(collected.kept)
-            for sample in to_samples(group, number, self.settings.train_on_observations)
-        ]
+    def learn(self, lesson: Lesson) -> tuple[Metrics, list[Sample]]:
+        """Score, estimate advantages, update: the same for the same lesson, weights and step. Leaves the step's number.
+
+        Returns what the update tells of itself, and the samples that it computed.
+        """
+        samples = lesson.samples
         with self.timer.phase("score"):
-            old, ref, values = await self._beside(self._scores, samples)
+            old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):
-            baselines = [collected.kept[sample.group].baseline for sample in samples]
-            experience = build_experience(samples, old, self._algorithm_now(), ref, values, baselines)
+            experience = build_experience(samples, old, self._algorithm_now(), ref, values, lesson.baselines)
         with self.timer.phase("score"):
-            experience = await self._beside(self._with_old_logprobs, experience)
+            experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):
-            learned = await self._beside(self._update, experience)
-        with self.timer.phase("publish"):
-            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
-        self.step += 1
+            learned = self._update(experience)
         computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
-        return {
-            **tell.rollout_metrics(self.groups),
-            **tell.tool_metrics(self.groups),
-            **collected.metrics(),
-            **(collected.staleness_metrics() if self._ahead else {}),
-            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
-            **learned,
-            **self._kl_metrics(samples, old, ref),
-            **self._timings(samples, computed),
-        }
-
-    @property
-    def _ahead(self) -> bool:
-        """Whether rollouts go on while the policy learns."""
-        return self.rollouts.settings.max_staleness > 0
-
-    async def _beside(self, work: Callable[[_Input], _Output], given: _Input) -> _Output:
-        """What the ranks work out, beside the rollouts where these go on."""
-        return await asyncio.to_thread(work, given) if self._ahead else work(given)
+        return {**learned, **self._kl_metrics(samples, old, ref)}, computed
 
     def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
         """Old and reference log-probs and values, as far as the advantages ask for them, in one layout of packs."""
@@ -175,15 +139,64 @@ class PPOTrainer:
             self.kl_control.observe(divergence, len(samples))
         return {"kl/reference": divergence, "kl/coefficient": coefficient}
 
+    def _first_seed(self, per_step: int) -> int:
+        """The first of this step's seeds, where each step has as many."""
+        return (self.settings.seed << 40) + self.step * per_step
+
+
+@dataclass
+class PPOTrainer(Learning):
+    """Owns the step counter; everything else is given."""
+
+    settings: StepSettings
+    algorithm: Algorithm
+    rollouts: Rollouts
+    policy: Policy
+    publisher: Publisher
+    reference: Policy | None = None
+    critic: Critic | None = None
+    kl_control: AdaptiveKL | None = None
+    meter: Meter | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    step: int = 0
+    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
+    lesson: Lesson = field(default_factory=Lesson)  # what the last step learned from, for its record
+
+    async def train_step(self) -> Metrics:
+        """One step: generate, score, learn, publish. Returns its metrics."""
+        ahead = self.rollouts.settings.max_staleness > 0  # rollouts go on while the policy learns
+        self.timer.start()
+        with self.timer.phase("rollout"):
+            collected = await self.rollouts.take(self.step)
+            if not ahead:
+                await self.rollouts.rollout.engine.sleep()
+        self.groups = collected.drawn or collected.kept
+        samples = [
+            sample
+            for number, group in enumerate(collected.kept)
+            for sample in to_samples(group, number, self.settings.train_on_observations)
+        ]
+        baselines = [collected.kept[sample.group].baseline for sample in samples]
+        self.lesson = Lesson(samples, baselines, self.kl_control.coefficient if self.kl_control else None)
+        learned, computed = await asyncio.to_thread(self.learn, self.lesson) if ahead else self.learn(self.lesson)
+        with self.timer.phase("publish"):
+            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
+        self.step += 1
+        return {
+            **tell.rollout_metrics(self.groups),
+            **tell.tool_metrics(self.groups),
+            **collected.metrics(),
+            **(collected.staleness_metrics() if ahead else {}),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            **learned,
+            **self._timings(samples, computed),
+        }
+
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""
         timings = self.timer.metrics()
         used = self.meter.mfu(computed, self.policy.packing, timings["time/update_s"]) if self.meter else {}
         return {**timings, **tell.throughput(self.groups, samples, computed, timings), **used}
-
-    def _first_seed(self, per_step: int) -> int:
-        """The first of this step's seeds, where each step has as many."""
-        return (self.settings.seed << 40) + self.step * per_step
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold of the controller, as plain JSON."""

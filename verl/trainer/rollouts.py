@@ -2,9 +2,9 @@
 
 Slots, not queues, bound the work: (max_staleness + 1) x prompts of a step. A slot is taken when its prompt is drawn and
 is free again once the weights that were trained on it are published; a prompt whose replies the filters drop gives its
-place to the next one at once. So at version v no more than the oldest slots of v - max_staleness are left, a step's
-worth at most: those are waited for, and what else a step needs is whatever ended first. With max_staleness=0 that is
-the synchronous loop: a step's own prompts, all of them, in their order.
+place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be trained
+on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous loop: a
+step's own prompts, all of them, in their order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rollouts:
         ahead = (self.settings.max_staleness + 1) * self._fresh_per_step
         self._draw(max(wanted, ahead) - len(self._slots), step)
         while left > 0:
-            slot = await self._landed(step)
+            slot = await self._landed(step, left)
             self._slots.remove(slot)
             if not self._add(collected, slot, step) and slot.draw.round < self.algorithm.max_draws:
                 self._draw(1, step, slot.draw.round + 1)
@@ -116,12 +116,21 @@ class Rollouts:
             _log.warning("step %d: %d groups of %d after %d draws", *told)
         return collected
 
+    async def begin_again(self) -> None:
+        """Drop what came of weights that are given up; its prompts that were not trained on come next."""
+        await self._end()
+        self._left = [slot.draw for slot in self._slots]
+        self._slots, self._used = [], []
+
     async def close(self) -> None:
         """End what is in flight, and what the episodes share."""
+        await self._end()
+        await self.rollout.close()
+
+    async def _end(self) -> None:
         for slot in self._slots:
             slot.work.cancel()
         await asyncio.gather(*(slot.work for slot in self._slots), return_exceptions=True)
-        await self.rollout.close()
 
     @property
     def _fresh_per_step(self) -> int:
@@ -177,21 +186,27 @@ class Rollouts:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    async def _landed(self, step: int) -> _Slot:
+    async def _landed(self, step: int, left: int) -> _Slot:
         """The next slot for this step, landed. Raises what any of them has failed with."""
-        while (slot := self._ready(step)) is None:
+        while (slot := self._ready(step, left)) is None:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
         return slot
 
-    def _ready(self, step: int) -> _Slot | None:
-        """The oldest of those that cannot wait for another step, else whichever has landed."""
+    def _ready(self, step: int, left: int) -> _Slot | None:
+        """The oldest that has landed, unless one before it could then not be trained on in time.
+
+        left: slots that this step still takes
+        """
         if self._failed is not None:
             self._failed.result()
-        first = self._slots[0]
-        if first.began <= step - self.settings.max_staleness:
-            return first if first.work.done() else None
-        return next((slot for slot in self._slots if slot.work.done()), None)
+        for place, slot in enumerate(self._slots):
+            steps_to_spare = slot.began + self.settings.max_staleness - step
+            if slot.work.done():
+                return slot
+            if steps_to_spare == 0 or place + 1 > left - 1 + steps_to_spare * self._fresh_per_step:
+                return None
+        return None
 
     def _add(self, collected: Collection, slot: _Slot, step: int) -> bool:
         """Put what came of a slot into the collection. Returns whether the filters left anything."""

@@ -1,0 +1,178 @@
+"""A step of a run again, from its record: no engine, no tasks, no reward; the same ranks, weights and arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import AdaptiveKL
+from verl.config.load import restored_config
+from verl.config.schema import Config
+from verl.errors import DataError
+from verl.single_controller.ray import Cluster
+from verl.tracking.timers import PhaseTimer
+from verl.trainer.build import build_learners, step_settings
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control
+from verl.trainer.build_workers import start_ranks
+from verl.trainer.manifest import verify
+from verl.trainer.policy import Critic, Policy
+from verl.trainer.ppo import Learning, StepSettings
+from verl.trainer.record import Record, made_by, read_record, record_path, recorded_steps
+from verl.workers.rank import TrainingRank
+
+_OF_ARITHMETIC = (
+    "actor.",
+    "critic.",
+    "model.",
+    "algorithm.",
+    "rollout.temperature",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.critic_warmup",
+    "trainer.seed",
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Replayer(Learning):
+    """The learning half of a trainer."""
+
+    settings: StepSettings
+    algorithm: Algorithm
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    kl_control: AdaptiveKL | None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    step: int = 0
+
+    def again(self, record: Record) -> dict[str, float]:
+        """The recorded step, on the weights of this moment; its metrics."""
+        self.step = record.step - 1
+        if self.kl_control is not None and record.lesson.kl_coefficient is not None:
+            self.kl_control.coefficient = record.lesson.kl_coefficient
+        self.timer.start()
+        learned, _ = self.learn(record.lesson)
+        return learned
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a step was and what it was again."""
+
+    recorded: Mapping[str, float]
+    replayed: Mapping[str, float]
+
+    def differing(self) -> list[str]:
+        """The metrics that are not the same number, bit for bit; NaN is NaN."""
+        return [name for name, value in self.replayed.items() if not _same(value, self.recorded.get(name))]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to come to a step: the checkpoint to start from (None: the model as it was given), the records after it."""
+
+    start: Path | None
+    records: Sequence[Path]  # the last is the step's own
+
+
+def find_way(folder: Path, step: int) -> Way:
+    """The shortest way to a step of the run in `folder`. Raises DataError if a record on it is missing."""
+    recorded = recorded_steps(folder)
+    if step not in recorded:
+        known = _ranges(recorded) if recorded else "none; trainer.record=true writes them"
+        raise DataError(f"has no record of step {step}", f"one of the recorded steps: {known}", file=str(folder))
+    first, start = 0, None
+    for path in sorted((folder / "checkpoints").glob("step-*"), reverse=True):
+        after = int(path.name.removeprefix("step-"))
+        if after >= step:
+            continue
+        try:
+            verify(path, hashes=True)
+        except DataError as error:
+            _log.warning("checkpoint skipped: %s", error)
+        else:
+            first, start = after, path
+            break
+    if missing := sorted(set(range(first + 1, step)) - set(recorded)):
+        begin = "the model as it was given" if start is None else start.name
+        raise DataError(
+            f"cannot come to step {step}: from {begin} on, the nearest that is left, there is no record of step "
+            f"{_ranges(missing)}",
+            mend="Keep more checkpoints (trainer.save_freq, trainer.keep_last), or record from the first step on",
+            file=str(folder),
+        )
+    return Way(start, [record_path(folder, each) for each in range(first + 1, step + 1)])
+
+
+def replay(folder: Path, step: int) -> Replay:
+    """Run a recorded step again, in processes of its own. Raises DataError or ConfigError where that cannot be."""
+    way = find_way(folder, step)
+    asked = read_record(way.records[-1])
+    config = restored_config(asked.settings)
+    with Cluster.start(2 * config.num_ranks, None, config.trainer.call_timeout_s, config.trainer.nnodes > 1) as cluster:
+        return walk(way, asked, config, cluster)
+
+
+def walk(way: Way, asked: Record, config: Config, cluster: Cluster) -> Replay:
+    """Start the ranks and go the way to its end, each record read when its turn comes.
+
+    asked: the last of them; the others should be of the same settings, and this machine and code like those it was
+    made by. What differs is told, for the step may then come out rounded otherwise.
+    """
+    device, total_steps = str(asked.made_by["device"]), int(asked.made_by["total_steps"])
+    _tell_differences("here", made_by(config, device, total_steps), asked.made_by)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
+    try:
+        if way.start is not None:
+            ranks.call(TrainingRank.load, way.start)
+        learners = build_learners(config, algorithm, ranks)
+        replayer = Replayer(
+            step_settings(config), algorithm, *learners, kl_control=build_kl_control(config.algorithm, algorithm)
+        )
+        for path in way.records[:-1]:
+            record = read_record(path)
+            _tell_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(asked))
+            replayer.again(record)
+        return Replay(asked.metrics, replayer.again(asked))
+    finally:
+        ranks.close()
+
+
+def _arithmetic(record: Record) -> dict[str, Any]:
+    """What decides how a step is computed."""
+    chosen = {key: value for key, value in record.settings.items() if key.startswith(_OF_ARITHMETIC)}
+    return {**chosen, **record.made_by}
+
+
+def _tell_differences(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    told = [
+        f"{key} is {found.get(key)} {where}, but {wanted.get(key)} in the record"
+        for key in sorted({*found, *wanted})
+        if found.get(key) != wanted.get(key)
+    ]
+    if told:
+        _log.warning("%s: the result may differ", "; ".join(told))
+
+
+def _same(one: float, other: float | None) -> bool:
+    return one == other or (other is not None and math.isnan(one) and math.isnan(other))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    return ", ".join("-".join(map(str, run)) for run in runs)
