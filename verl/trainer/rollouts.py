@@ -2,9 +2,9 @@
 
 Slots, not queues, bound the work: (max_staleness + 1) x prompts of a step. A slot is taken when its prompt is drawn and
 is free again once the weights that were trained on it are published; a prompt whose replies the filters drop gives its
-place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be trained
-on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous loop: a
-step's own prompts, all of them, in their order.
+place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be
+trained on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous
+loop: a step's own prompts, all of them, in their order.
 """
 
 from __future__ import annotations
