@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,11 +25,14 @@ from verl.algorithms.dapo import DAPO
 from verl.algorithms.grpo import GRPO
 from verl.config.load import load_config
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.rollout.engine import Sampling
+from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
 from verl.trainer.collection import Collection, NoSignalError
-from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo import PPOTrainer, StepSettings
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
-from verl.types import Message, Task, TrajectoryGroup
+from verl.trainer.weights import Publisher
+from verl.types import Message, Sample, Task, TrajectoryGroup
 
 TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]
 DYNAMIC = replace(DAPO, overlong=None, max_draws=3)
@@ -204,6 +209,43 @@ def test_faults_are_judged_by_the_step_that_takes_them() -> None:
     source.settings = replace(source.settings, max_fault_share=0.5)
     with pytest.raises(RewardFaultError, match="4 of 4 replies"):
         asyncio.run(source.take(0))
+
+
+class AsksTheLoop:
+    """A policy whose every answer waits until the event loop has done something else."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.asked = loop, 0
+
+    def begin_publication(self) -> None:
+        turned = threading.Event()
+        self.loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(10), "the event loop stands still"
+        self.asked += 1
+
+    end_publication = begin_publication
+
+    def laid_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return samples
+
+    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        self.begin_publication()
+        return [torch.zeros(len(sample.token_ids)) for sample in samples]
+
+
+def test_episodes_are_answered_while_ranks_publish_and_whatever_they_do_beside_them() -> None:
+    async def published() -> None:
+        policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
+        publisher = Publisher(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
+        assert await publisher.publish(1) == 0.0 and policy.asked == 3
+        for staleness in (0, 1):
+            source = rollouts(Latent(random.Random(0)), GRPO, prompts_per_step=1, max_staleness=staleness)
+            reference: Any = policy
+            trainer = PPOTrainer(StepSettings(), GRPO, source, policy, publisher, reference)  # type: ignore[arg-type]
+            here = await trainer.beside(lambda own: threading.get_ident() == own, threading.get_ident())
+            assert here == (staleness == 0)  # in turn nothing has to go on
+
+    asyncio.run(published())
 
 
 @pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])

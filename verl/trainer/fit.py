@@ -101,7 +101,7 @@ class Fit:
             self.trackers.log(step, metrics)
             owed = owed or done or _due(step, self.settings.save_freq)
             if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
-                last, owed = self._save(self._score() if tested else None), False
+                last, owed = await self.trainer.beside(self._save, self._score() if tested else None), False
         assert last is not None
         return last
 

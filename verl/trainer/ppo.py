@@ -6,9 +6,9 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> publish
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from verl.trainer.record import Lesson
 from verl.trainer.rollouts import Rollouts
 from verl.trainer.weights import Publisher
 from verl.types import Sample, TrajectoryGroup
+
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +167,10 @@ class PPOTrainer(Learning):
 
     async def train_step(self) -> Metrics:
         """One step: generate, score, learn, publish. Returns its metrics."""
-        ahead = self.rollouts.settings.max_staleness > 0  # rollouts go on while the policy learns
         self.timer.start()
         with self.timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
-            if not ahead:
+            if not self._ahead:
                 await self.rollouts.rollout.engine.sleep()
         self.groups = collected.drawn or collected.kept
         samples = [
@@ -178,7 +180,7 @@ class PPOTrainer(Learning):
         ]
         baselines = [collected.kept[sample.group].baseline for sample in samples]
         self.lesson = Lesson(samples, baselines, self.kl_control.coefficient if self.kl_control else None)
-        learned, computed = await asyncio.to_thread(self.learn, self.lesson) if ahead else self.learn(self.lesson)
+        learned, computed = await self.beside(self.learn, self.lesson)
         with self.timer.phase("publish"):
             learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
         self.step += 1
@@ -186,11 +188,20 @@ class PPOTrainer(Learning):
             **tell.rollout_metrics(self.groups),
             **tell.tool_metrics(self.groups),
             **collected.metrics(),
-            **(collected.staleness_metrics() if ahead else {}),
+            **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
             **learned,
             **self._timings(samples, computed),
         }
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether rollouts go on while the policy learns."""
+        return self.rollouts.settings.max_staleness > 0
+
+    async def beside(self, work: Callable[[_Input], _Output], given: _Input) -> _Output:
+        """What the ranks work out, in a thread where rollouts go on: their tools' deadlines run on meanwhile."""
+        return await asyncio.to_thread(work, given) if self._ahead else work(given)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""

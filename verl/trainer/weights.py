@@ -25,6 +25,8 @@ class StaleEngineError(VerlError, RuntimeError):
 class Publisher:
     """Publishes weights and probes the engines after each publication.
 
+    What the ranks are asked is waited for in a thread, because episodes may go on meanwhile.
+
     probes: prompts to which the engines write a few tokens, whose log-probs the trainer then computes itself
     tolerance: largest mean gap between the two, in nats; a stale engine stops the run
     """
@@ -43,7 +45,7 @@ class Publisher:
         """
         await self.deliver(version)
         gap = await self._canary(version)
-        self.policy.end_publication()
+        await asyncio.to_thread(self.policy.end_publication)
         if not gap <= self.tolerance:
             raise StaleEngineError(
                 f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
@@ -54,7 +56,7 @@ class Publisher:
 
     async def deliver(self, version: int) -> None:
         """Hand over the weights without looking whether they arrived."""
-        self.policy.begin_publication()
+        await asyncio.to_thread(self.policy.begin_publication)
         await self.engine.begin_weights(self.layouts)
         await self._load()
         await self.engine.end_weights(version)
@@ -85,9 +87,10 @@ class Publisher:
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
         samples = [to_sample(prompt, completion) for prompt, completion in written]
+        scored = await asyncio.to_thread(lambda: self.policy.score(self.policy.laid_out(samples)))
         gaps = [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
-            for sample, scored_L in zip(samples, self.policy.score(self.policy.laid_out(samples)), strict=True)
+            for sample, scored_L in zip(samples, scored, strict=True)
         ]
         return float(torch.cat(gaps).mean())
 
