@@ -219,16 +219,40 @@ def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
     assert twice["update"][0] == pytest.approx(shared["update"][0] / 2)
 
 
-def test_separate_pools_are_split_by_their_times() -> None:
-    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4"]
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_separate_pools_are_split_by_their_times(staleness: int) -> None:
+    """Pools that take turns take the sum, pools that work at once the longer of the two."""
+    together = max if staleness else lambda *seconds: sum(seconds)
+    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4", f"rollout.max_staleness={staleness}"]
     way = plan_of(words).split(8)
     assert way["train"] + way["generate"] == 8 and way["train"] > way["generate"] > 0  # training takes longer here
-    slower = max(way["train_s"], way["generate_s"])
+    best = together(way["train_s"], way["generate_s"])
     seconds = {phase: value for phase, (value, _) in plan_of(words).seconds().items()}
     for engines in range(1, 8):
         train = 4 * (seconds["score"] + seconds["update"]) / (8 - engines)
-        assert slower <= max(train, 4 * seconds["rollout"] / engines) * (1 + 1e-9)
+        assert best <= together(train, 4 * seconds["rollout"] / engines) * (1 + 1e-9)
     assert plan_of([*words, "rollout.tensor_model_parallel_size=4"]).split(8)["generate"] == 4
+
+
+def test_what_goes_on_beside_training_costs_no_time_of_its_own() -> None:
+    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4"]
+    in_turn, ahead = plan_of(words), plan_of([*words, "rollout.max_staleness=2"])
+    seconds = {phase: value for phase, (value, _) in ahead.seconds().items()}
+    training = seconds["score"] + seconds["update"] + seconds["step"]
+    assert seconds["rollout"] < training
+    assert in_turn.step_seconds() == pytest.approx(sum(seconds.values()))
+    assert ahead.step_seconds() == pytest.approx(training + seconds["publish"])
+    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1"])
+    assert few.step_seconds() == pytest.approx(few.seconds()["rollout"][0] + seconds["publish"])  # now it is the longer
+
+
+def test_samples_in_flight_are_those_of_all_slots() -> None:
+    words = ["data.train_batch_size=512", "rollout.n=4", "data.max_response_length=1000"]
+    ahead = plan_of([*words, "rollout.max_staleness=3"])
+    assert ahead.in_flight == 4 * 512 * 4 and plan_of(words).in_flight == 512 * 4
+    assert ahead.in_flight_gib == pytest.approx(8192 * 1900 * 72 / GIB)
+    remax = plan_of([*words, "rollout.max_staleness=1", "algorithm.name=remax", "rollout.n=1"])
+    assert remax.in_flight == 2 * 512 * 2  # a greedy one beside each
 
 
 def lengths_of(config: Config, *files: TaskSet) -> Lengths:
@@ -309,6 +333,22 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "It fits" in said and "Seconds of a step" in said and "2 x h100 train" in said
     assert main([*words, "gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
     assert "to change: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
+
+
+def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", REPLIES]
+    words += ["rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
+    said = []
+    for place in ("gpu=h100", "gpu=cpu"):
+        assert main([*words, place]) == 0
+        said.append(" ".join(capsys.readouterr().out.split()))
+    on_gpus, on_cpu = said
+    assert "1 x h100 train, 2 more x h100 generate, at the same time" in on_gpus
+    assert "rollout beside score, update and step: the longer" in on_gpus and "Of 3 GPUs, best" in on_gpus
+    assert "1 rank(s) train, 2 more engine(s) generate, at the same time" in on_cpu and "1 for each of them" in on_cpu
+    assert all("at most 4096 episodes in flight, 512 decoded at once" in each for each in said)
+    assert main([*words[:4], "gpu=h100", "rollout.placement=separate"]) == 0
+    assert "in turn: the one pool waits for the other" in " ".join(capsys.readouterr().out.split())
 
 
 def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 _NUM_ROWS = 256  # of each file, evenly spaced
 # Assumed, not measured: what a CUDA context, NCCL and an engine that sleeps keep of a GPU.
 _CONTEXT_GIB = 2.0
+_TOKEN_BYTES = 72  # of a sample in the controller: a token's id and its log-prob, a Python object and its place each
 _PROCESS_GIB = 0.6  # a process on CPU that has imported torch, transformers and Ray: resident, measured
 _OPTIMIZER_BYTES = 32  # moved per parameter by clipping, AdamW and clearing
 _PUBLISH_BYTES = 4  # one read and one write in bf16
@@ -166,6 +167,22 @@ class Plan:
     def longest(self) -> int:
         """Tokens of the longest prompt and reply."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    @property
+    def ahead(self) -> bool:
+        """Whether rollouts go on while the policy learns."""
+        return self.config.rollout.max_staleness > 0
+
+    @property
+    def in_flight(self) -> int:
+        """Episodes that are begun and not yet trained on, at most: those of all slots."""
+        config, greedy = self.config, self.algorithm.greedy_baseline
+        return (config.rollout.max_staleness + 1) * config.data.train_batch_size * (config.rollout.n + greedy)
+
+    @property
+    def in_flight_gib(self) -> float:
+        """What they take of the controller's memory when all have landed, as long as they may be."""
+        return self.in_flight * (self.lengths.prompt + self.config.data.max_response_length) * _TOKEN_BYTES / GIB
 
     def peak_gib(self) -> float:
         """Of one training rank over all phases, as memory/trainer_gib measures it: on a GPU without its context."""
@@ -289,6 +306,16 @@ class Plan:
             "publish": (_PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_PUBLISH_BYTES} N bytes / W"),
         }
 
+    def step_seconds(self) -> float:
+        """A step's seconds, at least: its phases in turn, but of rollout and training the longer where they overlap."""
+        times = {name: value for name, (value, _) in self.seconds().items()}
+        rollout, publish = times.pop("rollout"), times.pop("publish")
+        return self._together(rollout, sum(times.values())) + publish
+
+    def _together(self, rollout: float, training: float) -> float:
+        """Seconds of both."""
+        return max(rollout, training) if self.ahead else rollout + training
+
     @property
     def _needs_old(self) -> bool:
         if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
@@ -320,7 +347,10 @@ class Plan:
         return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
 
     def split(self, devices: int) -> dict[str, float]:
-        """The best way to deal `devices` to separate pools: their sizes, and the seconds that each pool takes then."""
+        """The best way to deal `devices` to separate pools: their sizes, and the seconds that each pool takes then.
+
+        Pools that work at once wait for the slower one; pools that take turns take the sum.
+        """
         times = {name: value for name, (value, _) in self.seconds().items()}
         parallel = self.config.rollout.tensor_model_parallel_size
         rollout = times["rollout"] * self.config.num_engines * parallel
@@ -330,7 +360,7 @@ class Plan:
             | {"generate_s": rollout / engines}
             for engines in range(parallel, devices, parallel)
         ]
-        return min(ways, key=lambda way: max(way["train_s"], way["generate_s"]))
+        return min(ways, key=lambda way: self._together(way["generate_s"], way["train_s"]))
 
 
 def _largest(terms: Sequence[Terms]) -> Terms:

@@ -7,39 +7,73 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from verl.config.schema import Config
 from verl.trainer.memory import GIB
 from verl.trainer.plan import Plan
+from verl.trainer.threads import available_cores, threads_of
 
 
 def show(plan: Plan, console: Console) -> None:
     """Print everything."""
     config, pack, lengths = plan.config, plan.pack, plan.lengths
-    separate = not config.rollout.colocated
-    devices = config.num_engines * config.rollout.tensor_model_parallel_size
-    kind = "ranks" if plan.place.on_cpu else f"x {plan.place.name}"
     for name, said in {
         "model": f"{plan.policy.parameters / 1e6:.1f}M parameters, {plan.policy.layers} layers",
         "data": f"prompts of {lengths.prompt:.0f} tokens, replies of {lengths.reply:.0f} ({lengths.source})",
         "batch": config.batch_arithmetic(),
         "pack": f"at most {pack.tokens:.0f} tokens, {pack.trained:.0f} of them trained where replies are as long as "
         f"allowed ({config.data.max_response_length})",
-        "devices": f"{config.num_ranks} {kind} train"
-        + (f", {devices} more generate" if separate else f", {config.num_engines} engine(s) beside them"),
+        "devices": devices_told(plan),
         "engine": f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
         f"{config.rollout.max_num_seqs} decoded at once",
+        **({"ahead": ahead_told(plan)} if plan.ahead else {}),
     }.items():
         console.print(f"{name:9}{said}", markup=False, soft_wrap=True)
     console.print(memory_table(plan))
     if times := plan.seconds():
         console.print(time_table(plan, times))
-        total = config.num_ranks + devices
-        if separate:
-            way = plan.split(total)
-            console.print(
-                f"Of {total} GPUs, best {way['train']} train ({way['train_s']:.3g} s) and {way['generate']} generate "
-                f"({way['generate_s']:.3g} s)."
-            )
+        if not config.rollout.colocated:
+            console.print(split_told(plan), markup=False, soft_wrap=True)
     show_mends(plan, console)
+
+
+def devices_told(plan: Plan) -> str:
+    """How many train and how many generate, and whether at the same time."""
+    config = plan.config
+    if plan.place.on_cpu:
+        kind, engines, threads = "rank(s)", config.num_engines, threads_of(config)
+        each = f"; of {available_cores()} cores {threads} for each of them"
+    else:
+        kind, engines, each = f"x {plan.place.name}", _engine_devices(config), ""
+    if config.rollout.colocated:
+        return f"{config.num_ranks} {kind} train, {config.num_engines} engine(s) beside them take turns with them{each}"
+    engine = "engine(s)" if plan.place.on_cpu else kind
+    when = "at the same time" if plan.ahead else "in turn: the one pool waits for the other (rollout.max_staleness=0)"
+    return f"{config.num_ranks} {kind} train, {engines} more {engine} generate, {when}{each}"
+
+
+def ahead_told(plan: Plan) -> str:
+    """What is in flight while the policy learns."""
+    rollout = plan.config.rollout
+    decoded = min(plan.in_flight, plan.config.num_engines * rollout.max_num_seqs)
+    return (
+        f"samples up to {rollout.max_staleness} version(s) old; at most {plan.in_flight} episodes in flight, {decoded} "
+        f"decoded at once; once landed {plan.in_flight_gib:.2f} GiB of the controller's memory"
+    )
+
+
+def split_told(plan: Plan) -> str:
+    """How the same GPUs would best be dealt to the two pools."""
+    config = plan.config
+    total = config.num_ranks + _engine_devices(config)
+    way = plan.split(total)
+    return (
+        f"Of {total} GPUs, best {way['train']:.0f} train ({way['train_s']:.3g} s) and {way['generate']:.0f} generate "
+        f"({way['generate_s']:.3g} s)."
+    )
+
+
+def _engine_devices(config: Config) -> int:
+    return config.num_engines * config.rollout.tensor_model_parallel_size
 
 
 def memory_table(plan: Plan) -> Table:
@@ -65,7 +99,8 @@ def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
         table.add_column(heading, justify="right" if heading == "seconds" else "left")
     for phase, (seconds, formula) in times.items():
         table.add_row(phase, f"{seconds:.3g}", formula)
-    table.add_row("sum", f"{sum(seconds for seconds, _ in times.values()):.3g}", "")
+    told = "rollout beside score, update and step: the longer; then publish" if plan.ahead else "one after the other"
+    table.add_row("a step", f"{plan.step_seconds():.3g}", told)
     return table
 
 
