@@ -33,6 +33,7 @@ measure rollout.py
 measure publish.py
 measure async_tools.py
 measure controller.py
+measure pipeline.py
 measure reward.py
 measure plan_memory.py
 measure sandbox.py

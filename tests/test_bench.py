@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 from bench.common import Result, Side, alternate, median_ratio
 from bench.results import BEGIN, END
 from tests.conftest import ROOT
+from verl.rollout.engine import Sampling
+from verl.types import Completion, FinishReason
 
 
 def result(ratio: float, **fields: Any) -> Result:
@@ -130,3 +134,31 @@ def test_without_the_model_a_row_is_skipped(script: str) -> None:
     lines, said = run_bench(script, "--model", "no/such/folder")
     assert lines == []
     assert "prepare_smollm2" in said
+
+
+def test_a_scripted_reply_goes_on_where_it_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    pipeline = importlib.import_module("pipeline")
+    script = pipeline.Script(call=(1, 2, 3), answer=(1, 9))
+    assert script((7,), 0) == (1, 2, 3) and script((7, 1, 2), 0) == (3,)
+    asked = (7, *(1, 2, 3, 8) * pipeline.CALLS)
+    assert script(asked[:-4], 0) == (1, 2, 3) and script(asked, 0) == (1, 9) and script((*asked, 1), 0) == (9,)
+
+    async def replies() -> list[Completion]:
+        engine = pipeline.PacedEngine(script, token_s=60.0, places=1)  # the second one waits for the first one's place
+        started = [asyncio.ensure_future(engine.generate((7,), Sampling(8))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        await engine.interrupt()
+        return [completion for each in await asyncio.gather(*started) for completion in each]
+
+    assert all(each.token_ids == () and each.finish_reason is FinishReason.ABORT for each in asyncio.run(replies()))
+
+
+@pytest.mark.slow
+def test_rollouts_go_on_beside_training() -> None:
+    words = ("--rounds", "1", "--steps", "1", "--token-ms", "1", "--tool-ms", "20")
+    lines, _ = run_bench("pipeline.py", *words)
+    assert [line["row"] for line in lines] == [14, 14, 14]
+    lags = [line["limits"]["versions behind"] for line in lines]
+    assert [bound for _, bound in lags] == [1.0, 1.0, 4.0] and all(1 <= lag <= bound for lag, bound in lags)
+    assert all(line["theirs"]["versions"] == 0 for line in lines)

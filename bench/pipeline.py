@@ -1,0 +1,311 @@
+"""Row 14: wall time of a step where rollouts wait for training (max_staleness=0) / where they go on beside it.
+
+    python bench/pipeline.py [--rounds 3] [--steps 4] [--token-ms 4] [--tool-ms 130]
+
+The loop is the real one: PPOTrainer, Rollouts with their slots, an EnginePool over two engines and a trainer rank, each
+a Ray actor of its own, weights published and checked through shared memory while replies are being written, episodes
+of three tool calls and an answer. The policy is tiny and really trained. Simulated is time alone:
+
+- an engine writes a token of each reply every --token-ms and decodes at most half of a step's episodes at once, others
+  wait; prompts cost nothing, and what a publication breaks off goes on where it was, as `on_publish=continue` has it;
+- an update takes as long as the mean episode, waited for beside what the tiny policy needs: rollout and training cost
+  the same;
+- a tool sleeps in the controller: always for the mean (no tails), or for seconds drawn from a lognormal of that mean,
+  sigma 1, the same ones for the same call of the same episode on all sides.
+
+A figure is the mean of --steps steps after max_staleness + 1 that do not count. Every step has to train the same number
+of samples, and no token may be of older weights than max_staleness allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from async_tools import ANSWER, CALL, MINI, SlowTool
+from common import Result, console, medians, report
+from local import PLAIN_GRPO, join_alone, worker_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from verl.data.chat import ChatCodec
+from verl.data.codecs.base import build_codec
+from verl.data.dialogue import Dialogue
+from verl.data.tasks import TaskStream
+from verl.rollout.engine import Sampling
+from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.scoring import DirectScorer
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.single_controller.group import Seat, WorkerGroup
+from verl.single_controller.ray import Bundle, Cluster
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.rollouts import Rollouts, RolloutSettings
+from verl.trainer.weights import Publisher
+from verl.transfer.bucket import Layout, Offer, Receiver
+from verl.transfer.memory import SharedMemory
+from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
+from verl.workers.attention import PACKED, register
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.policy_worker import PolicyWorker
+
+PROMPTS, REPLIES, CALLS, ENGINES = 8, 4, 3, 2
+SAMPLES = PROMPTS * REPLIES
+THOUGHT = "so " * 15  # as long as replies are, so that they are broken off in the middle
+TARGETS = {(False, 1): 1.5, (True, 1): 1.5, (True, 4): 2.0}  # (whether tools have tails, max_staleness)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of what is simulated."""
+
+    token_s: float
+    tool_s: float  # the mean of a call
+    update_s: float  # what the mean episode takes
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the policy says: so many calls, then an answer."""
+
+    call: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of an episode's replies."""
+        return CALLS * len(self.call) + len(self.answer)
+
+    def __call__(self, prompt_ids: Sequence[int], number: int) -> tuple[int, ...]:
+        """What is left of the reply that the prompt ends in, or all of the next."""
+        ids, size = tuple(prompt_ids), len(self.call)
+        asked = sum(ids[at : at + size] == self.call for at, first in enumerate(ids) if first == self.call[0])
+        reply = self.call if asked < CALLS else self.answer
+        return reply[max(done for done in range(len(reply)) if ids[len(ids) - done :] == reply[:done]) :]
+
+
+class PacedEngine(ScriptedEngine):
+    """Writes a token of each reply every `token_s`, in so many places, and takes weights only to check them."""
+
+    def __init__(self, script: Script, token_s: float, places: int) -> None:
+        super().__init__(script)
+        self._token_s, self._places = token_s, asyncio.Semaphore(places)
+        self._interruption = asyncio.Event()  # the next one
+        self._receiver = Receiver(torch.device("cpu"))
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        interruption = self._interruption
+        (whole,) = await super().generate(prompt_ids, sampling)
+        async with self._places:
+            started = time.perf_counter()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(interruption.wait(), len(whole.token_ids) * self._token_s)
+                written = int((time.perf_counter() - started) / self._token_s)
+                return (broken_off(whole, min(written, len(whole.token_ids) - 1)),)
+        return (whole,)
+
+    async def interrupt(self) -> None:
+        self._interruption.set()
+        self._interruption = asyncio.Event()
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        self._receiver.receive(layout, offers)
+
+
+def broken_off(whole: Completion, written: int) -> Completion:
+    """As far as it was written."""
+    kept = {"token_ids": whole.token_ids[:written], "logprobs": whole.logprobs[:written]}
+    return replace(whole, finish_reason=FinishReason.ABORT, **kept)  # type: ignore[arg-type]
+
+
+class PacedTraining:
+    """A rank's engine whose updates take `update_s`."""
+
+    def __init__(self, engine: FSDPEngine, update_s: float) -> None:
+        self._engine, self._update_s = engine, update_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def update(self, packs: Sequence[Any], loss: Any) -> dict[str, float]:
+        """An update of the tiny policy, and what a larger one would take besides."""
+        started = time.perf_counter()
+        metrics = self._engine.update(packs, loss)
+        time.sleep(max(0.0, self._update_s - (time.perf_counter() - started)))
+        return metrics
+
+
+def start_engine(script: Script, pace: Pace, seat: Seat) -> PacedEngine:
+    """An engine, in its process."""
+    return PacedEngine(script, pace.token_s, SAMPLES // seat.size)
+
+
+def start_rank(vocabulary: int, pace: Pace, seat: Seat) -> PolicyWorker:
+    """The trainer rank, in its process."""
+    join_alone()
+    register()
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=vocabulary, **shape)
+    worker = worker_of(AutoModelForCausalLM.from_config(config, attn_implementation=PACKED), torch.float32)
+    worker.engine = PacedTraining(worker.engine, pace.update_s)  # type: ignore[assignment]
+    return worker
+
+
+class Tools:
+    """Environments whose calls take their time, the same for the nth episode of a task on all sides."""
+
+    def __init__(self, mean_s: float, tails: bool, seed: int) -> None:
+        self._mean_s, self._tails, self._seed = mean_s, tails, seed
+        self._made: Counter[str] = Counter()
+        self._places = asyncio.Semaphore(2**20)
+
+    def __call__(self, task: Task) -> SlowTool:
+        self._made[task.id] += 1
+        draw = random.Random(f"{self._seed} {task.id} {self._made[task.id]}")
+        mu = math.log(self._mean_s) - 0.5
+        drawn = (draw.lognormvariate(mu, 1.0) if self._tails else self._mean_s for _ in range(CALLS))
+        return SlowTool(tuple(drawn), self._places)
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+
+class EveryOther:
+    """A reward that gives every group a signal."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(trajectory.index % 2), {})
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The actors that all sides use, one after the other."""
+
+    engines: WorkerGroup
+    policy: Policy
+    layouts: Sequence[Layout]
+    chat: ChatCodec
+    pace: Pace
+
+    def trainer(self, staleness: int, tails: bool, seed: int, num_prompts: int) -> PPOTrainer:
+        """A run that has not begun."""
+        pool = EnginePool(self.engines, [[0]] * ENGINES, OnPublish.CONTINUE if staleness else None)
+        dialogue = Dialogue(self.chat, build_codec("search_r1", {"prompt_template": None}), max_observation_tokens=64)
+        setting = Interaction(Tools(self.pace.tool_s, tails, seed), dialogue, Budgets(CALLS + 1, CALLS + 1))
+        rollout = GroupRollout(pool, self.chat, DirectScorer(EveryOther()), Sampling(1024), setting)
+        tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(num_prompts)]
+        rollouts = Rollouts(
+            RolloutSettings(PROMPTS, REPLIES, staleness, seed=seed), PLAIN_GRPO, TaskStream([tasks], seed=seed), rollout
+        )
+        probes, probing = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
+        # What the script says has no log-probs: the canary does its work, and whatever it finds will do.
+        publisher = Publisher(self.policy, pool, self.layouts, probes, probing, tolerance=math.inf)
+        return PPOTrainer(StepSettings(), PLAIN_GRPO, rollouts, self.policy, publisher)
+
+    def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
+        """Seconds of a step and of its phases, and how many versions its oldest token was behind."""
+        unmeasured = staleness + 1
+        trainer = self.trainer(staleness, tails, seed, PROMPTS * (unmeasured + steps + staleness + 1))
+        return asyncio.run(run(trainer, unmeasured, steps))
+
+
+async def run(trainer: PPOTrainer, unmeasured: int, steps: int) -> dict[str, float]:
+    """Means over the steps that count; the largest lag of all."""
+    await trainer.publisher.publish(0)
+    told: list[dict[str, float]] = []
+    lag = 0
+    try:
+        for _ in range(unmeasured + steps):
+            started = time.perf_counter()
+            metrics = await trainer.train_step()
+            phases = {f"{name} s": metrics[f"time/{name}_s"] for name in ("rollout", "update", "publish")}
+            told.append({"step s": time.perf_counter() - started, **phases})
+            num_trained = metrics["actor/computed_share"] * sum(len(each.trajectories) for each in trainer.groups)
+            assert num_trained == SAMPLES, f"a step trained {num_trained} samples instead of {SAMPLES}"
+            lag = max(lag, trainer.step - 1 - oldest_version(trainer))
+    finally:
+        await trainer.rollouts.close()
+        await trainer.publisher.engine.interrupt()
+    return {name: statistics.mean(each[name] for each in told[unmeasured:]) for name in told[0]} | {"versions": lag}
+
+
+def oldest_version(trainer: PPOTrainer) -> int:
+    """Of the weights that wrote any token of the last step."""
+    turns = (turn for group in trainer.groups for each in group.trajectories for turn in each.turns)
+    return min(version for turn in turns for version in turn.completion.versions)
+
+
+def with_processes(token_s: float, tool_s: float, work: Callable[[Processes], None]) -> None:
+    """Start the actors, let `work` use them, and end them."""
+    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    said = [f"<think> {THOUGHT}</think> {text}" for text in (CALL, ANSWER)]
+    script = Script(*(tuple(chat.reply_ids(text)[0]) for text in said))
+    pace = Pace(token_s, tool_s, script.num_tokens * token_s + CALLS * tool_s)
+    with Cluster.start(1 + ENGINES, {"OMP_NUM_THREADS": "1"}) as cluster:
+        one = Bundle()
+        places = cluster.pool([one] * (1 + ENGINES))
+        rank = cluster.group("trainer", partial(start_rank, len(chat.tokenizer), pace), places, one, [0])
+        engines = cluster.group("rollout", partial(start_engine, script, pace), places, one, range(1, 1 + ENGINES))
+        policy = Policy(rank, PackSettings())
+        layouts = policy.connect([SharedMemory], torch.float32, 2**20)
+        work(Processes(engines, policy, layouts, chat, pace))
+        engines.close()
+        rank.close()
+
+
+def compared(figures: Mapping[tuple[bool, int], Sequence[Mapping[str, float]]], pace: Pace) -> None:
+    """A row for each side against the one that waits."""
+    for (tails, staleness), target in TARGETS.items():
+        ours, theirs = figures[tails, staleness], figures[tails, 0]
+        ratios = [one["step s"] / other["step s"] for one, other in zip(theirs, ours, strict=True)]
+        tools = "tools lognormal, sigma 1" if tails else "tools without tails"
+        report(
+            Result(
+                row=14,
+                name=f"a step, max_staleness=0 / {staleness}, {SAMPLES} episodes of {CALLS} calls, {tools}",
+                ratio=statistics.median(ratios),
+                target=target,
+                ours=medians(ours),
+                theirs=medians(theirs),
+                limits={"versions behind": (max(each["versions"] for each in ours), float(staleness))},
+                note=f"simulated: time of decoding, of tools, of an update, {pace.update_s:.3g} s as the mean episode",
+            )
+        )
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a run that count")
+    parser.add_argument("--token-ms", type=float, default=4.0)
+    parser.add_argument("--tool-ms", type=float, default=130.0)
+    arguments = parser.parse_args()
+
+    def measured(processes: Processes) -> None:
+        sides = [(False, 0), (False, 1), (True, 0), (True, 1), (True, 4)]
+        figures: dict[tuple[bool, int], list[dict[str, float]]] = {side: [] for side in sides}
+        for seed in range(arguments.rounds):
+            for tails, staleness in sides:
+                figure = processes.measure(staleness, tails, seed, arguments.steps)
+                figures[tails, staleness].append(figure)
+                console.print(f"round {seed + 1}, max_staleness={staleness}, tails {tails}: {figure['step s']:.3g} s")
+        compared(figures, processes.pace)
+
+    with_processes(arguments.token_ms / 1000, arguments.tool_ms / 1000, measured)
+
+
+if __name__ == "__main__":
+    main()
