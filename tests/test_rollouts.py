@@ -206,6 +206,23 @@ def test_faults_are_judged_by_the_step_that_takes_them() -> None:
         asyncio.run(source.take(0))
 
 
+def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
+    class Failing(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            if first_seed < 8:
+                return replace(group((0.0, 1.0)), task=task)
+            return TrajectoryGroup(task, (), (), (), ("down", "down"))
+
+    async def trained() -> None:
+        source = rollouts(Failing(random.Random(0)), GRPO, prompts_per_step=4, max_staleness=1, max_reuse=2)
+        source.settings = replace(source.settings, max_fault_share=0.5)
+        await source.take(0)
+        with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
+            await source.take(1)
+
+    asyncio.run(trained())
+
+
 @pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])
 def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_path: Path) -> None:
     words = [
