@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.local_run import local_trainer
+from tests.local_run import local_fit, local_trainer
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms.dapo import DAPO
@@ -24,8 +26,13 @@ from verl.algorithms.grpo import GRPO
 from verl.config.load import load_config
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.tracking.names import known
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch
 from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.fit import Fit
+from verl.trainer.policy import Policy, ScoringLayout
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.record import Lesson, Recorder
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.types import Message, Task, TrajectoryGroup
 
@@ -247,3 +254,49 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_pa
         for trajectory in each.trajectories:
             versions = trajectory.turns[0].completion.versions
             assert list(versions) == sorted(versions) and versions[0] >= 2
+
+
+def test_the_event_loop_turns_while_a_run_saves_records_and_scores_its_canary(tmp_path: Path) -> None:
+    """Else the time of every tool that is being waited for would run out, although it had answered."""
+    words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "rollout.max_staleness=1"]
+    config = load_config([*words, "trainer.record=true", "trainer.num_threads=1"])
+    turned, waited = threading.Event(), Counter[str]()
+
+    def wait(doing: str) -> None:
+        turned.clear()
+        assert turned.wait(20), f"the loop stands still during {doing}"
+        waited[doing] += 1
+
+    class Store(CheckpointStore):
+        def latest(self, hashes: bool = False) -> Path | None:
+            wait("saving")
+            return super().latest(hashes)
+
+    class Patient(Recorder):
+        def write(self, step: int, lesson: Lesson, metrics: Mapping[str, float]) -> None:
+            wait("recording")
+            super().write(step, lesson, metrics)
+
+    class Slow(Policy):
+        def score(self, layout: ScoringLayout) -> list[Tensor]:
+            wait("scoring")
+            return super().score(layout)
+
+    async def run(fit: Fit) -> None:
+        async def turn() -> None:
+            while True:
+                turned.set()
+                await asyncio.sleep(0.001)
+
+        turning = asyncio.create_task(turn())
+        await fit.run()
+        turning.cancel()
+
+    with local_trainer(config) as trained:
+        policy = Slow(trained.policy.workers, trained.policy.packing)
+        trained.publisher = replace(trained.publisher, policy=policy)
+        recorder = Patient(tmp_path / "run", {}, {})
+        fit = local_fit(trained, config, CollapseWatch(), recorder)
+        fit.store = Store(tmp_path / "run" / "checkpoints", 2, 0)
+        asyncio.run(run(fit))
+    assert waited == {"saving": 1, "recording": 2, "scoring": 3}

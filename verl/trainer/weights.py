@@ -43,7 +43,7 @@ class Publisher:
         """
         await self.deliver(version)
         gap = await self._canary(version)
-        self.policy.end_publication()
+        await asyncio.to_thread(self.policy.end_publication)
         if not gap <= self.tolerance:
             raise StaleEngineError(
                 f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
@@ -54,7 +54,7 @@ class Publisher:
 
     async def deliver(self, version: int) -> None:
         """Hand over the weights without looking whether they arrived."""
-        self.policy.begin_publication()
+        await asyncio.to_thread(self.policy.begin_publication)
         await self.engine.begin_weights(self.layouts)
         await self._load()
         await self.engine.end_weights(version)
@@ -85,9 +85,10 @@ class Publisher:
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
         samples = [to_sample(prompt, completion) for prompt, completion in written]
+        scored = await asyncio.to_thread(self.policy.score, self.policy.laid_out(samples))
         gaps = [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
-            for sample, scored_L in zip(samples, self.policy.score(self.policy.laid_out(samples)), strict=True)
+            for sample, scored_L in zip(samples, scored, strict=True)
         ]
         return float(torch.cat(gaps).mean())
 
