@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,9 +38,10 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
+from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, run_folder
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import choose_device, located, rank_spec
+from verl.trainer.build_workers import choose_device, located, rank_spec, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -227,6 +229,39 @@ def test_workers_are_given_whole_paths(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "model").mkdir()
     config = located(load_config(["model.path=model", "algorithm.name=ppo", "critic.path=owner/name"]))
     assert (config.model.path, config.critic.path) == (str((tmp_path / "model").resolve()), "owner/name")
+
+
+class Rooms:
+    """A cluster that counts what is put into the bundles of its placement groups."""
+
+    def __init__(self) -> None:
+        self.pools: list[list[float]] = []  # CPUs left in each bundle
+
+    def pool(self, bundles: Sequence[Bundle], *_: Any) -> list[float]:
+        self.pools.append([bundle.num_cpus for bundle in bundles])
+        return self.pools[-1]
+
+    def group(self, role: str, make: Any, room: list[float], bundle: Bundle, places: Any = None, *_: Any) -> Any:
+        for place in range(len(room)) if places is None else places:
+            room[place] -= bundle.num_cpus
+        return Mock(nodes=["here"], gpus=[()] * 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_pools"),
+    [
+        ([], 1),
+        (["rollout.placement=colocated"], 1),
+        (["rollout.placement=separate"], 2),
+        (["rollout.max_staleness=1"], 2),
+        (["trainer.n_gpus_per_node=2", "rollout.num_engines=2"], 1),
+    ],
+)
+def test_every_worker_has_room_in_its_pool(words: list[str], num_pools: int, tmp_path: Path) -> None:
+    cluster = Rooms()
+    config = load_config([*run_words(save_tiny_model(tmp_path), tmp_path, "hf", 1), *words])
+    start_workers(config, cluster, GRPO, "cpu", total_steps=1)  # type: ignore[arg-type]
+    assert cluster.pools == [[0.0]] * num_pools
 
 
 def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) -> None:

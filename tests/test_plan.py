@@ -197,6 +197,7 @@ def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     beside = plan_of([*words, "rollout.gpu_memory_utilization=0.95"])
     assert [each.split()[0] for each in beside.shortages()] == ["rollout", "publish", "save"]  # where it is awake
     assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).shortages() == []
+    assert beside._options()["rollout.placement"] == ["separate"]
 
 
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:

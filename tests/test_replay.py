@@ -101,8 +101,9 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
         ["algorithm.name=ppo", "algorithm.kl_placement=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=32"],
         ["algorithm.name=remax"],
         ["algorithm.name=kl_cov", "algorithm.options.share=0.3"],
+        ["rollout.max_staleness=2", "rollout.max_reuse=2"],
     ],
-    ids=["critic and adaptive KL in the reward", "greedy baselines", "tokens chosen by seed"],
+    ids=["critic and adaptive KL in the reward", "greedy baselines", "tokens chosen by seed", "rollouts that go on"],
 )
 def test_whatever_the_arithmetic_needs_is_recorded(words: list[str], model: Path, tmp_path: Path) -> None:
     _, folder = recorded_run(model, tmp_path, *words)

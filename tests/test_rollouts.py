@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.local_run import local_trainer
+from tests.local_run import local_fit, local_trainer
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms.dapo import DAPO
@@ -28,8 +29,13 @@ from verl.data.tasks import TaskCursor, TaskStream
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch
 from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.fit import Fit
+from verl.trainer.policy import Policy, ScoringLayout
 from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.record import Lesson, Recorder
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher
 from verl.types import Message, Sample, Task, TrajectoryGroup
@@ -248,6 +254,23 @@ def test_episodes_are_answered_while_ranks_publish_and_whatever_they_do_beside_t
     asyncio.run(published())
 
 
+def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
+    class Failing(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            if first_seed < 8:
+                return replace(group((0.0, 1.0)), task=task)
+            return TrajectoryGroup(task, (), (), (), ("down", "down"))
+
+    async def trained() -> None:
+        source = rollouts(Failing(random.Random(0)), GRPO, prompts_per_step=4, max_staleness=1, max_reuse=2)
+        source.settings = replace(source.settings, max_fault_share=0.5)
+        await source.take(0)
+        with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
+            await source.take(1)
+
+    asyncio.run(trained())
+
+
 @pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])
 def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_path: Path) -> None:
     words = [
@@ -272,3 +295,49 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_pa
         for trajectory in each.trajectories:
             versions = trajectory.turns[0].completion.versions
             assert list(versions) == sorted(versions) and versions[0] >= 2
+
+
+def test_the_event_loop_turns_while_a_run_saves_records_and_scores_its_canary(tmp_path: Path) -> None:
+    """Else the time of every tool that is being waited for would run out, although it had answered."""
+    words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "rollout.max_staleness=1"]
+    config = load_config([*words, "trainer.record=true", "trainer.num_threads=1"])
+    turned, waited = threading.Event(), Counter[str]()
+
+    def wait(doing: str) -> None:
+        turned.clear()
+        assert turned.wait(20), f"the loop stands still during {doing}"
+        waited[doing] += 1
+
+    class Store(CheckpointStore):
+        def latest(self, hashes: bool = False) -> Path | None:
+            wait("saving")
+            return super().latest(hashes)
+
+    class Patient(Recorder):
+        def write(self, step: int, lesson: Lesson, metrics: Mapping[str, float]) -> None:
+            wait("recording")
+            super().write(step, lesson, metrics)
+
+    class Slow(Policy):
+        def score(self, layout: ScoringLayout) -> list[Tensor]:
+            wait("scoring")
+            return super().score(layout)
+
+    async def run(fit: Fit) -> None:
+        async def turn() -> None:
+            while True:
+                turned.set()
+                await asyncio.sleep(0.001)
+
+        turning = asyncio.create_task(turn())
+        await fit.run()
+        turning.cancel()
+
+    with local_trainer(config) as trained:
+        policy = Slow(trained.policy.workers, trained.policy.packing)
+        trained.publisher = replace(trained.publisher, policy=policy)
+        recorder = Patient(tmp_path / "run", {}, {})
+        fit = local_fit(trained, config, CollapseWatch(), recorder)
+        fit.store = Store(tmp_path / "run" / "checkpoints", 2, 0)
+        asyncio.run(run(fit))
+    assert waited == {"saving": 1, "recording": 2, "scoring": 3}

@@ -140,7 +140,7 @@ def start_ranks(
 ) -> tuple[RayGroup, Pool, list[int]]:
     """Trainer ranks, the pool that they are in, which has room for colocated engines, and each rank's place in it."""
     gpus, per_node = (1.0 if device == "cuda" else 0.0), config.trainer.n_gpus_per_node
-    slots = 2.0 if config.rollout.placement == "colocated" else 1.0
+    slots = 2.0 if config.rollout.colocated else 1.0
     node = Bundle(per_node * slots, per_node * gpus)
     pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
     spec = rank_spec(located(config), algorithm, device, total_steps)

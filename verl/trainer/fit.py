@@ -1,7 +1,12 @@
-"""A run from its first step to its last: train, validate, save, tell."""
+"""A run from its first step to its last: train, validate, save, tell.
+
+What takes long and is nobody's turn to wait for (saving, recording) is done in a thread: rollouts may be in flight, and
+the seconds of their tools would run on while the event loop stood still.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +94,7 @@ class Fit:
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
             self.transcripts.write(step, self.trainer.groups)
             if self.recorder is not None:
-                self.recorder.write(step, self.trainer.lesson, metrics)
+                await asyncio.to_thread(self.recorder.write, step, self.trainer.lesson, metrics)
             alarms = self.watch.observe(step, metrics)
             metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
             if alarms and await self._went_back(alarms, metrics):
@@ -101,7 +106,7 @@ class Fit:
             self.trackers.log(step, metrics)
             owed = owed or done or _due(step, self.settings.save_freq)
             if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
-                last, owed = await self.trainer.beside(self._save, self._score() if tested else None), False
+                last, owed = await asyncio.to_thread(self._save, self._score() if tested else None), False
         assert last is not None
         return last
 

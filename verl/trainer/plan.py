@@ -242,7 +242,7 @@ class Plan:
             "rollout.kv_cache_gib": self._smaller_caches(),
             "trainer.n_gpus_per_node": self._other_numbers(),
             "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.place.on_cpu else [2, 4, 8],
-            "rollout.placement": ["separate"] * (config.rollout.placement == "colocated" and not self.place.on_cpu),
+            "rollout.placement": ["separate"] * (config.rollout.colocated and not self.place.on_cpu),
         }
 
     def _offloads(self) -> dict[str, list[bool]]:

@@ -31,6 +31,8 @@ _OF_ARITHMETIC = (
     "model.",
     "algorithm.",
     "rollout.temperature",
+    "rollout.max_staleness",
+    "data.max_response_length",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.critic_warmup",
@@ -129,7 +131,7 @@ def walk(way: Way, asked: Record, config: Config, cluster: Cluster) -> Replay:
     """
     device, total_steps = str(asked.made_by["device"]), int(asked.made_by["total_steps"])
     _tell_differences("here", made_by(config, device, total_steps), asked.made_by)
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
     try:
         if way.start is not None:

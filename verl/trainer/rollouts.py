@@ -104,7 +104,7 @@ class Rollouts:
         while left > 0:
             slot = await self._landed(step, left)
             self._slots.remove(slot)
-            if not self._add(collected, slot, step) and slot.draw.round < self.algorithm.max_draws:
+            if not self._add(collected, slot, step, wanted) and slot.draw.round < self.algorithm.max_draws:
                 self._draw(1, step, slot.draw.round + 1)
             else:
                 left -= 1
@@ -208,8 +208,11 @@ class Rollouts:
                 return None
         return None
 
-    def _add(self, collected: Collection, slot: _Slot, step: int) -> bool:
-        """Put what came of a slot into the collection. Returns whether the filters left anything."""
+    def _add(self, collected: Collection, slot: _Slot, step: int, wanted: int) -> bool:
+        """Put what came of a slot into the collection. Returns whether the filters left anything.
+
+        wanted: fresh groups of this step
+        """
         group = slot.work.result()
         if self.shaping is not None and group.trajectories:
             rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
@@ -217,7 +220,7 @@ class Rollouts:
         kept = collected.add(group, slot.draw.round, step - slot.began)
         if kept is not None:
             self._used.append(_Used(kept, slot.began))
-        if len(collected.drawn) >= self.settings.prompts_per_step:  # fewer tell little
+        if len(collected.drawn) >= wanted:  # fewer tell little
             self._check_faults(collected, step)
         return kept is not None
 
