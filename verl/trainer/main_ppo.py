@@ -69,7 +69,8 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
         last = run_async(fit.run())
-    console.print(before_after_table(*fit.table()))
+    if fit.after:
+        console.print(before_after_table(*fit.table()))
     if fit.peaks:
         console.print(compared(plan, fit.peaks), markup=False)
     files = {
