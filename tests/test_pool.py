@@ -88,6 +88,27 @@ def test_the_beginning_of_a_stop_string_is_written_anew() -> None:
     assert all(sum(token == 0 for token in completion.token_ids) == len(first[0]) - 2 for completion in done)
 
 
+@pytest.mark.parametrize("on_publish", list(OnPublish))
+def test_a_canary_need_not_wait_behind_what_waits_for_the_weights(on_publish: OnPublish) -> None:
+    engine = Writes()
+    pool = EnginePool(LocalGroup(engine), [[0]], on_publish)
+
+    async def probed() -> tuple[int, list[Completion]]:
+        replies = [asyncio.ensure_future(pool.generate((number,), Sampling(max_tokens=20))) for number in range(3)]
+        await asyncio.sleep(0.005)
+        with pool.held():
+            await pool.begin_weights([])
+            late = asyncio.ensure_future(pool.generate((3,), Sampling(max_tokens=20)))
+            await pool.end_weights(1)
+            place = len(engine.asked)
+            ((canary,),) = await pool.generate_everywhere((9,), Sampling(max_tokens=5))
+            assert canary.versions == (1,) * 5 and len(engine.asked) == place + 1 and not late.done()
+        return place, [each for (each,) in await asyncio.gather(*replies, late)]
+
+    place, done = asyncio.run(probed())
+    assert engine.asked[place] == (9,) and done[-1].versions == (1,) * 20
+
+
 def test_weights_that_are_refused_leave_the_old_ones_in_use() -> None:
     class Refuses(Writes):
         async def begin_weights(self, layouts: object) -> None:

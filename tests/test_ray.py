@@ -28,6 +28,7 @@ class Worker:
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.inner = {"rank": seat.rank}
+        self.word = asyncio.Event()
 
 
 def rank_of(worker: Worker, *more: int) -> int:
@@ -88,6 +89,14 @@ def complain(worker: Worker) -> None:
 
 def nap(worker: Worker, seconds: float) -> None:
     time.sleep(seconds)
+
+
+async def listen(worker: Worker) -> bool:
+    return await worker.word.wait()
+
+
+async def say(worker: Worker) -> None:
+    worker.word.set()
 
 
 async def meet(worker: Worker, seconds: float) -> float:
@@ -152,6 +161,15 @@ def test_coroutines_of_one_worker_run_side_by_side(group: RayGroup) -> None:
         return time.monotonic() - started
 
     assert asyncio.run(both()) < 1.9
+
+
+def test_a_word_to_a_worker_need_not_wait_behind_all_that_it_owes(group: RayGroup) -> None:
+    async def heard() -> list[bool]:
+        waiting = [asyncio.ensure_future(group.submit(0, listen)) for _ in range(1500)]
+        await asyncio.wait_for(group.submit(0, say), 60)
+        return await asyncio.gather(*waiting)
+
+    assert all(asyncio.run(heard()))
 
 
 def test_an_exception_names_the_rank_and_what_it_was_doing(group: RayGroup) -> None:

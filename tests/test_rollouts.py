@@ -267,6 +267,9 @@ def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
         await source.take(0)
         with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
             await source.take(1)
+        source.settings = replace(source.settings, max_fault_share=1.0)
+        with pytest.raises(NoSignalError, match="none of 2 groups has 2 scored replies"):
+            await source.take(1)
 
     asyncio.run(trained())
 

@@ -8,8 +8,8 @@ known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from itertools import chain
@@ -50,6 +50,7 @@ class EnginePool:
         self._in_flight = [0] * workers.size
         self._open = asyncio.Event()  # cleared while weights are replaced
         self._open.set()
+        self._held = False  # whether it stays so when they are there
         self._landed = asyncio.Event()  # something has; for those who wait until all has
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
@@ -112,7 +113,19 @@ class EnginePool:
 
     async def end_weights(self, version: int) -> None:
         await self._everywhere(_end_weights, version)
-        self._open.set()
+        if not self._held:
+            self._open.set()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A publication inside lets nobody write before the end of the block but `generate_everywhere`, which would
+        else have to wait behind all that waits for the weights."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self._open.set()
 
     async def sleep(self) -> None:
         await self._everywhere(_sleep)

@@ -40,6 +40,9 @@ _PLACEMENT_S = 120.0
 _REACH_S = 5.0  # Ray itself would try an address where nobody listens for more than a minute
 # When one rank dies, the others fail because of it: how long to wait for the death itself to be told.
 _GRACE_S = 5.0
+# Coroutines of one worker. Ray's own limit of 1000 is less than the replies that an engine may owe, behind which a word
+# to the engine (interrupt) would then have to wait.
+_SIDE_BY_SIDE = 1_000_000
 
 
 Pool = PlacementGroup
@@ -134,6 +137,7 @@ class Cluster:
                 num_cpus=bundle.num_cpus,
                 num_gpus=bundle.num_gpus,
                 name=None,
+                max_concurrency=_SIDE_BY_SIDE,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=place),
             )
             .remote()

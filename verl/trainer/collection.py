@@ -58,8 +58,8 @@ class Collection:
         return self.kept[len(self.reused) :]
 
     def check(self) -> None:
-        """Raises NoSignalError where nothing can be learned from."""
-        if self.kept:
+        """Raises NoSignalError where nothing can be learned from, or nothing new has come beside what is used again."""
+        if self.kept and any(group.trajectories for group in self.drawn):
             return
         said = f"none of {len(self.drawn)} groups has {self.least} scored replies left to learn from"
         if self.dropped.total():

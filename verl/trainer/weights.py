@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +44,9 @@ class Publisher:
 
         Raises StaleEngineError if it is too wide.
         """
-        await self.deliver(version)
-        gap = await self._canary(version)
+        with self.engine.held() if isinstance(self.engine, EnginePool) else nullcontext():
+            await self.deliver(version)
+            gap = await self._canary(version)
         await asyncio.to_thread(self.policy.end_publication)
         if not gap <= self.tolerance:
             raise StaleEngineError(
