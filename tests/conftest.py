@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from verl.utils.reward_score import rlla
 
 ROOT = Path(__file__).parents[1]
 TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
+settings.register_profile("untimed", deadline=None)  # cores are shared: no example is timed
+settings.load_profile("untimed")
 
 
 def real_data(*parts: str) -> Path:

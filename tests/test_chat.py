@@ -118,7 +118,7 @@ def test_a_template_that_takes_thoughts_out_changes_nothing_of_what_follows(foll
 )
 def test_no_observation_ends_or_begins_a_turn(name: str, content: str) -> None:
     codec = codec_of(name)
-    special = set(codec.tokenizer.added_tokens_decoder)
+    special = {token for token, said in codec.tokenizer.added_tokens_decoder.items() if said.special}
     for following in ((Message("tool", content),), (Message("user", content), ONE)):
         plain = tuple(replace(each, content="x") for each in following)
         marks = [token for token in codec.answer_ids(following, ended=True) if token in special]

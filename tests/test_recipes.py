@@ -167,12 +167,12 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         try:
             return await trained.train_step()
         finally:
-            await trained.rollout.close()
+            await trained.rollouts.close()
 
     with local_trainer(config) as trained:
-        chat = trained.rollout.codec
-        engine = HalfScripted(trained.rollout.engine, chat, [*first, last])
-        object.__setattr__(trained.rollout, "engine", engine)
+        chat = trained.rollouts.rollout.codec
+        engine = HalfScripted(trained.rollouts.rollout.engine, chat, [*first, last])
+        object.__setattr__(trained.rollouts.rollout, "engine", engine)
         metrics = asyncio.run(step())
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["actor/grad_norm"] > 0

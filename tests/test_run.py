@@ -84,7 +84,7 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     assert "main_generation --chat model.path=" in said
     zero, one, two = rows(tmp_path)
     assert zero["val/test/total"] < 0 and {"val/test/exact", "val/test/format"} <= two.keys()
-    assert zero["eval/test_new_tools/figure"] == two["eval/test_new_tools/figure"] == 0.0
+    assert zero["eval/test_new_tools.parquet/figure"] == two["eval/test_new_tools.parquet/figure"] == 0.0
     assert one["engine/gap_mean"] < 1e-4 and two["engine/canary_gap"] < 1e-4
     assert one["actor/grad_norm"] > 0 and two["step"] == 2
     assert [name for row in (zero, one, two) for name in row if name not in ("step", "time") and not known(name)] == []

@@ -119,6 +119,7 @@ class Rollouts:
     async def begin_again(self) -> None:
         """Drop what came of weights that are given up; its prompts that were not trained on come next."""
         await self._end()
+        await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
         self._left = [slot.draw for slot in self._slots]
         self._slots, self._used = [], []
 
