@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,50 @@ def test_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "[10, 20] steps" in done.stderr
+
+
+TRAINS_AT_ONCE = f"""#!{sys.executable}
+import json, os, pathlib, sys
+if "verl.trainer.main_ppo" not in sys.argv:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
+run.mkdir()  # fails where an unfinished run was left
+if os.environ.get("FAILS") == run.name:
+    sys.exit("out of order")
+rows = [{{"step": step, "time": step, "time/step_s": 1, "val/test/total": 2}} for step in (0, 1)]
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+
+
+def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python3"
+    python.parent.mkdir()
+    python.write_text(TRAINS_AT_ONCE)
+    python.chmod(0o755)
+    settings = {"OUT": str(tmp_path), "STALENESS": "0 1", "SEEDS": "0", "PAIR_SEEDS": "7"}
+    path = f"{python.parent}:{os.environ['PATH']}"
+
+    def measure(**variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        done = subprocess.run(
+            ["bash", "bench/convergence.sh", "mini"],
+            env={**os.environ, "PATH": path, **settings, **variables},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        return done, [
+            line.split(maxsplit=1)[1] for line in done.stderr.splitlines() if ", rollout.max_staleness=" in line
+        ]
+
+    done, began = measure(FAILS="k1_seed0")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"failed: {tmp_path}/mini/k1_seed0.log"
+    assert "out of order" in (tmp_path / "mini/k1_seed0.log").read_text()
+    order = [(0, 0), (0, 1), (7, 0), (7, 1)]
+    assert began == [f"mini, seed {seed}, rollout.max_staleness={k}" for seed, k in order]
+    assert "1 pairs" in json.loads(done.stdout)["note"]
+    done, began = measure()
+    assert done.returncode == 0, done.stderr
+    assert began == ["mini, seed 0, rollout.max_staleness=1"]
+    assert "2 pairs" in json.loads(done.stdout)["note"]
