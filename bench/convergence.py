@@ -100,9 +100,7 @@ def reached(points: Sequence[Point], reward: float) -> Point | None:
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % t interval of their mean; without bounds for fewer than two."""
-    if len(differences) < 2:
-        return -math.inf, math.inf
+    """The 95 % t interval of the mean of at least two."""
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
     half = float(student.ppf(0.975, len(differences) - 1)) * error
     return mean - half, mean + half
@@ -169,6 +167,7 @@ def main() -> None:
     """Judge and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what bench/convergence.sh wrote: OUT/mini or OUT/tool_loop")
+    parser.add_argument("--rounds", type=int, help="ignored: a run is a run")
     folder = parser.parse_args().folder
     runs = read_runs(folder)
     for table in (curves(runs), summary(runs, LEVELS.get(folder.name, ()))):
@@ -204,6 +203,8 @@ def result(what: str, runs: Runs, found: Mapping[int, float]) -> Result:
 
 
 def _interval_told(found: Mapping[int, float]) -> str:
+    if len(found) < 2:
+        return "one pair, and so no interval"
     low, high = interval(list(found.values()))
     return f"{len(found)} pairs, 95 % t interval {low:+.3f} to {high:+.3f}"
 

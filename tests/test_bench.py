@@ -222,7 +222,7 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     assert "out of order" in (tmp_path / "mini/k1_seed0.log").read_text()
     order = [(0, 0), (0, 1), (7, 0), (7, 1)]
     assert began == [f"mini, seed {seed}, rollout.max_staleness={k}" for seed, k in order]
-    assert "1 pairs" in json.loads(done.stdout)["note"]
+    assert "one pair" in json.loads(done.stdout)["note"]
     done, began = measure()
     assert done.returncode == 0, done.stderr
     assert began == ["mini, seed 0, rollout.max_staleness=1"]
