@@ -38,6 +38,9 @@ measure reward.py
 measure plan_memory.py
 measure sandbox.py
 measure eval_throughput.py
+for runs in outputs/convergence/*/; do  # bench/convergence.sh's, which take an hour and are not made here
+    [[ ! -d "$runs" ]] || measure convergence.py "$runs"
+done
 "$python" bench/results.py "$lines" || failed+=("results.py $lines")
 
 if ((${#failed[@]})); then

@@ -14,20 +14,9 @@ if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
     shift
 fi
 out="${OUT:-outputs/tool_loop_$seed}"
-if [[ -e "$out/cold_start" && ! -e "$out/cold_start/done" ]]; then
-    rm -rf "$out/cold_start"  # an interrupted one
-fi
 source scripts/setup_env.sh
 
-"$VERL_PYTHON" scripts/tool_loop/make_data.py --out "$out/data" --seed "$seed"
-if [[ ! -e "$out/cold_start/done" ]]; then
-    "$VERL_PYTHON" -m verl.trainer.main_sft \
-        model.path=dataset/mini/model model.compute_dtype=float32 \
-        data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=16 data.max_length=160 data.seed="$seed" \
-        optim.lr=1e-3 optim.warmup_steps=20 trainer.total_training_steps=400 trainer.seed="$seed" \
-        trainer.device=cpu trainer.default_local_dir="$out" trainer.experiment_name=cold_start
-    touch "$out/cold_start/done"
-fi
+bash scripts/tool_loop/cold_start.sh "$out" "$seed"
 "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=tool_loop \
     model.path="$out/cold_start/checkpoints/step-000400/hf" \
     data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \

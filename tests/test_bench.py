@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -162,3 +163,99 @@ def test_rollouts_go_on_beside_training() -> None:
     lags = [line["limits"]["versions behind"] for line in lines]
     assert [bound for _, bound in lags] == [1.0, 1.0, 4.0] and all(1 <= lag <= bound for lag, bound in lags)
     assert all(line["theirs"]["versions"] == 0 for line in lines)
+
+
+def write_run(folder: Path, staleness: int, seed: int, finished: bool = True, **rewards: float) -> None:
+    """A run whose validations, one every 10 steps of 2 s, gave these rewards."""
+    run = folder / f"k{staleness}_seed{seed}"
+    run.mkdir(parents=True)
+    rows: list[dict[str, Any]] = [{"step": step, "time": 1e9 + 2.0 * step} for step in range(10 * len(rewards) - 9)]
+    for row in rows[1:]:
+        row |= {"time/step_s": 2.0, "actor/grad_norm": 1.0, "correction/ess": 0.9, "correction/mismatch_kl": 0.01}
+        row |= {"staleness/mean": staleness * 0.5} if staleness else {}
+    for row, reward in zip(rows[::10], rewards.values(), strict=True):
+        row["val/test/total"] = reward
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        (run / "done").touch()
+
+
+def test_final_rewards_are_compared_in_pairs(tmp_path: Path) -> None:
+    folder = tmp_path / "mini"
+    for seed, shortfall in enumerate([0.0, 0.1, 0.2]):
+        write_run(folder, 0, seed, before=1.0, halfway=2.0, after=2.5)
+        write_run(folder, 1, seed, before=1.0, halfway=1.5, after=2.5 - shortfall)
+    write_run(folder, 0, 3, before=1.0, halfway=2.0, after=2.5)
+    write_run(folder, 1, 3, finished=False, before=1.0, halfway=1.0, after=-3.0)
+    (line,), told = run_bench("convergence.py", str(folder))
+    # of 0, 0.1 and 0.2: mean 0.1, standard error 0.1 / sqrt(3), the t of two degrees of freedom 4.3027
+    assert line["ratio"] == pytest.approx(0.1)
+    assert "3 pairs, 95 % t interval -0.148 to +0.348" in line["note"]
+    assert line["met"]
+    assert line["theirs"] == pytest.approx({"final reward": 2.5, "s a step": 2.0})
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in told.splitlines() if row.startswith("|")]
+    ours, theirs = ([row for row in rows if row[0] == k] for k in "10")
+    assert ours[0][2:] == ["1.00 (0 s)", "1.50 (20 s)", "2.40 (40 s)"]
+    assert theirs[0][1] == "0 1 2 3"
+    # k=0 comes to 2 with its second validation, and half of the way to the third to 2.25; of k=1 two runs come to 2.4,
+    # after 10 + 10 * 0.9 steps and with the last
+    assert theirs[1][2:4] == ["10.0 (20)", "15.0 (30)"]
+    assert ours[1][4] == "19.5 (39, 2 of 3)"
+    assert ours[1][5:] == ["2", "0.5", "0.9", "10", "1"]
+    assert theirs[1][6] == "0"
+
+
+def test_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "mini", 0, 0, before=1.0, after=2.0)
+    write_run(tmp_path / "mini", 1, 0, before=1.0, halfway=1.5, after=2.0)
+    command = [sys.executable, "bench/convergence.py", str(tmp_path / "mini")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "[10, 20] steps" in done.stderr
+
+
+TRAINS_AT_ONCE = f"""#!{sys.executable}
+import json, os, pathlib, sys
+if "verl.trainer.main_ppo" not in sys.argv:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
+run.mkdir()  # fails where an unfinished run was left
+if os.environ.get("FAILS") == run.name:
+    sys.exit("out of order")
+rows = [{{"step": step, "time": step, "time/step_s": 1, "val/test/total": 2}} for step in (0, 1)]
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+
+
+def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python3"
+    python.parent.mkdir()
+    python.write_text(TRAINS_AT_ONCE)
+    python.chmod(0o755)
+    settings = {"OUT": str(tmp_path), "STALENESS": "0 1", "SEEDS": "0", "PAIR_SEEDS": "7"}
+    path = f"{python.parent}:{os.environ['PATH']}"
+
+    def measure(**variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        done = subprocess.run(
+            ["bash", "bench/convergence.sh", "mini"],
+            env={**os.environ, "PATH": path, **settings, **variables},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        return done, [
+            line.split(maxsplit=1)[1] for line in done.stderr.splitlines() if ", rollout.max_staleness=" in line
+        ]
+
+    done, began = measure(FAILS="k1_seed0")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"failed: {tmp_path}/mini/k1_seed0.log"
+    assert "out of order" in (tmp_path / "mini/k1_seed0.log").read_text()
+    order = [(0, 0), (0, 1), (7, 0), (7, 1)]
+    assert began == [f"mini, seed {seed}, rollout.max_staleness={k}" for seed, k in order]
+    assert "one pair" in json.loads(done.stdout)["note"]
+    done, began = measure()
+    assert done.returncode == 0, done.stderr
+    assert began == ["mini, seed 0, rollout.max_staleness=1"]
+    assert "2 pairs" in json.loads(done.stdout)["note"]

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Does a policy learn as well from older samples? Reward against steps and time for several rollout.max_staleness:
+#
+#   bash bench/convergence.sh [mini|tool_loop]...     both, if none is named
+#
+# mini is `bash train_grpo.sh`, tool_loop the training of scripts/train_tool_loop.sh, where all runs of a seed start from
+# one cold start. Each run has a folder of its own below OUT, and bench/convergence.py judges them at the end. A finished
+# run is not run again: what was interrupted goes on when this is called once more. Settings, all optional:
+#   STEPS (30)                    training steps of a run; another number needs another OUT
+#   STALENESS ("0 1 4")           values of rollout.max_staleness
+#   SEEDS ("0 1 2")               of every value
+#   PAIR_SEEDS ("3 4")            further seeds of mini for 0 and 1, whose final rewards are compared in pairs
+#   OUT (outputs/convergence)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+
+steps="${STEPS:-30}" out="${OUT:-outputs/convergence}"
+read -ra staleness <<<"${STALENESS:-0 1 4}"
+read -ra seeds <<<"${SEEDS:-0 1 2}"
+read -ra pair_seeds <<<"${PAIR_SEEDS-3 4}"
+experiments=("$@")
+((${#experiments[@]})) || experiments=(mini tool_loop)
+failed=()
+
+mini() {  # SEED STALENESS
+    run mini "$@" recipe=mini_grpo data.val_files=[dataset/mini/test.parquet]
+}
+
+tool_loop() {  # SEED STALENESS
+    local start="$out/tool_loop/start_seed$1"
+    mkdir -p "$start"
+    bash scripts/tool_loop/cold_start.sh "$start" "$1" >"$start/log" 2>&1 || { failed+=("$start/log"); return; }
+    run tool_loop "$@" recipe=tool_loop model.path="$start/cold_start/checkpoints/step-000400/hf" \
+        data.train_files=["$start/data/train.jsonl"] data.val_files=["$start/data/test.jsonl"]
+}
+
+run() {  # EXPERIMENT SEED STALENESS WORD...
+    local folder="$out/$1" name="k$3_seed$2"
+    if [[ -e "$folder/$name/done" ]]; then
+        return
+    fi
+    rm -rf "${folder:?}/$name"  # an interrupted one
+    mkdir -p "$folder"
+    echo "$(date +%T) $1, seed $2, rollout.max_staleness=$3" >&2
+    if "$VERL_PYTHON" -m verl.trainer.main_ppo "${@:4}" \
+        rollout.max_staleness="$3" data.seed="$2" trainer.seed="$2" \
+        trainer.total_training_steps="$steps" trainer.test_freq=5 trainer.save_freq=0 trainer.num_transcripts_shown=0 \
+        trainer.default_local_dir="$folder" trainer.experiment_name="$name" >"$folder/$name.log" 2>&1; then
+        touch "$folder/$name/done"
+    else
+        failed+=("$folder/$name.log")
+    fi
+}
+
+for experiment in "${experiments[@]}"; do
+    [[ "$experiment" == mini || "$experiment" == tool_loop ]] || { echo "mini or tool_loop, got '$experiment'" >&2; exit 2; }
+    for seed in "${seeds[@]}"; do
+        for k in "${staleness[@]}"; do "$experiment" "$seed" "$k"; done
+    done
+done
+if [[ " ${experiments[*]} " == *" mini "* ]]; then
+    for seed in "${pair_seeds[@]}"; do
+        for k in 0 1; do mini "$seed" "$k"; done
+    done
+fi
+for experiment in "${experiments[@]}"; do
+    "$VERL_PYTHON" bench/convergence.py "$out/$experiment" || failed+=("bench/convergence.py $out/$experiment")
+done
+
+if ((${#failed[@]})); then
+    printf 'failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi

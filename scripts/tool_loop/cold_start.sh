@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Data of the tool loop, and the policy that its training starts from: OUT/data and OUT/cold_start/checkpoints/step-000400/hf.
+#
+#   bash scripts/tool_loop/cold_start.sh OUT SEED     what is there already is not made again
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+out="$1" seed="$2"
+if [[ -e "$out/cold_start/done" ]]; then
+    exit 0
+fi
+rm -rf "$out/cold_start"  # an interrupted one
+source scripts/setup_env.sh
+"$VERL_PYTHON" scripts/tool_loop/make_data.py --out "$out/data" --seed "$seed"
+"$VERL_PYTHON" -m verl.trainer.main_sft \
+    model.path=dataset/mini/model model.compute_dtype=float32 \
+    data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=16 data.max_length=160 data.seed="$seed" \
+    optim.lr=1e-3 optim.warmup_steps=20 trainer.total_training_steps=400 trainer.seed="$seed" \
+    trainer.device=cpu trainer.default_local_dir="$out" trainer.experiment_name=cold_start
+touch "$out/cold_start/done"
