@@ -100,12 +100,12 @@ class Rollouts:
         self._use_again(collected, step)
         wanted = left = self.settings.prompts_per_step - len(collected.reused)
         ahead = (self.settings.max_staleness + 1) * self._fresh_per_step
-        self._draw(max(wanted, ahead) - len(self._slots), step)
+        await self._draw(max(wanted, ahead) - len(self._slots), step)
         while left > 0:
             slot = await self._landed(step, left)
             self._slots.remove(slot)
             if not self._add(collected, slot, step, wanted) and slot.draw.round < self.algorithm.max_draws:
-                self._draw(1, step, slot.draw.round + 1)
+                await self._draw(1, step, slot.draw.round + 1)
             else:
                 left -= 1
         collected.check()
@@ -147,7 +147,7 @@ class Rollouts:
             used.uses += 1
             collected.use_again(used.group, step - used.began)
 
-    def _draw(self, count: int, version: int, round: int = 1) -> None:
+    async def _draw(self, count: int, version: int, round: int = 1) -> None:
         """Let so many prompts begin: those that an interrupted run had begun, then the stream's next."""
         draws = [self._left.pop(0) if self._left else self._next_draw(round) for _ in range(count)]
         tasks = [self.tasks.at(draw.drawn) for draw in draws]
@@ -157,6 +157,7 @@ class Rollouts:
             work = asyncio.ensure_future(self._roll(task, version, self._seed(draw)))
             work.add_done_callback(self._tell)
             begun.append(_Slot(draw, version, work))
+            await asyncio.sleep(0)  # so that an engine has the first prompt while the others are made tokens of
         self._slots += sorted(begun, key=lambda slot: slot.draw.number)
 
     def _next_draw(self, round: int) -> Draw:
