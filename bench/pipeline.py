@@ -13,8 +13,8 @@ of three tool calls and an answer. The policy is tiny and really trained. Simula
 - a tool sleeps in the controller: always for the mean (no tails), or for seconds drawn from a lognormal of that mean,
   sigma 1, the same ones for the same call of the same episode on all sides.
 
-A figure is the mean of --steps steps after max_staleness + 1 that do not count. Every step has to train the same number
-of samples, and no token may be of older weights than max_staleness allows.
+A figure is the mean of --steps steps, after those in which prompts begin further and further ahead. Every step has to
+train the same number of samples, and no token may be of older weights than max_staleness allows.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Processes:
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
         """Seconds of a step and of its phases, and how many versions its oldest token was behind."""
-        unmeasured = staleness + 1
+        unmeasured = (staleness + 1) * (staleness + 2) // 2  # the depth may grow until then
         trainer = self.trainer(staleness, tails, seed, PROMPTS * (unmeasured + steps + staleness + 1))
         return asyncio.run(run(trainer, unmeasured, steps))
 

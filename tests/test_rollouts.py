@@ -32,6 +32,7 @@ from verl.tracking.names import known
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.depth import Depth
 from verl.trainer.fit import Fit
 from verl.trainer.policy import Policy, ScoringLayout
 from verl.trainer.ppo import PPOTrainer, StepSettings
@@ -160,6 +161,64 @@ def test_without_staleness_it_is_the_plain_loop() -> None:
             assert source.state()["pending"] == []
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize(("turns", "depths"), [(3, [1] * 18), (70, [1] * 3 + [2] * 5 + [3] * 10)])
+def test_prompts_begin_further_ahead_only_while_steps_wait(turns: int, depths: list[int]) -> None:
+    """An update lasts 30 turns of the loop. A rollout of 70 is ready in time if it begins three steps ahead."""
+    now = 0
+
+    class Clocked(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return replace(group((0.0, 1.0), name=str(first_seed)), task=replace(task, id=str(first_seed)))
+
+    async def trained() -> tuple[list[int], list[int]]:
+        nonlocal now
+        source = rollouts(Clocked(random.Random(0)), GRPO, prompts_per_step=2, max_staleness=4)
+        source.clock = lambda: float(now)
+
+        async def tick() -> None:
+            nonlocal now
+            while True:
+                now += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        depths, ages = [], []
+        for step in range(18):
+            collected = await source.take(step)
+            depths.append(int(collected.staleness_metrics()["staleness/depth"]))
+            ages.append(max(collected.ages))
+            for _ in range(30):
+                await asyncio.sleep(0)
+        ticking.cancel()
+        await source.close()
+        return depths, ages
+
+    told, ages = asyncio.run(trained())
+    assert told == depths
+    assert max(ages) == ages[-1] == depths[-1]  # no sample is older than it has to be
+
+
+def test_the_depth_is_judged_once_what_it_added_has_had_its_turn() -> None:
+    depth = Depth(most=3)
+    clock = 0.0
+
+    def step(number: int, waited: float) -> int:
+        nonlocal clock
+        depth.saw(number, waited, clock + 10)
+        clock += 10
+        return depth.now
+
+    assert step(0, 10) == 1  # nothing could have been ready
+    assert step(1, 0.5) == 1  # 5 % is not waiting
+    assert step(2, 0.6) == 2
+    assert [step(number, 5) for number in (3, 4)] == [2, 2]  # their prompts began one step ahead
+    assert step(5, 5) == 3
+    assert [step(number, 9) for number in range(6, 20)] == [3] * 14  # as many as are allowed
+    assert Depth(most=0).now == 0
 
 
 def test_what_may_wait_is_taken_as_it_ends() -> None:

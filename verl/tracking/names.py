@@ -51,6 +51,7 @@ METRICS = (
         "staleness/mean", "versions", "how old the weights were that a group was begun with, where max_staleness > 0"
     ),
     Metric("staleness/max", "versions", "of the oldest group; at most rollout.max_staleness"),
+    Metric("staleness/depth", "steps", "ahead that prompts begin: 1, more while steps wait for rollouts, as allowed"),
     Metric("staleness/reused", "share", "groups that an earlier step had trained on, too"),
     Metric("tools/turns_mean", "1", "times that the policy wrote in an episode"),
     Metric("tools/calls_mean", "1", "tool calls that were made in an episode"),

@@ -22,10 +22,12 @@ class Collection:
     """Groups as they come, those that pass the algorithm's filters beside them, both after the penalty for length.
 
     least: scored rollouts that a group needs; a lone one has nothing to be compared with, where an algorithm compares
+    depth: steps ahead that prompts had begun
     """
 
     algorithm: Algorithm
     least: int
+    depth: int = 0
     drawn: list[TrajectoryGroup] = field(default_factory=list)
     kept: list[TrajectoryGroup] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)  # of the kept groups: weight versions since they were begun
@@ -89,6 +91,7 @@ class Collection:
         return {
             "staleness/mean": sum(self.ages) / len(self.ages),
             "staleness/max": float(max(self.ages)),
+            "staleness/depth": float(self.depth),
             "staleness/reused": len(self.reused) / len(self.kept),
         }
 

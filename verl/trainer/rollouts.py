@@ -1,17 +1,18 @@
 """Where a step's groups come from: prompts in flight, as many as the allowed staleness has slots for.
 
-Slots, not queues, bound the work: (max_staleness + 1) x prompts of a step. A slot is taken when its prompt is drawn and
-is free again once the weights that were trained on it are published; a prompt whose replies the filters drop gives its
-place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be
-trained on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous
-loop: a step's own prompts, all of them, in their order.
+Slots, not queues, bound the work: (depth + 1) x prompts of a step, where the depth is 1 and grows, up to max_staleness,
+while the trainer waits. A slot is taken when its prompt is drawn and is free again once the weights that were trained
+on it are published; a prompt whose replies the filters drop gives its place to the next one at once. A step takes what
+has landed, but lets nothing be overtaken that could then not be trained on before it is too old; taken in their order,
+all of them can. With max_staleness=0 that is the synchronous loop: a step's own prompts, all of them, in their order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl.data.tasks import TaskStream
 from verl.errors import VerlError
 from verl.rollout.group import GroupRollout
 from verl.trainer.collection import Collection, penalised
+from verl.trainer.depth import Depth
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward
 
@@ -84,30 +86,39 @@ class Rollouts:
     rollout: GroupRollout
     shaping: GroupReward | None = None
     shaping_state: Mapping[str, Any] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic  # seconds
+    depth: Depth = field(init=False)
     _slots: list[_Slot] = field(default_factory=list)  # the oldest first
     _used: list[_Used] = field(default_factory=list)  # the newest last
     _left: list[Draw] = field(default_factory=list)  # of the run that this one resumes
     _news: asyncio.Future[None] | None = None
     _failed: asyncio.Task[TrajectoryGroup] | None = None
 
+    def __post_init__(self) -> None:
+        self.depth = Depth(self.settings.max_staleness)
+
     async def take(self, step: int) -> Collection:
         """Groups for the step that trains the weights of version `step`, which are published.
 
         Raises RewardFaultError where too many replies could not be scored, NoSignalError where nothing is left.
         """
-        n = self.settings.rollouts_per_prompt
-        collected = Collection(self.algorithm, least=2 if n > 1 and self.algorithm.compares_replies else 1)
+        n, waited = self.settings.rollouts_per_prompt, 0.0
+        least = 2 if n > 1 and self.algorithm.compares_replies else 1
+        collected = Collection(self.algorithm, least, depth=self.depth.now)
         self._use_again(collected, step)
         wanted = left = self.settings.prompts_per_step - len(collected.reused)
-        ahead = (self.settings.max_staleness + 1) * self._fresh_per_step
-        await self._draw(max(wanted, ahead) - len(self._slots), step)
+        in_flight = (self.depth.now + 1) * self._fresh_per_step
+        await self._draw(max(wanted, in_flight) - len(self._slots), step)
         while left > 0:
+            asked = self.clock()
             slot = await self._landed(step, left)
+            waited += self.clock() - asked
             self._slots.remove(slot)
             if not self._add(collected, slot, step, wanted) and slot.draw.round < self.algorithm.max_draws:
                 await self._draw(1, step, slot.draw.round + 1)
             else:
                 left -= 1
+        self.depth.saw(step, waited, self.clock())
         collected.check()
         if faults := self._faults(collected):
             _log.warning("%s", self._told(step, collected, faults))
@@ -122,6 +133,7 @@ class Rollouts:
         await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
         self._left = [slot.draw for slot in self._slots]
         self._slots, self._used = [], []
+        self.depth.begin_again()
 
     async def close(self) -> None:
         """End what is in flight, and what the episodes share."""
