@@ -117,12 +117,12 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
         built(config, load_inputs(config), Path(folder), Console(quiet=True)) as fit,
     ):
         trainer = fit.trainer
-        trainer.policy = replace(trainer.policy, workers=Watched(trainer.policy.workers, watch))
+        trainer.learner.policy = replace(trainer.learner.policy, workers=Watched(trainer.learner.policy.workers, watch))
         pool: EnginePool = trainer.rollouts.rollout.engine  # type: ignore[assignment]
         engine = EnginePool(Watched(pool._workers, watch), pool._sources)
         scorer = WatchedScorer(trainer.rollouts.rollout.scorer, watch)
         trainer.rollouts.rollout = replace(trainer.rollouts.rollout, engine=engine, scorer=scorer)
-        trainer.publisher = replace(trainer.publisher, policy=trainer.policy, engine=engine)
+        trainer.publisher = replace(trainer.publisher, policy=trainer.learner.policy, engine=engine)
         return asyncio.run(run_steps(trainer, watch, steps + 1))[1:]
 
 

@@ -50,8 +50,9 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.single_controller.group import Seat, WorkerGroup
 from verl.single_controller.ray import Bundle, Cluster
+from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher
 from verl.transfer.bucket import Layout, Offer, Receiver
@@ -212,7 +213,7 @@ class Processes:
         probes, probing = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
         # What the script says has no log-probs: the canary does its work, and whatever it finds will do.
         publisher = Publisher(self.policy, pool, self.layouts, probes, probing, tolerance=math.inf)
-        return PPOTrainer(StepSettings(), PLAIN_GRPO, rollouts, self.policy, publisher)
+        return PPOTrainer(rollouts, Learner(StepSettings(), PLAIN_GRPO, self.policy), publisher)
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
         """Seconds of a step and of its phases, and how many versions its oldest token was behind."""

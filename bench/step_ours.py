@@ -26,8 +26,9 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.experience import Experience
+from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import Policy
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher
 from verl.transfer.memory import SharedMemory
@@ -57,26 +58,21 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: Chat
     probes = [codec.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, codec, NUM_PROBES)]
     probing = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
-    return PPOTrainer(
-        StepSettings(),
+    rollouts = Rollouts(
+        RolloutSettings(spec.prompts, spec.n),
         PLAIN_GRPO,
-        Rollouts(
-            RolloutSettings(spec.prompts, spec.n),
-            PLAIN_GRPO,
-            stream(spec, codec),
-            GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
-        ),
-        policy,
-        Publisher(policy, engine, layouts, probes, probing, TOLERANCE),
-        timer=PhaseTimer(cpu=cpu_seconds),
+        stream(spec, codec),
+        GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
     )
+    learner = Learner(StepSettings(), PLAIN_GRPO, policy, timer=PhaseTimer(cpu=cpu_seconds))
+    return PPOTrainer(rollouts, learner, Publisher(policy, engine, layouts, probes, probing, TOLERANCE))
 
 
 async def step(trainer: PPOTrainer) -> dict[str, float]:
     """CPU seconds of one training step and of its phases."""
     started = cpu_seconds()
     await trainer.train_step()
-    return {"step": cpu_seconds() - started, **trainer.timer.cpu_s}
+    return {"step": cpu_seconds() - started, **trainer.learner.timer.cpu_s}
 
 
 def check(spec: Spec, codec: ChatCodec) -> dict[str, Any]:

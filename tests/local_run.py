@@ -61,13 +61,13 @@ def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorde
     """A run around a local trainer, which validates on nothing and starts anew."""
     folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     total_steps = config.trainer.total_training_steps
-    assert total_steps is not None and isinstance(trainer.policy.workers, Member)
+    assert total_steps is not None and isinstance(trainer.learner.policy.workers, Member)
     return Fit(
         FitSettings(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
         trainer,
         Validator({}, trainer.rollouts.rollout, build_reward(config.reward.name, config.reward.options)),
         Exams(),
-        trainer.policy.workers.group,
+        trainer.learner.policy.workers.group,
         CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
         build_trackers([], Run(folder)),
         Transcripts(folder),

@@ -39,7 +39,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gain(trained: PPOTrainer, seen: Experience) -> float:
     """By how much the update raised the sum of advantage times log-prob."""
-    scored = trained.policy.score(trained.policy.laid_out(seen.samples))
+    scored = trained.learner.policy.score(trained.learner.policy.laid_out(seen.samples))
     columns = zip(seen.columns["advantages"], scored, seen.columns["rollout_logprobs"], strict=True)
     return sum(float((advantages * (new - old)).sum()) for advantages, new, old in columns)
 
@@ -53,13 +53,13 @@ def test_a_step_makes_better_replies_likelier(name: str, model: Path, rows: Path
     seen: list[Experience] = []
 
     async def step(trained: PPOTrainer) -> Metrics:
-        plain = trained._update
+        plain = trained.learner._update
 
-        def watched(experience: Experience) -> Metrics:
+        def watched(experience: Experience, step: int) -> Metrics:
             seen.append(experience)
-            return plain(experience)
+            return plain(experience, step)
 
-        trained._update = watched  # type: ignore[method-assign]
+        trained.learner._update = watched  # type: ignore[method-assign]
         try:
             return await trained.train_step()
         finally:
@@ -70,5 +70,5 @@ def test_a_step_makes_better_replies_likelier(name: str, model: Path, rows: Path
         assert gain(trained, seen[0]) > 0
     assert all(math.isfinite(value) and known(key) for key, value in metrics.items())
     assert metrics["actor/grad_norm"] > 0
-    assert ("filter/kept" in metrics) == bool(trained.algorithm.filters)
-    assert ("actor/selected_fraction" in metrics) == (trained.algorithm.selection is not None)
+    assert ("filter/kept" in metrics) == bool(trained.learner.algorithm.filters)
+    assert ("actor/selected_fraction" in metrics) == (trained.learner.algorithm.selection is not None)

@@ -25,7 +25,8 @@ from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
 from verl.trainer.collection import Collection, NoSignalError
 from verl.trainer.experience import build_experience, turns_of
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.types import (
     Completion,
@@ -137,9 +138,8 @@ def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = 
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
     stream = TaskStream([TASKS], cursor=cursor)
-    return PPOTrainer(
-        StepSettings(), algorithm, Rollouts(settings, algorithm, stream, rollout), model, model, reference
-    )
+    learner = Learner(StepSettings(), algorithm, model, reference)
+    return PPOTrainer(Rollouts(settings, algorithm, stream, rollout), learner, model)
 
 
 def order(number: int) -> list[str]:

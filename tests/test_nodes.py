@@ -39,7 +39,7 @@ def test_two_steps_on_two_nodes(
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=2)
     config = load_config([*words, "trainer.nnodes=2", f"rollout.placement={placement}", "rollout.num_engines=2"])
     with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
-        member = fit.trainer.policy.workers
+        member = fit.trainer.learner.policy.workers
         assert isinstance(member, Member) and isinstance(member.group, RayGroup)
         trainer, engines = member.group, fit.trainer.rollouts.rollout.engine._workers  # type: ignore[attr-defined]
         pids = {*trainer.pids, *engines.pids}
@@ -61,7 +61,7 @@ def test_weights_reach_an_engine_on_a_node_without_a_rank(two_nodes: None, tmp_p
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=1)
     config = load_config([*words, "rollout.placement=separate", "rollout.num_engines=2"])
     with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
-        engines, trainer = fit.trainer.rollouts.rollout.engine._workers, fit.trainer.policy.workers.group  # type: ignore[attr-defined]
+        engines, trainer = fit.trainer.rollouts.rollout.engine._workers, fit.trainer.learner.policy.workers.group  # type: ignore[attr-defined]
         assert not set(engines.nodes) <= set(trainer.nodes)
         asyncio.run(fit.run())  # its canary probes both engines
         assert fit.trainer.step == 1

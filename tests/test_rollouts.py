@@ -22,6 +22,7 @@ from torch import Tensor
 from tests.local_run import local_fit, local_trainer
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.dapo import DAPO
 from verl.algorithms.grpo import GRPO
 from verl.config.load import load_config
@@ -33,9 +34,11 @@ from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.collection import Collection, NoSignalError
 from verl.trainer.depth import Depth
+from verl.trainer.experience import Experience
 from verl.trainer.fit import Fit
+from verl.trainer.metrics import Metrics
 from verl.trainer.policy import Policy, ScoringLayout
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Lesson, Recorder
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher
@@ -298,17 +301,11 @@ class AsksTheLoop:
         return [torch.zeros(len(sample.token_ids)) for sample in samples]
 
 
-def test_episodes_are_answered_while_ranks_publish_and_whatever_they_do_beside_them() -> None:
+def test_episodes_are_answered_while_ranks_publish() -> None:
     async def published() -> None:
         policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
         publisher = Publisher(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
         assert await publisher.publish(1) == 0.0 and policy.asked == 3
-        for staleness in (0, 1):
-            source = rollouts(Latent(random.Random(0)), GRPO, prompts_per_step=1, max_staleness=staleness)
-            reference: Any = policy
-            trainer = PPOTrainer(StepSettings(), GRPO, source, policy, publisher, reference)  # type: ignore[arg-type]
-            here = await trainer.beside(lambda own: threading.get_ident() == own, threading.get_ident())
-            assert here == (staleness == 0)  # in turn nothing has to go on
 
     asyncio.run(published())
 
@@ -359,7 +356,7 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_pa
             assert list(versions) == sorted(versions) and versions[0] >= 2
 
 
-def test_the_event_loop_turns_while_a_run_saves_records_and_scores_its_canary(tmp_path: Path) -> None:
+def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_canary(tmp_path: Path) -> None:
     """Else the time of every tool that is being waited for would run out, although it had answered."""
     words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "rollout.max_staleness=1"]
     config = load_config([*words, "trainer.record=true", "trainer.num_threads=1"])
@@ -385,6 +382,10 @@ def test_the_event_loop_turns_while_a_run_saves_records_and_scores_its_canary(tm
             wait("scoring")
             return super().score(layout)
 
+        def update(self, experience: Experience, algorithm: Algorithm) -> Metrics:
+            wait("learning")
+            return super().update(experience, algorithm)
+
     async def run(fit: Fit) -> None:
         async def turn() -> None:
             while True:
@@ -396,10 +397,11 @@ def test_the_event_loop_turns_while_a_run_saves_records_and_scores_its_canary(tm
         turning.cancel()
 
     with local_trainer(config) as trained:
-        policy = Slow(trained.policy.workers, trained.policy.packing)
+        policy = Slow(trained.learner.policy.workers, trained.learner.policy.packing)
+        trained.learner.policy = policy
         trained.publisher = replace(trained.publisher, policy=policy)
         recorder = Patient(tmp_path / "run", {}, {})
         fit = local_fit(trained, config, CollapseWatch(), recorder)
         fit.store = Store(tmp_path / "run" / "checkpoints", 2, 0)
         asyncio.run(run(fit))
-    assert waited == {"saving": 1, "recording": 2, "scoring": 3}
+    assert waited == {"learning": 4, "saving": 1, "recording": 2, "scoring": 5}

@@ -46,9 +46,10 @@ from verl.trainer.experience import (
     with_signal,
     with_weights,
 )
+from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher, StaleEngineError
 from verl.transfer.bucket import Layout, Offer, Receiver
@@ -123,7 +124,7 @@ def trainer(
     assert len(layouts) > 3
     publisher = Publisher(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
     rollouts = Rollouts(RolloutSettings(4, 8), algorithm, TaskStream([tasks]), rollout)
-    return PPOTrainer(settings, algorithm, rollouts, learner, publisher, reference, critic, control)
+    return PPOTrainer(rollouts, Learner(settings, algorithm, learner, reference, critic, control), publisher)
 
 
 def value_model() -> Critic:
@@ -136,7 +137,7 @@ def value_model() -> Critic:
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
     receiver, found = Receiver(torch.device("cpu")), {}
     for layout in trained.publisher.layouts:
-        flat = receiver.receive(layout, trained.policy.offers(layout.number))
+        flat = receiver.receive(layout, trained.learner.policy.offers(layout.number))
         found |= {name: view.clone() for name, view in layout.named(flat)}
     return found
 
@@ -164,7 +165,7 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
 
 def test_in_the_warm_up_the_critic_alone_learns() -> None:
     learning = trainer(PPO, critic=value_model())
-    learning.settings = replace(learning.settings, critic_warmup=1)
+    learning.learner.settings = replace(learning.learner.settings, critic_warmup=1)
     before = weights(learning)
     first = asyncio.run(learning.train_step())
     assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())

@@ -41,9 +41,10 @@ from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, signs_of
 from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
+from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
-from verl.trainer.ppo import PPOTrainer, StepSettings
+from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder, made_by
 from verl.trainer.rollouts import Rollouts, RolloutSettings
 from verl.trainer.state import find_saved, made_with
@@ -134,7 +135,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             trainer = build_trainer(
                 config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
             )
-            trainer.timer = PhaseTimer(display.phase)
+            trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
             rolling = trainer.rollouts.rollout
             greedy = replace(rolling, sampling=replace(rolling.sampling, temperature=0.0))
@@ -182,7 +183,8 @@ def build_trainer(
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )
-    policy, reference, critic = build_learners(config, algorithm, workers.trainer)
+    learner = build_learner(config, algorithm, workers.trainer)
+    links = connect(config, learner.policy, workers)
     reward = build_reward(config.reward.name, config.reward.options)
     rollouts = Rollouts(
         rollout_settings(config),
@@ -192,26 +194,20 @@ def build_trainer(
         reward if isinstance(reward, GroupReward) else None,
     )
     return PPOTrainer(
-        step_settings(config),
-        algorithm,
-        rollouts,
-        policy,
-        build_publisher(config, policy, engine, connect(config, policy, workers), codec, probed, sampling),
-        reference=reference,
-        critic=critic,
-        kl_control=build_kl_control(config.algorithm, algorithm),
+        rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
     )
 
 
-def build_learners(
-    config: Config, algorithm: Algorithm, ranks: WorkerGroup
-) -> tuple[Policy, Policy | None, Critic | None]:
+def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
     """Policy, reference and critic, which live in the same ranks; the latter two where the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
-    return (
+    return Learner(
+        step_settings(config),
+        algorithm,
         Policy(Member(ranks, "policy"), packing),
         Policy(Member(ranks, "reference"), packing) if pays_kl(algorithm) else None,
         Critic(Member(ranks, "critic"), packing) if algorithm.needs_critic else None,
+        build_kl_control(config.algorithm, algorithm),
     )
 
 

@@ -83,7 +83,7 @@ class Fit:
             assert last is not None
             _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
             return last
-        with self.trainer.timer.phase("publish"):
+        with self.trainer.learner.timer.phase("publish"):
             await self.trainer.publisher.publish(self.trainer.step)
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._validate()
@@ -132,7 +132,7 @@ class Fit:
         _log.warning("%s\nBack to %s, with other prompts (%d of %d times)", said, path, self.rollbacks, MAX_ROLLBACKS)
         self._take_up(Saved(path, read_state(path)))
         await self.trainer.rollouts.begin_again()
-        with self.trainer.timer.phase("publish"):
+        with self.trainer.learner.timer.phase("publish"):
             await self.trainer.publisher.publish(self.trainer.step)
         return True
 

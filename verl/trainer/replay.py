@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.kl import AdaptiveKL
 from verl.config.load import restored_config
 from verl.config.schema import Config
 from verl.errors import DataError
 from verl.single_controller.ray import Cluster
-from verl.tracking.timers import PhaseTimer
-from verl.trainer.build import build_learners, step_settings
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control
+from verl.trainer.build import build_learner
+from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.build_workers import start_ranks
+from verl.trainer.learner import Learner
 from verl.trainer.manifest import verify
-from verl.trainer.policy import Critic, Policy
-from verl.trainer.ppo import Learning, StepSettings
 from verl.trainer.record import Record, made_by, read_record, record_path, recorded_steps
 from verl.workers.rank import TrainingRank
 
@@ -40,29 +36,6 @@ _OF_ARITHMETIC = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Replayer(Learning):
-    """The learning half of a trainer."""
-
-    settings: StepSettings
-    algorithm: Algorithm
-    policy: Policy
-    reference: Policy | None
-    critic: Critic | None
-    kl_control: AdaptiveKL | None
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    step: int = 0
-
-    def again(self, record: Record) -> dict[str, float]:
-        """The recorded step, on the weights of this moment; its metrics."""
-        self.step = record.step - 1
-        if self.kl_control is not None and record.lesson.kl_coefficient is not None:
-            self.kl_control.coefficient = record.lesson.kl_coefficient
-        self.timer.start()
-        learned, _ = self.learn(record.lesson)
-        return learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +109,23 @@ def walk(way: Way, asked: Record, config: Config, cluster: Cluster) -> Replay:
     try:
         if way.start is not None:
             ranks.call(TrainingRank.load, way.start)
-        learners = build_learners(config, algorithm, ranks)
-        replayer = Replayer(
-            step_settings(config), algorithm, *learners, kl_control=build_kl_control(config.algorithm, algorithm)
-        )
+        learner = build_learner(config, algorithm, ranks)
         for path in way.records[:-1]:
             record = read_record(path)
             _tell_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(asked))
-            replayer.again(record)
-        return Replay(asked.metrics, replayer.again(asked))
+            again(learner, record)
+        return Replay(asked.metrics, again(learner, asked))
     finally:
         ranks.close()
+
+
+def again(learner: Learner, record: Record) -> dict[str, float]:
+    """The recorded step, on the weights of this moment; its metrics."""
+    if learner.kl_control is not None and record.lesson.kl_coefficient is not None:
+        learner.kl_control.coefficient = record.lesson.kl_coefficient
+    learner.timer.start()
+    learned, _ = learner.learn(record.lesson, record.step - 1)
+    return learned
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:
