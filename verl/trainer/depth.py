@@ -39,7 +39,7 @@ class Depth:
         self.now += 1
         self._judged_from = step + self.now + 1
         told = (step + 1, 100 * share, self.now, self.most)
-        _log.info("step %d waited for rollouts %.0f %% of its time: prompts begin %d steps ahead now, of %d", *told)
+        _log.warning("step %d waited for rollouts %.0f %% of its time: prompts begin %d steps ahead now, of %d", *told)
 
     def begin_again(self) -> None:
         """Nothing is in flight any more."""
