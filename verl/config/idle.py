@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
-from verl.config.schema import WITHOUT_CRITIC, Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.config.schema import (
+    WITHOUT_CRITIC,
+    Config,
+    EnvConfig,
+    EvalConfig,
+    GenerationConfig,
+    OptimConfig,
+    ProbeConfig,
+    SFTConfig,
+)
 from verl.errors import ConfigError
 
 
 class Rule(NamedTuple):
     """When a key has no effect."""
 
-    key: str  # or the beginning of keys, up to a dot
+    key: str  # and all keys below it
     idle: Callable[[Any], bool]  # of the configuration
     why: str
 
@@ -23,6 +33,10 @@ def _always(config: Any) -> bool:
 
 def _on_cpu(config: Config) -> bool:
     return config.trainer.device == "cpu"
+
+
+def _without_critic(config: Config) -> bool:
+    return config.algorithm.name in WITHOUT_CRITIC
 
 
 def _without_kl(config: Config) -> bool:
@@ -36,27 +50,8 @@ def _without_weights(config: Config) -> bool:
 
 
 _NO_MASK = "algorithm.correction.mask is none"
-_NO_KL = "algorithm.kl_placement is none"
 _NO_GPU = "there is no GPU with device=cpu"
-_OF_SEVERAL_TURNS = (
-    "options",
-    "options.",
-    "codec_options",
-    "codec_options.",
-    "tools",
-    "max_turns",
-    "max_tool_calls",
-    "max_turn_tokens",
-    "max_observation_tokens",
-    "observation_cut",
-    "on_malformed",
-    "tool_timeout_s",
-    "turn_timeout_s",
-    "episode_timeout_s",
-    "max_concurrent_calls",
-    "train_on_observations",
-    "retries",
-)
+_OF_SEVERAL_TURNS = [item.name for item in fields(EnvConfig) if item.name not in ("name", "codec")]
 _ONE_REPLY = "env.codec is not set, so an episode is one reply"
 _SERVERS = "sandbox.urls names servers, which have their own"
 _OF_EPISODES = (
@@ -65,7 +60,7 @@ _OF_EPISODES = (
         Rule(key, lambda c: c.env.name != "tool", "it is for the tools of env.name=tool")
         for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
     ),
-    Rule("sandbox.", lambda c: not c.env.several_turns, _ONE_REPLY),
+    Rule("sandbox", lambda c: not c.env.several_turns, _ONE_REPLY),
     *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
 )
 _NO_VALIDATION = "there are no data.val_files to validate on"
@@ -76,6 +71,21 @@ def _untested(config: Config | SFTConfig) -> bool:
     return not config.data.val_files and not benchmarks
 
 
+def _of_memory(group: str, hf: Callable[[Any], bool], device: Callable[[Any], str]) -> tuple[Rule, ...]:
+    """What says how much memory an engine's cache may take."""
+    utilization = f"{group}gpu_memory_utilization"
+    return (
+        Rule(f"{group}kv_cache_gib", hf, "the transformers engine has no such cache"),
+        Rule(f"{group}kv_cache_gib", lambda c: device(c) == "cuda", f"on a GPU {utilization} decides"),
+        Rule(utilization, hf, "the transformers engine takes what it needs"),
+        Rule(utilization, lambda c: device(c) == "cpu", _NO_GPU),
+    )
+
+
+def _of_cosine(key: str, optim: Callable[[Any], OptimConfig]) -> Rule:
+    return Rule(f"{key}.min_lr_ratio", lambda c: optim(c).schedule == "constant", f"{key}.schedule is constant")
+
+
 _OF_TRAINING = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _untested(c), _NO_VALIDATION),
     Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _untested(c), _NO_VALIDATION),
@@ -84,10 +94,7 @@ _OF_TRAINING = (
 _OF_A_LONE_ENGINE = (
     Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
     Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
-    Rule("kv_cache_gib", lambda c: c.engine == "hf", "the transformers engine has no such cache"),
-    Rule("kv_cache_gib", lambda c: c.device == "cuda", "on a GPU gpu_memory_utilization decides"),
-    Rule("gpu_memory_utilization", lambda c: c.engine == "hf", "the transformers engine takes what it needs"),
-    Rule("gpu_memory_utilization", lambda c: c.device == "cpu", _NO_GPU),
+    *_of_memory("", lambda c: c.engine == "hf", lambda c: c.device),
     Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
     Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
 )
@@ -104,63 +111,38 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
             Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks names none")
             for name in ("eval_limit", "eval_data_dir", "eval_hub")
         ),
-        Rule("critic.", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
-        Rule("trainer.critic_warmup", lambda c: c.algorithm.name in WITHOUT_CRITIC, "the algorithm has no critic"),
+        *(Rule(key, _without_critic, "the algorithm has no critic") for key in ("critic", "trainer.critic_warmup")),
         Rule(
             "rollout.on_publish",
             lambda c: c.rollout.max_staleness == 0,
             "with rollout.max_staleness=0 no reply is being written when weights are published",
         ),
-        Rule("rollout.kv_cache_gib", lambda c: c.rollout.name == "hf", "the transformers engine has no such cache"),
-        Rule(
-            "rollout.kv_cache_gib",
-            lambda c: c.trainer.device == "cuda",
-            "on a GPU rollout.gpu_memory_utilization decides",
+        *_of_memory("rollout.", lambda c: c.rollout.name == "hf", lambda c: c.trainer.device),
+        *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
+        *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),
+        *(
+            Rule(key, _without_kl, "algorithm.kl_placement is none")
+            for key in ("ref.offload_params", "algorithm.kl_coefficient", "algorithm.kl_estimator")
         ),
-        Rule(
-            "rollout.gpu_memory_utilization",
-            lambda c: c.rollout.name == "hf",
-            "the transformers engine takes what it needs",
-        ),
-        Rule("rollout.gpu_memory_utilization", _on_cpu, _NO_GPU),
-        Rule("actor.offload_params", _on_cpu, _NO_GPU),
-        Rule("actor.offload_optimizer", _on_cpu, _NO_GPU),
-        Rule("critic.offload_params", _on_cpu, _NO_GPU),
-        Rule("critic.offload_optimizer", _on_cpu, _NO_GPU),
-        Rule("ref.offload_params", _on_cpu, _NO_GPU),
-        Rule("ref.offload_params", _without_kl, _NO_KL),
         Rule("algorithm.correction.upper", _without_weights, "algorithm.correction.weight is none, or comes to that"),
         *(
             Rule(f"algorithm.correction.{name}", lambda c: c.algorithm.correction.mask == "none", _NO_MASK)
             for name in ("mask_lower", "mask_upper")
         ),
-        Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
-        Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
         *_OF_EPISODES,
         Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
-        Rule(
-            "actor.optim.min_lr_ratio",
-            lambda c: c.actor.optim.schedule == "constant",
-            "actor.optim.schedule is constant",
-        ),
-        Rule(
-            "critic.optim.min_lr_ratio",
-            lambda c: c.critic.optim.schedule == "constant",
-            "critic.optim.schedule is constant",
-        ),
+        _of_cosine("actor.optim", lambda c: c.actor.optim),
+        _of_cosine("critic.optim", lambda c: c.critic.optim),
     ),
-    SFTConfig: (
-        *_OF_TRAINING,
-        Rule("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
-    ),
+    SFTConfig: (*_OF_TRAINING, _of_cosine("optim", lambda c: c.optim)),
     GenerationConfig: _OF_LONE_EPISODES,
     EvalConfig: _OF_A_LONE_ENGINE,
     ProbeConfig: _OF_LONE_EPISODES,
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")
-    for key in ("files", "output", "limit", "on_bad_row", "n", "prompt_template", "reward.", "env.", "sandbox.")
+    for key in ("files", "output", "limit", "on_bad_row", "n", "prompt_template", "reward", "env", "sandbox")
 )
 
 
@@ -172,7 +154,7 @@ def refuse_idle(written: Mapping[str, tuple[str, Any]], config: Any, more: tuple
     """
     for key, (spelled, value) in written.items():
         for rule in (*_RULES[type(config)], *more):
-            concerned = key == rule.key or (rule.key.endswith(".") and key.startswith(rule.key))
+            concerned = f"{key}.".startswith(f"{rule.key}.")
             if concerned and rule.idle(config) and value != _default(type(config), key):
                 raise ConfigError(f"{spelled}={value} has no effect: {rule.why}")
 

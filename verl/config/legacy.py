@@ -31,17 +31,12 @@ _RENAMED = {
     "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
     "critic.model.path": "critic.path",
     "custom_reward_function.path": "reward.path",
-}
-_CORRECTION = {
-    "rollout_is": "weight",
-    "rollout_is_threshold": "upper",
-    "rollout_rs": "mask",
-    "rollout_rs_threshold": "mask_upper",
-    "rollout_rs_threshold_lower": "mask_lower",
-    "rollout_token_veto_threshold": "veto",
-}
-_RENAMED |= {
-    f"algorithm.rollout_correction.{theirs}": f"algorithm.correction.{ours}" for theirs, ours in _CORRECTION.items()
+    "algorithm.rollout_correction.rollout_is": "algorithm.correction.weight",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.upper",
+    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.mask",
+    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.mask_upper",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.mask_lower",
+    "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.veto",
 }
 # Values under which nothing of the policy's distribution is cut off; None stands for them, too.
 _WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,)}
@@ -167,10 +162,7 @@ def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
         settings["algorithm.kl_placement"] = placement if coefficient else "none"
         settings["algorithm.kl_coefficient"] = coefficient
         kind = kind or "low_var_kl"  # veRL's own default
-        settings["algorithm.kl_estimator"] = _known(_KL_ESTIMATORS, kind, "kl_loss_type") if in_loss else "k1"
-
-
-def _known(names: Mapping[str, str], name: Any, key: str) -> str:
-    if not isinstance(name, str) or name not in names:
-        raise ConfigError(f"actor_rollout_ref.actor.{key} must be one of {', '.join(names)}, got {name!r}")
-    return names[name]
+        if in_loss and (not isinstance(kind, str) or kind not in _KL_ESTIMATORS):
+            known = ", ".join(_KL_ESTIMATORS)
+            raise ConfigError(f"actor_rollout_ref.actor.kl_loss_type must be one of {known}, got {kind!r}")
+        settings["algorithm.kl_estimator"] = _KL_ESTIMATORS[kind] if in_loss else "k1"

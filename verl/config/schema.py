@@ -13,11 +13,25 @@ from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
 _SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
+_ON_BAD_ROW, _ENGINES, _DTYPES = ("error", "skip"), ("vllm", "hf"), ("bfloat16", "float32")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
     if not condition:
         raise ConfigError(f"{key} must be {expected}, got {got!r}")
+
+
+def _one_of(known: tuple[str, ...], key: str, value: str) -> None:
+    _require(value in known, key, " or ".join(known), value)
+
+
+def _at_least(least: int, config: object, group: str, *names: str) -> None:
+    """Of the settings, those that are set. group: with its dot, empty at the top of the tree"""
+    for name in names:
+        value = getattr(config, name)
+        _require(
+            value is None or value >= least, f"{group}{name}", f"at least {least}" if least else "0 or more", value
+        )
 
 
 @dataclass(frozen=True)
@@ -35,13 +49,12 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.on_bad_row in ("error", "skip"), "data.on_bad_row", "error or skip", self.on_bad_row)
+        _one_of(_ON_BAD_ROW, "data.on_bad_row", self.on_bad_row)
         if self.weights is not None:
             expected = f"one positive number for each of the {len(self.train_files)} data.train_files"
             ok = len(self.weights) == len(self.train_files) and all(weight > 0 for weight in self.weights)
             _require(ok, "data.weights", expected, self.weights)
-        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
-            _require(getattr(self, name) >= 1, f"data.{name}", "at least 1", getattr(self, name))
+        _at_least(1, self, "data.", "train_batch_size", "max_prompt_length", "max_response_length")
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,7 @@ class ModelConfig:
     compute_dtype: str = "bfloat16"  # bfloat16 | float32; the masters are float32 always
 
     def __post_init__(self) -> None:
-        known = ("bfloat16", "float32")
-        _require(self.compute_dtype in known, "model.compute_dtype", " or ".join(known), self.compute_dtype)
+        _one_of(_DTYPES, "model.compute_dtype", self.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr", "positive", self.lr)
-        _require(self.weight_decay >= 0, "optim.weight_decay", "0 or more", self.weight_decay)
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
+        _at_least(0, self, "optim.", "weight_decay", "warmup_steps")
         ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
         _require(ok, "optim.betas", "two numbers from 0 up to but not 1", self.betas)
         _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
-        _require(self.schedule in ("constant", "cosine"), "optim.schedule", "constant or cosine", self.schedule)
+        _one_of(("constant", "cosine"), "optim.schedule", self.schedule)
 
 
 @dataclass(frozen=True)
@@ -92,8 +103,7 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        for name in ("ppo_mini_batch_size", "max_tokens_per_pack"):
-            _require(getattr(self, name) >= 1, f"actor.{name}", "at least 1", getattr(self, name))
+        _at_least(1, self, "actor.", "ppo_mini_batch_size", "max_tokens_per_pack")
         _require(self.grad_clip > 0, "actor.grad_clip", "positive", self.grad_clip)
 
 
@@ -143,20 +153,18 @@ class RolloutConfig:
     bucket_mib: int = 256  # in which new weights travel to the engines; two at once, besides the model itself
 
     def __post_init__(self) -> None:
-        _require(self.name in ("vllm", "hf"), "rollout.name", "vllm or hf", self.name)
+        _one_of(_ENGINES, "rollout.name", self.name)
         _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
-        dtypes, places = ("auto", "bfloat16", "float32"), ("auto", "colocated", "separate")
-        _require(self.dtype in dtypes, "rollout.dtype", " or ".join(dtypes), self.dtype)
-        _require(self.placement in places, "rollout.placement", " or ".join(places), self.placement)
-        for name in ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"rollout.{name}", "at least 1", value)
-        _require(self.max_staleness >= 0, "rollout.max_staleness", "0 or more", self.max_staleness)
+        _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
+        _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
+        counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib")
+        _at_least(1, self, "rollout.", *counts)
+        _at_least(0, self, "rollout.", "max_staleness")
         uses = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
         _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", uses, self.max_reuse)
-        _require(self.on_publish in ON_PUBLISH, "rollout.on_publish", " or ".join(ON_PUBLISH), self.on_publish)
+        _one_of(ON_PUBLISH, "rollout.on_publish", self.on_publish)
         if self.max_staleness and self.placement == "colocated":
             raise ConfigError(
                 "rollout.placement=colocated: engines that share the trainer's devices sleep while it learns, so "
@@ -192,16 +200,12 @@ class EnvConfig:
     retries: int = 2  # of an episode that a broken service ended, and of a call
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"env.{name}", "at least 1", value)
-        for name in ("max_tool_calls", "retries"):
-            _require(getattr(self, name) >= 0, f"env.{name}", "0 or more", getattr(self, name))
+        _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
+        _at_least(0, self, "env.", "max_tool_calls", "retries")
         for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s"):
             _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
-        cuts = ("head", "tail", "middle", "refuse")
-        _require(self.observation_cut in cuts, "env.observation_cut", " or ".join(cuts), self.observation_cut)
-        _require(self.on_malformed in ("tell", "end"), "env.on_malformed", "tell or end", self.on_malformed)
+        _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
+        _one_of(("tell", "end"), "env.on_malformed", self.on_malformed)
         if self.name != "single_turn" and self.codec is None:
             raise ConfigError(f"env.codec must say how env.name={self.name} is talked with (docs/codecs.md)")
 
@@ -222,12 +226,10 @@ class SandboxConfig:
     memory_mib: int = 1024
 
     def __post_init__(self) -> None:
-        known = ("bubblewrap", "none")
-        _require(self.isolation in known, "sandbox.isolation", " or ".join(known), self.isolation)
+        _one_of(("bubblewrap", "none"), "sandbox.isolation", self.isolation)
         _require(self.timeout_s > 0, "sandbox.timeout_s", "positive", self.timeout_s)
-        _require(self.memory_mib >= 64, "sandbox.memory_mib", "at least 64", self.memory_mib)
-        workers = self.num_workers
-        _require(workers is None or workers >= 1, "sandbox.num_workers", "at least 1", workers)
+        _at_least(64, self, "sandbox.", "memory_mib")
+        _at_least(1, self, "sandbox.", "num_workers")
         web = all(url.startswith(("http://", "https://")) for url in self.urls)
         _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)
 
@@ -261,10 +263,8 @@ class CorrectionConfig:
         masks = ("none", "token", "sequence", "geometric")
         _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
         _require(self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
-        for name in ("upper", "mask_upper"):
-            _require(
-                getattr(self, name) >= 1, f"{key}.{name}", "at least 1, as policies agree there", getattr(self, name)
-            )
+        for name, bound in (("upper", self.upper), ("mask_upper", self.mask_upper)):
+            _require(bound >= 1, f"{key}.{name}", "at least 1, as policies agree there", bound)
         lower, veto = self.mask_lower, self.veto
         _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
         _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
@@ -309,9 +309,8 @@ class AlgorithmConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
-        _require(self.max_draws is None or self.max_draws >= 1, "algorithm.max_draws", "at least 1", self.max_draws)
-        buffer = self.overlong_buffer
-        _require(buffer is None or buffer >= 0, "algorithm.overlong_buffer", "0 or more", buffer)
+        _at_least(1, self, "algorithm.", "max_draws")
+        _at_least(0, self, "algorithm.", "overlong_buffer")
         for name in ("gamma", "lam"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 1, f"algorithm.{name}", "between 0 and 1", value)
@@ -328,10 +327,9 @@ class RewardConfig:
     max_fault_share: float = 0.1  # of a step's replies that may fail to be scored before the run stops
 
     def __post_init__(self) -> None:
-        _require(self.num_workers >= 1, "reward.num_workers", "at least 1", self.num_workers)
+        _at_least(1, self, "reward.", "num_workers")
         _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
-        share = self.max_fault_share
-        _require(0.0 <= share <= 1.0, "reward.max_fault_share", "between 0 and 1", share)
+        _require(0 <= self.max_fault_share <= 1, "reward.max_fault_share", "between 0 and 1", self.max_fault_share)
 
 
 def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
@@ -363,16 +361,13 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("save_freq", "test_freq", "keep_best", "seed"):
-            _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
+        _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
         _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
-        for name in ("keep_last", "nnodes", "n_gpus_per_node", "num_threads", "total_training_steps", "total_epochs"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"trainer.{name}", "at least 1", value)
-        devices, modes = ("auto", "cpu", "cuda"), ("auto", "disable")
-        _require(self.device in devices, "trainer.device", " or ".join(devices), self.device)
-        _require(self.resume_mode in modes, "trainer.resume_mode", " or ".join(modes), self.resume_mode)
+        _at_least(1, self, "trainer.", "keep_last", "nnodes", "n_gpus_per_node", "num_threads")
+        _at_least(1, self, "trainer.", "total_training_steps", "total_epochs")
+        _one_of(("auto", "cpu", "cuda"), "trainer.device", self.device)
+        _one_of(("auto", "disable"), "trainer.resume_mode", self.resume_mode)
         bad_name = not self.experiment_name or "/" in self.experiment_name or self.experiment_name.startswith(".")
         _require(not bad_name, "trainer.experiment_name", "a plain folder name", self.experiment_name)
         known = ("console", "jsonl", "tensorboard", "wandb")
@@ -396,11 +391,9 @@ class TrainerConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.eval_limit is None or self.eval_limit >= 1, "trainer.eval_limit", "at least 1", self.eval_limit)
-        for name in ("critic_warmup", "num_transcripts_shown"):
-            _require(getattr(self, name) >= 0, f"trainer.{name}", "0 or more", getattr(self, name))
-        known = ("warn", "stop", "rollback")
-        _require(self.on_collapse in known, "trainer.on_collapse", " or ".join(known), self.on_collapse)
+        _at_least(1, self, "trainer.", "eval_limit")
+        _at_least(0, self, "trainer.", "critic_warmup", "num_transcripts_shown")
+        _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0, or it has no way back")
 
@@ -496,9 +489,8 @@ class SFTDataConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.on_bad_row in ("error", "skip"), "data.on_bad_row", "error or skip", self.on_bad_row)
-        for name in ("train_batch_size", "max_length"):
-            _require(getattr(self, name) >= 1, f"data.{name}", "at least 1", getattr(self, name))
+        _one_of(_ON_BAD_ROW, "data.on_bad_row", self.on_bad_row)
+        _at_least(1, self, "data.", "train_batch_size", "max_length")
 
 
 @dataclass(frozen=True)
@@ -551,13 +543,11 @@ class LoneEngineConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     def __post_init__(self) -> None:
-        _require(self.engine in ("vllm", "hf"), "engine", "vllm or hf", self.engine)
-        _require(self.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", self.dtype)
-        _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        _one_of(_ENGINES, "engine", self.engine)
+        _one_of(_DTYPES, "dtype", self.dtype)
+        _at_least(0, self, "", "temperature")
         _require(0 <= self.seed < _SEEDS, "seed", f"from 0 to less than {_SEEDS}", self.seed)
-        for name in ("n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "at least 1", value)
+        _at_least(1, self, "", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib")
 
 
 @dataclass(frozen=True)
@@ -573,7 +563,7 @@ class GenerationConfig(LoneEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
+        _at_least(1, self, "", "limit")
         check_env_judges(self.reward, self.env)
 
 
@@ -601,9 +591,7 @@ class EvalConfig(LoneEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_tool_calls", "max_concurrent", "num_scorers", "bootstrap"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "at least 1", value)
+        _at_least(1, self, "", "limit", "max_tool_calls", "max_concurrent", "num_scorers", "bootstrap")
         _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
         _require(self.n <= 256, "n", "at most 256", self.n)
         if self.n > 1 and self.temperature == 0:
@@ -626,10 +614,8 @@ class ProbeConfig(LoneEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "bootstrap"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "at least 1", value)
+        _at_least(1, self, "", "limit", "bootstrap")
         _require(2 <= self.n <= 256, "n", "from 2 (a group of one has nothing to compare) to 256", self.n)
         _require(self.temperature > 0, "temperature", "positive, as in training", self.temperature)
-        _require(self.on_bad_row in ("error", "skip"), "on_bad_row", "error or skip", self.on_bad_row)
+        _one_of(_ON_BAD_ROW, "on_bad_row", self.on_bad_row)
         check_env_judges(self.reward, self.env)

@@ -17,15 +17,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.wire import (
-    Answer,
-    CreateReply,
-    CreateRequest,
-    EpisodeList,
-    Step,
-    StepList,
-    sendable,
-)
+from verl.envs.wire import Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
 from verl.services import check_urls
 from verl.types import Message, Task

@@ -25,16 +25,7 @@ from fastapi.responses import StreamingResponse
 from verl.envs.base import Env, EnvFactory
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.text import utf8
-from verl.envs.wire import (
-    Answer,
-    Closed,
-    CreateReply,
-    CreateRequest,
-    EpisodeList,
-    Fault,
-    Health,
-    StepList,
-)
+from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.services import serve

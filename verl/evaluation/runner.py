@@ -94,11 +94,8 @@ class Runner:
         seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
         group = await self.rollout.run(task, self.n, _STEP, seed)
         if not group.faults:
-            records.add(group, self._figures(category, group))
+            records.add(group, [self._figure(category.metric, task, score) for score in group.scores])
         return group.faults
-
-    def _figures(self, category: Category, group: TrajectoryGroup) -> list[float]:
-        return [self._figure(category.metric, group.task, score) for score in group.scores]
 
     def _figure(self, metric: str, task: Task, score: Score) -> float:
         if metric == "total":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -40,14 +41,14 @@ def predict(groups: Sequence[Sequence[float]], n: int) -> Prediction:
     """
     size = len(groups[0])
     if n <= size:
-        return Prediction(n, _mean([_of_subsets(each, n) for each in groups]), "subsets")
+        return Prediction(n, fmean(_of_subsets(each, n) for each in groups), "subsets")
     agreeing = Counter(count - 1 for each in groups for count in Counter(each).values() for _ in range(count))
     a, b = fit_beta(agreeing, size - 1)
     share = sum(
         times * np.exp(betaln(a + k + n - 1, b + size - 1 - k) - betaln(a + k, b + size - 1 - k))
         for k, times in agreeing.items()
     )
-    observed = _mean([_of_subsets(each, size) for each in groups])  # a larger group cannot have a signal less often
+    observed = fmean(_of_subsets(each, size) for each in groups)  # a larger group cannot have a signal less often
     return Prediction(n, min(observed, float(share) / agreeing.total()), "beta")
 
 
@@ -62,7 +63,3 @@ def fit_beta(successes: Counter[int], size: int) -> tuple[float, float]:
     likelihood = sum(times * (betaln(a + k, b + size - k) - betaln(a, b)) for k, times in successes.items())
     best = int(np.argmax(likelihood))
     return float(a[best]), float(b[best])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values) / len(values))

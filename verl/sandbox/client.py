@@ -19,13 +19,7 @@ from pydantic import BaseModel, ValidationError
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.inside import frames
-from verl.sandbox.protocol import (
-    STATUS_OF,
-    RunCodeRequest,
-    RunCodeResponse,
-    RunJupyterRequest,
-    RunJupyterResponse,
-)
+from verl.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
 from verl.services import check_urls
 
 FIRST_REST_S = 0.2  # of a server that failed; doubles with each failure in a row
@@ -137,10 +131,7 @@ class RemoteSandbox:
         """All cells, in one fresh interpreter; each has the wall time of `limits`."""
         total_s = limits.wall_s * len(cells)
         request = RunJupyterRequest(
-            cells=list(cells),
-            cell_timeout=limits.wall_s,
-            total_timeout=total_s,
-            memory_limit_MB=limits.memory_mib,
+            cells=list(cells), cell_timeout=limits.wall_s, total_timeout=total_s, memory_limit_MB=limits.memory_mib
         )
         return await self._ask("/run_jupyter", request, RunJupyterResponse, total_s)
 

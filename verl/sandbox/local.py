@@ -50,7 +50,7 @@ class LocalSandbox:
         check_isolation(isolation)
         self._isolation = isolation
         self.limits = limits
-        self._slots = asyncio.Semaphore(workers)
+        self.slots = asyncio.Semaphore(workers)  # of which an execution holds one while it runs
         self._servers = [ForkServer(isolation, preload) for _ in range(workers)]
 
     async def run(
@@ -69,7 +69,7 @@ class LocalSandbox:
         request = _request(language, code, files or {}, bounds)
         task = {"limits": asdict(bounds), "fetch": _paths(fetch)}
         for _ in range(2):
-            async with self._slots, self.converse() as conversation:
+            async with self.slots, self.converse() as conversation:
                 if execution := await conversation.run(task, request, stdin.encode(errors="replace")):
                     conversation.over = not fetch  # its supervisor would know the files
                     return execution
@@ -108,11 +108,6 @@ class LocalSandbox:
                     server.keep(channel.dup())
         finally:
             server.num_channels -= 1
-
-    @property
-    def slots(self) -> asyncio.Semaphore:
-        """What an execution holds while it runs."""
-        return self._slots
 
 
 class Conversation:

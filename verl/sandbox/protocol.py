@@ -6,6 +6,7 @@ https://github.com/bytedance/SandboxFusion.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -84,14 +85,7 @@ class RunJupyterResponse(BaseModel):
 def limits_of(wall_s: float, memory_mib: int, default: Limits) -> Limits:
     """A request's limits; the protocol has no more than these two."""
     memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
-    return Limits(
-        wall_s=wall_s,
-        cpu_s=wall_s,
-        memory_mib=memory_mib,
-        processes=default.processes,
-        file_mib=default.file_mib,
-        output_kib=default.output_kib,
-    )
+    return replace(default, wall_s=wall_s, cpu_s=wall_s, memory_mib=memory_mib)
 
 
 def run_result(done: Execution) -> CommandRunResult:

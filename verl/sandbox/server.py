@@ -65,12 +65,7 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
         limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits)
         try:
             done = await sandbox.run(
-                request.code,
-                request.language,
-                request.stdin or "",
-                _files(request.files),
-                request.fetch_files,
-                limits,
+                request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
             )
         except ServiceDownError as error:
             return RunCodeResponse(status="SandboxError", message=str(error))

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # read by Ray: hand tensors over without copies, write no token into the user's home, and leave it to us to tell errors
@@ -60,7 +60,6 @@ class Bundle:
 class Cluster:
     """A running Ray, started here or joined."""
 
-    environment: Mapping[str, str] = field(default_factory=dict)
     call_timeout_s: float = 3600.0
 
     @classmethod
@@ -99,7 +98,7 @@ class Cluster:
                 raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
             raise WorkerError(f"Ray did not start on this machine: {error}") from error
         try:
-            yield cls(variables, call_timeout_s)
+            yield cls(call_timeout_s)
         finally:
             ray.shutdown()
 
@@ -111,8 +110,9 @@ class Cluster:
             ray.get(pool.ready(), timeout=_PLACEMENT_S)
         except GetTimeoutError as error:
             remove_placement_group(pool)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
-                f"the cluster has no room for {asked} within {_PLACEMENT_S:.0f} s; it has {_resources()}. "
+                f"the cluster has no room for {asked} within {_PLACEMENT_S:.0f} s; it has {resources}. "
                 "Ask for fewer ranks or engines, or start more nodes"
             ) from error
         return pool
@@ -136,7 +136,6 @@ class Cluster:
             .options(
                 num_cpus=bundle.num_cpus,
                 num_gpus=bundle.num_gpus,
-                name=None,
                 max_concurrency=_SIDE_BY_SIDE,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=place),
             )
@@ -314,11 +313,6 @@ def _check_reachable(address: str) -> None:
             f"RAY_ADDRESS={address}: nobody answers there ({error}); "
             "start a cluster there with `ray start --head`, or unset RAY_ADDRESS to train on this machine alone"
         ) from error
-
-
-def _resources() -> dict[str, float]:
-    known: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return known
 
 
 def _error_of(ref: Any) -> RayError | None:

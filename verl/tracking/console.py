@@ -34,7 +34,7 @@ class Display(Tracker):
             self._live = Live(self, console=self.console, refresh_per_second=2)
             self._live.start()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Says how the step went; step 0 is the validation before training."""
         self._facts = {"step": f"{step}/{self._total}", **facts(metrics)}
         if step > self._first:
@@ -45,10 +45,6 @@ class Display(Tracker):
         if not self.console.is_interactive:
             line = ", ".join(f"{name} {value}" for name, value in self._facts.items())
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` under the name that trackers have for it."""
-        self.step(step, metrics)
 
     def close(self) -> None:
         """Gives the terminal back."""

@@ -70,10 +70,8 @@ def find_device(name: str | None) -> Device | None:
     return next((device for known, device in DEVICES.items() if set(known.lower().split()) <= words), None)
 
 
-def peak_flops(device: str | None, given: float | None = None) -> float | None:
-    """FLOP/s of a device by its name as torch tells it, or what the user gives; None on CPU and for unknown devices."""
-    if given is not None:
-        return given
+def peak_flops(device: str | None) -> float | None:
+    """FLOP/s of a device by its name as torch tells it; None on CPU and for unknown devices."""
     known = find_device(device)
     return None if known is None else known.flops
 

@@ -32,10 +32,6 @@ class JsonlTracker(Tracker):
         append_row(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Drops the lines beyond `step`."""
-        self.truncate_after(step)
-
-    def truncate_after(self, step: int) -> None:
         """Drops the lines beyond `step`, and one that a kill has torn; the file is replaced as a whole."""
         if self.path.exists():
             write_rows(self.path, [row for row in read_rows(self.path) if row["step"] <= step])

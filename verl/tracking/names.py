@@ -118,11 +118,7 @@ METRICS = (
     Metric("perf/update_tokens_per_s", "tokens/s", "tokens through the update, prompts too, by the time of that phase"),
     Metric("perf/tokens_per_s", "tokens/s", "tokens of all samples, prompts too, by the wall time of the step"),
     Metric("perf/mfu", "share", "model FLOPs of the update by what the devices could do in its time"),
-    Metric(
-        "memory/trainer_gib",
-        "GiB",
-        "peak memory of the largest training rank: of its device; resident on CPU",
-    ),
+    Metric("memory/trainer_gib", "GiB", "peak memory of the largest training rank: of its device; resident on CPU"),
     Metric("memory/driver_gib", "GiB", "resident memory of the controller process"),
 )
 _FREE = {"data_source": r".+", "set": r".+", "category": r".+"}  # these may hold slashes

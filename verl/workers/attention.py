@@ -80,13 +80,7 @@ def by_segments(
             bias = causal_lower_right(lengths[number], keys.shape[2])
         outputs.append(
             scaled_dot_product_attention(
-                queries[number],
-                keys,
-                values,
-                attn_mask=bias,
-                is_causal=bias is None,
-                scale=scaling,
-                enable_gqa=True,
+                queries[number], keys, values, attn_mask=bias, is_causal=bias is None, scale=scaling, enable_gqa=True
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()

@@ -51,9 +51,7 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        alone = (
-            mesh.shape[-1] == 1
-        )  # then a layer given back between forward and backward would only be copied once more
+        alone = mesh.shape[-1] == 1  # then a layer given back before the backward would only be copied once more
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
         self.module = module
@@ -75,7 +73,8 @@ class FSDPEngine:
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
         self._reshard()
-        self._put_away_if_idle()
+        if self._optimizer is None:  # nobody but `score` uses such an engine
+            self.put_away_all()
         self._give_back_memory()
         return scores
 
@@ -119,11 +118,6 @@ class FSDPEngine:
         """Nothing is asked of the engine for a while; before it is, what that needs is brought back."""
         self._params.put_away()
         self.put_away_optimizer()
-
-    def _put_away_if_idle(self) -> None:
-        """Nobody but `score` uses an engine without optimizer."""
-        if self._optimizer is None:
-            self.put_away_all()
 
     def _bring_all(self) -> None:
         self._params.bring()

@@ -18,7 +18,6 @@ class OptimizerSettings:
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
@@ -29,9 +28,7 @@ class OptimizerSettings:
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> tuple[AdamW, LambdaLR]:
     """The optimizer and its scheduler, to be stepped together."""
-    optimizer = AdamW(
-        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    optimizer = AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(settings, step))
 
 

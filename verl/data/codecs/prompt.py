@@ -106,6 +106,14 @@ class Prompted:
         text = self.prompt.fill(messages[last].content, tool_lines(tools))
         return (*messages[:last], Message("user", text), *messages[last + 1 :])
 
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """None: calls end with the turn."""
+        return ()
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The results as they are, side by side; the chat template puts them into one turn or several."""
+        return tuple(results)
+
     def raw_opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The prompt template filled in, and nothing else."""
         assert self.prompt is not None
@@ -114,7 +122,7 @@ class Prompted:
 
 @dataclass(frozen=True)
 class SystemPrompted(Prompted):
-    """A codec that tells of its tools in the system message, and whose calls end the turn.
+    """A codec that tells of its tools in the system message.
 
     prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
     """
@@ -125,10 +133,6 @@ class SystemPrompted(Prompted):
     def template_tools(self) -> bool:
         """The system message tells of them."""
         return False
-
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
 
     def system(self, messages: Sequence[Message], tools: str) -> Message:
         """The one system message."""

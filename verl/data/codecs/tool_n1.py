@@ -36,10 +36,6 @@ class ToolN1Codec(SystemPrompted):
             return Malformed(str(error))
         return Calls(calls) if calls else Final()
 
-    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results as they are; the chat template puts them into turns."""
-        return tuple(results)
-
     def render(self, calls: Sequence[ToolCall]) -> str:
         """The block, without a thought."""
         value = [{"name": call.name, "arguments": call.arguments} for call in calls]

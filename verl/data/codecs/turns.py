@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.data.codecs.prompt import Prompted
-from verl.types import Message
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,3 @@ class TurnsCodec(Prompted):
     def template_tools(self) -> bool:
         """Unless a prompt template tells of them."""
         return self.prompt is None
-
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
-        return ()
-
-    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results as they are, side by side; the template puts them into one turn or several."""
-        return tuple(results)

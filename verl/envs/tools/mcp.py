@@ -17,6 +17,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -114,7 +115,7 @@ class McpServer:
         cursor = None
         while True:
             try:
-                page = self._portal.start_task_soon(_page, client, cursor).result()
+                page = self._portal.start_task_soon(partial(client.list_tools, cursor=cursor)).result()
             except MCPError as error:
                 raise ServiceDownError(self._name, f"does not tell its tools ({error})") from error
             for one in page.tools:
@@ -193,10 +194,6 @@ async def _open(transport: Any, timeout_s: float) -> AsyncIterator[Client]:
         async with Client(transport, read_timeout_seconds=timeout_s) as client:
             limit.deadline = math.inf
             yield client
-
-
-async def _page(client: Client, cursor: str | None) -> mcp_types.ListToolsResult:
-    return await client.list_tools(cursor=cursor)
 
 
 def _text(result: mcp_types.CallToolResult) -> str:

@@ -119,12 +119,7 @@ def printing_last(code: str) -> str:
     """The code with its last line printed if that is an expression; line numbers in tracebacks stay right."""
     try:
         body = ast.parse(code).body if len(code) <= MAX_PARSED_CHARS else []
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # the last two: deep nesting
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deep nesting
         return code
     last = body[-1] if body else None
     if not isinstance(last, ast.Expr):

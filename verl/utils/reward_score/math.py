@@ -130,13 +130,8 @@ def spoiled_boxes(answer: str) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class MathReward:
-    """1 where the last box of all that the policy wrote holds the right answer, else 0."""
-
-    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        correct = float(math_correct(written(trajectory), task.answer))
-        return Score(correct, {"correct": correct})
+class BoxLab:
+    """What the reward lab asks of rewards that give 1 to a reply with the right box, and less to any other."""
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
@@ -146,3 +141,12 @@ class MathReward:
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         return as_mutations(spoiled_boxes(task.answer))
+
+
+@dataclass(frozen=True)
+class MathReward(BoxLab):
+    """1 where the last box of all that the policy wrote holds the right answer, else 0."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        correct = float(math_correct(written(trajectory), task.answer))
+        return Score(correct, {"correct": correct})

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
-from verl.utils.reward_score.math import boxed, math_correct, spoiled_boxes
+from verl.utils.reward_score.base import written
+from verl.utils.reward_score.math import BoxLab, boxed, math_correct
 
 
 @dataclass(frozen=True)
-class RetoolReward:
+class RetoolReward(BoxLab):
     """Option `shaped`: veRL's form."""
 
     shaped: bool = False
@@ -25,11 +25,5 @@ class RetoolReward:
         wrong = min(-0.6, -1.0 + 0.1 * rounds) if self.shaped else -1.0
         return Score(1.0 if correct else wrong, {"correct": float(correct)})
 
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
-
     def gold(self, task: Task, step: int) -> str:
         return f"<answer>\n{boxed(task.answer)}\n</answer>"
-
-    def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations(spoiled_boxes(task.answer))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.types import Score, Task, ToolStatus, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
-from verl.utils.reward_score.math import boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.base import written
+from verl.utils.reward_score.math import BoxLab, last_box, math_correct
 
 FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # what is the policy's fault; an unavailable sandbox is not
 
 
 @dataclass(frozen=True)
-class TorlReward:
+class TorlReward(BoxLab):
     """Options: what a failed execution costs (0.5 in the paper), and the reward of a wrong box (-0.5 in the code)."""
 
     executability_penalty: float = 0.0
@@ -29,12 +29,3 @@ class TorlReward:
         failed = any(use.status in FAILED for use in trajectory.tool_uses)
         penalty = -self.executability_penalty if failed else 0.0
         return Score(answer + penalty, {"correct": float(correct), "executability": penalty})
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
-
-    def gold(self, task: Task, step: int) -> str:
-        return boxed(task.answer)
-
-    def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations(spoiled_boxes(task.answer))
