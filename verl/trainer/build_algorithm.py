@@ -28,7 +28,7 @@ def pays_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
-def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int = 0) -> Algorithm:
+def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int) -> Algorithm:
     """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for.
 
     max_response_length: tokens; the constant length of losses that are divided by one, where nothing else gives it
