@@ -98,6 +98,7 @@ class Fit:
             alarms = self.watch.observe(step, metrics)
             metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
             if alarms and await self._went_back(alarms, metrics):
+                owed = False
                 continue
             tested = done or _due(step, self.settings.test_freq)
             if tested:
