@@ -5,7 +5,6 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> publish
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import AdaptiveKL
+from verl.daemon import in_daemon
 from verl.data.samples import to_samples
 from verl.tracking.timers import PhaseTimer
 from verl.trainer import metrics as tell
@@ -201,7 +201,7 @@ class PPOTrainer(Learning):
 
     async def beside(self, work: Callable[[_Input], _Output], given: _Input) -> _Output:
         """What the ranks work out, in a thread where rollouts go on: their tools' deadlines run on meanwhile."""
-        return await asyncio.to_thread(work, given) if self._ahead else work(given)
+        return await in_daemon(work, given) if self._ahead else work(given)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""
