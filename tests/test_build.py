@@ -88,9 +88,43 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
     )
     for stale in (0, 1):
         assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(upper=5.0)
+        wider = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(upper=3.0, veto=1e-4))
+        assert build_algorithm(wider, 64, stale).correction == Correction(upper=3.0, veto=1e-4)
+        masked = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(mask="token", mask_upper=4.0))
+        expected = Correction(upper=5.0, mask=Level.TOKEN, mask_lower=0.25, mask_upper=4.0)
+        assert build_algorithm(masked, 64, stale).correction == expected
     off = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig("none"))
     assert build_algorithm(off, 64, 0).correction is None
     assert build_algorithm(AlgorithmConfig(f"{own}:MINE", old_logprobs="rollout"), 64, 0).correction is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "stale", "said"),
+    [
+        (CorrectionConfig(upper=3.0), 0, "upper=3 has no effect: algorithm.correction.weight is none"),
+        (CorrectionConfig("none", upper=3.0), 1, "upper=3 has no effect"),
+        (CorrectionConfig(veto=1e-4, upper=3.0), 0, "upper=3 has no effect"),
+        (CorrectionConfig(mask_upper=3.0), 1, "mask_upper=3 has no effect: algorithm.correction.mask is none"),
+        (CorrectionConfig("token", mask_lower=0.1), 1, "mask_lower=0.1 has no effect"),
+    ],
+)
+def test_a_bound_of_nothing_is_refused(settings: CorrectionConfig, stale: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(AlgorithmConfig("grpo", correction=settings), 64, stale)
+
+
+def test_a_bound_beside_a_ratio_that_corrects_by_itself_is_refused(tmp_path: Path) -> None:
+    """Be it the configuration or the preset that measures the ratio from the engine."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import replace\nfrom verl.algorithms.algorithm import OldLogprobs\n"
+        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
+    )
+    bound = CorrectionConfig(upper=3.0)
+    asked = AlgorithmConfig("grpo", old_logprobs="rollout", correction=bound)
+    for config in asked, AlgorithmConfig(f"{own}:MINE", correction=bound):
+        with pytest.raises(ConfigError, match="upper=3 has no effect"):
+            build_algorithm(config, 64, 1)
 
 
 def test_overrides_replace_what_they_name_and_nothing_else() -> None:

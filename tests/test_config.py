@@ -128,7 +128,7 @@ def test_verls_words_for_the_correction_are_understood() -> None:
     correction = load_config([f"algorithm.rollout_correction.{key}={each}" for key, each in theirs.items()]).algorithm
     assert correction.correction == CorrectionConfig("sequence", 3.0, "geometric", 1.5, 0.5, 1e-4)
     none = load_config(["algorithm.rollout_correction.rollout_is=null", "rollout.max_staleness=1"])
-    assert none.algorithm.correction.weight_at(1) == "none"
+    assert none.algorithm.correction.weight == "none"
 
 
 @pytest.mark.parametrize(
@@ -278,15 +278,6 @@ def test_reward_options_are_open() -> None:
         (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.upper must be at least 1"),
         (["algorithm.correction.mask_lower=1.5"], "algorithm.correction.mask_lower must be between 0 and 1"),
         (["algorithm.correction.veto=0"], "algorithm.correction.veto must be more than 0"),
-        (
-            ["algorithm.correction.upper=3"],
-            "algorithm.correction.upper=3 has no effect: algorithm.correction.weight is",
-        ),
-        (
-            ["algorithm.correction.upper=3", "rollout.max_staleness=1", "algorithm.old_logprobs=rollout"],
-            "algorithm.correction.upper=3 has no effect",
-        ),
-        (["algorithm.correction.mask_upper=3"], "mask_upper=3 has no effect: algorithm.correction.mask is none"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9 would sample from another distribution"),
         (["rollout.top_k=50"], "leave it at -1 and set rollout.temperature instead"),
         (["rollout.min_p=0.05"], "rollout.min_p=0.05 would sample"),

@@ -29,13 +29,6 @@ def _without_kl(config: Config) -> bool:
     return config.algorithm.kl_placement == "none"
 
 
-def _without_weights(config: Config) -> bool:
-    algorithm = config.algorithm
-    by_itself = algorithm.correction.weight == "auto" and algorithm.old_logprobs == "rollout"
-    return by_itself or algorithm.correction.weight_at(config.rollout.max_staleness) == "none"
-
-
-_NO_MASK = "algorithm.correction.mask is none"
 _NO_KL = "algorithm.kl_placement is none"
 _NO_GPU = "there is no GPU with device=cpu"
 _OF_SEVERAL_TURNS = (
@@ -129,11 +122,6 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("critic.offload_optimizer", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _on_cpu, _NO_GPU),
         Rule("ref.offload_params", _without_kl, _NO_KL),
-        Rule("algorithm.correction.upper", _without_weights, "algorithm.correction.weight is none, or comes to that"),
-        *(
-            Rule(f"algorithm.correction.{name}", lambda c: c.algorithm.correction.mask == "none", _NO_MASK)
-            for name in ("mask_lower", "mask_upper")
-        ),
         Rule("algorithm.kl_coefficient", _without_kl, _NO_KL),
         Rule("algorithm.kl_estimator", _without_kl, _NO_KL),
         *_OF_EPISODES,

@@ -246,33 +246,28 @@ _NAMES = {  # spelled out here, because the algorithms' own enumerations need to
 class CorrectionConfig:
     """What of the engine's difference from the trainer is corrected in the policy loss (docs/algorithms.md).
 
-    A ratio is the trainer's probability of what was sampled, before the update, by the engine's.
+    A ratio is the trainer's probability of what was sampled, before the update, by the engine's. None leaves the
+    preset's value; no preset of ours has a correction, which then is that of `Correction`.
     """
 
-    weight: str = "auto"  # auto (token where rollout.max_staleness > 0, else none) | none | token | sequence
-    upper: float = 2.0  # at which the ratios that weigh are truncated
-    mask: str = "none"  # none | token | sequence | geometric: the ratio that leaves out what lies beyond the bounds
-    mask_upper: float = 2.0
-    mask_lower: float | None = None  # 1 / mask_upper if left out
+    weight: str = "auto"  # auto (the preset's, else token where rollout.max_staleness > 0) | none | token | sequence
+    upper: float | None = None  # at which the ratios that weigh are truncated; usually 2
+    mask: str | None = None  # none | token | sequence | geometric: the ratio that leaves out what is beyond the bounds
+    mask_upper: float | None = None  # usually 2
+    mask_lower: float | None = None  # 1 / mask_upper where that is set
     veto: float | None = None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
 
     def __post_init__(self) -> None:
         levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
         masks = ("none", "token", "sequence", "geometric")
         _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
-        _require(self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
+        _require(self.mask is None or self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
         for name in ("upper", "mask_upper"):
-            _require(
-                getattr(self, name) >= 1, f"{key}.{name}", "at least 1, as policies agree there", getattr(self, name)
-            )
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{key}.{name}", "at least 1, as policies agree there", value)
         lower, veto = self.mask_lower, self.veto
         _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
         _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
-
-    def weight_at(self, max_staleness: int) -> str:
-        """The level of the weights, "none" for none of them, with auto settled."""
-        automatic = "token" if max_staleness > 0 else "none"
-        return automatic if self.weight == "auto" else self.weight
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
+_USUAL = Correction()
 
 
 def pays_kl(algorithm: Algorithm) -> bool:
@@ -138,23 +139,36 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 
 
 def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, max_staleness: int) -> Correction | None:
-    """What the configuration asks for, else the preset's; what is on by itself gives way to a ratio that corrects."""
-    beside_weights = config.mask != "none" or config.veto is not None
-    if config.weight == "auto" and not beside_weights:
-        if old is OldLogprobs.ROLLOUT:
-            return None
-        if preset.correction is not None:
-            return preset.correction
-    weight = config.weight_at(max_staleness)
-    if weight == "none" and not beside_weights:
-        return None
-    if old is OldLogprobs.ROLLOUT:
+    """What the configuration asks for, over what the preset has or what is on by itself; None for no correction.
+
+    The last two give way to a ratio that corrects. Raises ConfigError for what would have no effect.
+    """
+    asked = config.weight not in ("auto", "none") or config.mask not in (None, "none") or config.veto is not None
+    if old is OldLogprobs.ROLLOUT and asked:
         raise ConfigError(
             "algorithm.correction beside algorithm.old_logprobs=rollout would correct twice: the loss's ratio is "
             "measured from the engine's log-probs already; leave one of them out"
         )
-    lower = 1.0 / config.mask_upper if config.mask_lower is None else config.mask_lower
-    return Correction(_level(weight), config.upper, _level(config.mask), lower, config.mask_upper, config.veto)
+    base = preset.correction or Correction(weight=Level.TOKEN if max_staleness > 0 else None)
+    if old is OldLogprobs.ROLLOUT:
+        base = Correction(weight=None)
+    lower = 1.0 / config.mask_upper if config.mask_lower is None and config.mask_upper else config.mask_lower
+    bounds = {"upper": config.upper, "mask_upper": config.mask_upper, "mask_lower": lower, "veto": config.veto}
+    changes: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    if config.weight != "auto":
+        changes["weight"] = _level(config.weight)
+    if config.mask is not None:
+        changes["mask"] = _level(config.mask)
+    made = replace(base, **changes)
+    for name, level in ("upper", made.weight), ("mask_upper", made.mask), ("mask_lower", made.mask):
+        value = getattr(config, name)
+        if level is None and value not in (None, getattr(_USUAL, name)):
+            which = "mask" if "mask" in name else "weight"
+            raise ConfigError(
+                f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, or comes "
+                "to that"
+            )
+    return made if made.weight or made.mask or made.veto is not None else None
 
 
 def _level(name: str) -> Level | None:
