@@ -282,6 +282,7 @@ def test_reward_options_are_open() -> None:
         (["rollout.top_k=50"], "leave it at -1 and set rollout.temperature instead"),
         (["rollout.min_p=0.05"], "rollout.min_p=0.05 would sample"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
+        (["rollout.max_staleness=1", "rollout.max_reuse=2"], "rollout.max_reuse=2: steps that use groups again draw"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),
         (["data.seed=1,2"], "neither deletions nor sweeps"),

@@ -434,6 +434,12 @@ class Config:
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"
             )
+        if self.rollout.max_reuse > 1 and self.trainer.total_training_steps is None:
+            raise ConfigError(
+                f"rollout.max_reuse={self.rollout.max_reuse}: steps that use groups again draw fewer prompts, as many "
+                "as their age asks for, so trainer.total_epochs does not tell the number of steps; set "
+                "trainer.total_training_steps"
+            )
         check_env_judges(self.reward, self.env)
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
             raise ConfigError(
