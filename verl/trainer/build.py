@@ -182,7 +182,7 @@ def build_trainer(
     probed: tasks whose prompts the canary uses
     interaction: what the policy acts in, None where an episode is one reply
     """
-    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config))
+    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config), codec.tokenizer.decode)
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )
