@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.filters import name_of
+from verl.algorithms.filters import FILTERS, name_of
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.overlong import Overlong
@@ -34,13 +35,14 @@ from verl.data.sft import read_demonstrations
 from verl.data.sft import to_samples as to_demonstration_samples
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
+from verl.registry import resolve
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
 from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, run_folder
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm
+from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import choose_device, located, rank_spec, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
@@ -408,3 +410,35 @@ def test_a_gpu_is_not_made_up() -> None:
     assert choose_device(load_config([]).trainer) == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         choose_device(load_config(["trainer.device=cuda"]).trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            AlgorithmConfig("clip_cov", options={"share": 1.5}),
+            "options.share must be between 0 and 1, got 1.5",
+        ),
+        (AlgorithmConfig("kl_cov", options={"share": -0.1}), "algorithm.options.share must be between 0 and 1"),
+        (AlgorithmConfig("kl_cov", options={"beta": -1.0}), "algorithm.options.beta must be 0 or more"),
+        (AlgorithmConfig("sapo", options={"tau_neg": 0.0}), "algorithm.options.tau_neg must be positive"),
+        (AlgorithmConfig("gigpo", options={"turn_weight": -1.0}), "algorithm.options.turn_weight must be 0 or more"),
+        (AlgorithmConfig("clip_cov", options={"low": 6.0}), "low=6 is more than high=5"),
+        (AlgorithmConfig(filters=[{"name": "accuracy", "low": 0.9, "high": 0.1}]), "low=0.9 is more than high=0.1"),
+        (AlgorithmConfig(filters=[{"name": "length", "max_tokens": 0}]), "length.max_tokens must be at least 1"),
+        (AlgorithmConfig(filters=[{"name": "grader_faults", "max_share": 2.0}]), "max_share must be between 0 and 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(settings: AlgorithmConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(settings, 64, 0)
+
+
+def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
+    presets = [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]
+    functions = [each for made in presets for each in (made.advantage, made.policy_loss, made.selection) if each]
+    checked_elsewhere = {"clip_low", "clip_high", "dual_clip", "gamma", "lam", "low", "high"}
+    for function in (*functions, *FILTERS.values()):
+        for name, parameter in signature(function).parameters.items():
+            number = parameter.annotation in ("float", "int", "float | None")
+            assert not number or name in checked_elsewhere or f"{name_of(function)}.{name}" in _DOMAINS

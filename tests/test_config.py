@@ -269,6 +269,10 @@ def test_reward_options_are_open() -> None:
             "kl_loss_type must be one of kl, k1, mse",
         ),
         (["algorithm.adv_estimator=[1]"], "algorithm.name"),
+        (
+            ["algorithm.name=dapo", "algorithm.adv_estimator=grpo"],
+            "algorithm.adv_estimator=grpo and algorithm.name=dapo are two words for the same setting and disagree",
+        ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness must be 0 or more"),
         (["algorithm.correction.weight=geometric"], "algorithm.correction.weight must be one of auto, none, token"),
         (

@@ -12,7 +12,7 @@ from verl.algorithms import ALGORITHMS
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.filters import FILTERS, Filter
+from verl.algorithms.filters import FILTERS, Filter, name_of
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.overlong import Overlong
 from verl.config.schema import AlgorithmConfig, Config, CorrectionConfig
@@ -22,6 +22,21 @@ from verl.utils.reward_score.base import GroupReward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
 _USUAL = Correction()
+_SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_POSITIVE = (lambda value: value > 0, "positive")
+_NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
+# {function.option: (whether a number will do, in words)} of our own presets and filters; of covariances any will
+_DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "within_bounds.share": _SHARE,
+    "largest.share": _SHARE,
+    "held_where_selected.beta": _NOT_NEGATIVE,
+    "soft_gated.tau_pos": _POSITIVE,
+    "soft_gated.tau_neg": _POSITIVE,
+    "gigpo.turn_weight": _NOT_NEGATIVE,
+    "grader_faults.max_share": _SHARE,
+    "length.max_tokens": (lambda value: value >= 1, "at least 1"),
+    "zero_variance.least_spread": _NOT_NEGATIVE,
+}
 
 
 def pays_kl(algorithm: Algorithm) -> bool:
@@ -93,8 +108,20 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
         if chosen := {setting: value for setting, value in settings.items() if setting in names}:
             given = [None] * (len(signature(functions[name]).parameters) - len(names))
             check_options("algorithm.options of", config.name, functions[name], chosen, *given)
+            _check_numbers("algorithm.options", functions[name], chosen)
             changes[name] = partial(functions[name], **chosen)
     return changes
+
+
+def _check_numbers(where: str, function: Callable[..., object], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number with which the function means nothing."""
+    for name, value in options.items():
+        domain = _DOMAINS.get(f"{name_of(function)}.{name}")
+        if domain is not None and not domain[0](value):
+            raise ConfigError(f"{where}.{name} must be {domain[1]}, got {value!r}")
+    bounds = {name: parameter.default for name, parameter in signature(function).parameters.items()} | dict(options)
+    if {"low", "high"} <= bounds.keys() and not bounds["low"] <= bounds["high"]:
+        raise ConfigError(f"{where}: low={bounds['low']:g} is more than high={bounds['high']:g}, so nothing is between")
 
 
 def _settings_of(function: Callable[..., object]) -> list[str]:
@@ -111,6 +138,7 @@ def _filter(entry: Any) -> Filter:
     known = {each: f"verl.algorithms.filters:{each}" for each in FILTERS}
     function = resolve("algorithm.filters", name, known)
     check_options("algorithm.filters:", name, function, options, None)
+    _check_numbers(f"algorithm.filters: {name}", function, options)
     return partial(function, **options) if options else cast(Filter, function)
 
 
