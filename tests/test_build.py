@@ -43,7 +43,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, run_folder
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import choose_device, located, rank_spec, start_workers
+from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -62,6 +62,22 @@ def test_how_far_rollouts_run_ahead_must_be_told() -> None:
     """Whoever forgot it would train on stale samples without a correction."""
     with pytest.raises(TypeError, match="max_staleness"):
         build_algorithm(AlgorithmConfig("grpo"), 64)  # type: ignore[call-arg]
+
+
+def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
+    done: list[str] = []
+
+    class Group(Mock):
+        size = 1
+
+        async def submit(self, rank: int, function: object) -> None:
+            done.append("tidied up")
+
+    trainer, engines = Group(), Group()
+    trainer.close = lambda: done.append("no more update")
+    engines.close = lambda: done.append("ended")
+    Workers(trainer, engines, Mock()).close()
+    assert done == ["no more update", "tidied up", "ended"]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -59,10 +59,10 @@ class Workers:
                 await asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
 
     def close(self) -> None:
-        """End them; what is already dead stays so."""
+        """End them; what is already dead stays so. Ranks first: an update would only take cores from what tidies up."""
+        self.trainer.close()
         asyncio.run(self.close_engines())
         self.engines.close()
-        self.trainer.close()
 
 
 def choose_device(config: RunConfig) -> str:
