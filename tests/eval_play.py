@@ -52,7 +52,7 @@ def groups(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | Non
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM)
+        interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM, None)
         scorer = DirectScorer(build_reward(of.play.reward, of.play.reward_options))
         rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), interaction)  # type: ignore[arg-type]
         played = []
@@ -74,7 +74,7 @@ def scores(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | Non
 
 def foretold(of: Category, codec: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM)
+    interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM, None)
     opening = opening_of(interaction, chat())
     played = groups(of, codec, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

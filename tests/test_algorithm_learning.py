@@ -18,7 +18,7 @@ from verl.trainer.collection import NoSignalError
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_raises_the_reward(name: str) -> None:
-    algorithm = replace(build_algorithm(AlgorithmConfig(name), max_response_length=4), overlong=None)
+    algorithm = replace(build_algorithm(AlgorithmConfig(name), 4, 0), overlong=None)
     critic = value_model() if algorithm.needs_critic else None
     learning = trainer(algorithm, minibatches=2, critic=critic)
     rewards: list[float] = []

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.filters import name_of
+from verl.algorithms.filters import FILTERS, name_of
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.overlong import Overlong
@@ -34,14 +35,15 @@ from verl.data.sft import read_demonstrations
 from verl.data.sft import to_samples as to_demonstration_samples
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
+from verl.registry import resolve
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
 from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, run_folder
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import choose_device, located, rank_spec, start_workers
+from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
+from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -52,26 +54,48 @@ def test_names_that_the_configuration_knows_are_those_of_the_algorithms() -> Non
 
 
 def test_a_preset_alone_is_itself() -> None:
-    assert build_algorithm(AlgorithmConfig("grpo"), 64) == GRPO
-    assert build_algorithm(AlgorithmConfig("ppo"), 64).kl == PPO.kl
+    assert build_algorithm(AlgorithmConfig("grpo"), 64, 0) == GRPO
+    assert build_algorithm(AlgorithmConfig("ppo"), 64, 0).kl == PPO.kl
+
+
+def test_how_far_rollouts_run_ahead_must_be_told() -> None:
+    """Whoever forgot it would train on stale samples without a correction."""
+    with pytest.raises(TypeError, match="max_staleness"):
+        build_algorithm(AlgorithmConfig("grpo"), 64)  # type: ignore[call-arg]
+
+
+def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
+    done: list[str] = []
+
+    class Group(Mock):
+        size = 1
+
+        async def submit(self, rank: int, function: object) -> None:
+            done.append("tidied up")
+
+    trainer, engines = Group(), Group()
+    trainer.close = lambda: done.append("no more update")
+    engines.close = lambda: done.append("ended")
+    Workers(trainer, engines, Mock()).close()
+    assert done == ["no more update", "tidied up", "ended"]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
-    assert build_algorithm(AlgorithmConfig(name), 64).correction is None
-    assert build_algorithm(AlgorithmConfig(name), 64, max_staleness=1).correction == Correction(Level.TOKEN, upper=2.0)
+    assert build_algorithm(AlgorithmConfig(name), 64, 0).correction is None
+    assert build_algorithm(AlgorithmConfig(name), 64, 1).correction == Correction(Level.TOKEN, upper=2.0)
     for off in {"correction": CorrectionConfig("none")}, {"old_logprobs": "rollout"}:
-        assert build_algorithm(AlgorithmConfig(name, **off), 64, max_staleness=1).correction is None  # type: ignore[arg-type]
+        assert build_algorithm(AlgorithmConfig(name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 
 
 def test_a_correction_is_what_was_asked_for() -> None:
     asked = CorrectionConfig("sequence", 3.0, "geometric", mask_upper=1.25, veto=1e-4)
-    made = build_algorithm(AlgorithmConfig("grpo", correction=asked), 64)
+    made = build_algorithm(AlgorithmConfig("grpo", correction=asked), 64, 0)
     assert made.correction == Correction(Level.SEQUENCE, 3.0, Level.GEOMETRIC, 0.8, 1.25, 1e-4)
-    masked = build_algorithm(AlgorithmConfig("grpo", correction=CorrectionConfig(mask="token", mask_lower=0.0)), 64)
+    masked = build_algorithm(AlgorithmConfig("grpo", correction=CorrectionConfig(mask="token", mask_lower=0.0)), 64, 0)
     assert masked.correction == Correction(None, 2.0, Level.TOKEN, 0.0, 2.0)
     with pytest.raises(ConfigError, match="would correct twice"):
-        build_algorithm(AlgorithmConfig("grpo", old_logprobs="rollout", correction=asked), 64)
+        build_algorithm(AlgorithmConfig("grpo", old_logprobs="rollout", correction=asked), 64, 0)
 
 
 def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
@@ -82,13 +106,47 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
     )
     for stale in (0, 1):
         assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(upper=5.0)
+        wider = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(upper=3.0, veto=1e-4))
+        assert build_algorithm(wider, 64, stale).correction == Correction(upper=3.0, veto=1e-4)
+        masked = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(mask="token", mask_upper=4.0))
+        expected = Correction(upper=5.0, mask=Level.TOKEN, mask_lower=0.25, mask_upper=4.0)
+        assert build_algorithm(masked, 64, stale).correction == expected
     off = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig("none"))
-    assert build_algorithm(off, 64).correction is None
-    assert build_algorithm(AlgorithmConfig(f"{own}:MINE", old_logprobs="rollout"), 64).correction is None
+    assert build_algorithm(off, 64, 0).correction is None
+    assert build_algorithm(AlgorithmConfig(f"{own}:MINE", old_logprobs="rollout"), 64, 0).correction is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "stale", "said"),
+    [
+        (CorrectionConfig(upper=3.0), 0, "upper=3 has no effect: algorithm.correction.weight is none"),
+        (CorrectionConfig("none", upper=3.0), 1, "upper=3 has no effect"),
+        (CorrectionConfig(veto=1e-4, upper=3.0), 0, "upper=3 has no effect"),
+        (CorrectionConfig(mask_upper=3.0), 1, "mask_upper=3 has no effect: algorithm.correction.mask is none"),
+        (CorrectionConfig("token", mask_lower=0.1), 1, "mask_lower=0.1 has no effect"),
+    ],
+)
+def test_a_bound_of_nothing_is_refused(settings: CorrectionConfig, stale: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(AlgorithmConfig("grpo", correction=settings), 64, stale)
+
+
+def test_a_bound_beside_a_ratio_that_corrects_by_itself_is_refused(tmp_path: Path) -> None:
+    """Be it the configuration or the preset that measures the ratio from the engine."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import replace\nfrom verl.algorithms.algorithm import OldLogprobs\n"
+        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
+    )
+    bound = CorrectionConfig(upper=3.0)
+    asked = AlgorithmConfig("grpo", old_logprobs="rollout", correction=bound)
+    for config in asked, AlgorithmConfig(f"{own}:MINE", correction=bound):
+        with pytest.raises(ConfigError, match="upper=3 has no effect"):
+            build_algorithm(config, 64, 1)
 
 
 def test_overrides_replace_what_they_name_and_nothing_else() -> None:
-    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"), 64)
+    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"), 64, 0)
     assert isinstance(made.policy_loss, partial) and made.policy_loss.func is clipped
     assert made.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28}
     assert isinstance(made.advantage, partial) and made.advantage.func is gae
@@ -107,7 +165,7 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
     ],
 )
 def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> None:
-    assert build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64).kl == kl  # type: ignore[arg-type]
+    assert build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64, 0).kl == kl  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -151,27 +209,27 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
 )
 def test_overrides_without_use_are_refused(overrides: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64)  # type: ignore[arg-type]
+        build_algorithm(AlgorithmConfig(**{"name": "grpo", **overrides}), 64, 0)  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
 def test_what_a_preset_asks_of_the_rollout_can_be_changed() -> None:
-    assert build_algorithm(AlgorithmConfig("dapo"), 100).overlong == Overlong(100, 20, 1.0)
+    assert build_algorithm(AlgorithmConfig("dapo"), 100, 0).overlong == Overlong(100, 20, 1.0)
     filters = ["truncated", {"name": "accuracy", "low": 0.1}]
     settings = AlgorithmConfig("dapo", filters=filters, max_draws=3, overlong_buffer=0)
-    made = build_algorithm(settings, 100)
+    made = build_algorithm(settings, 100, 0)
     assert [name_of(each) for each in made.filters] == ["truncated", "accuracy"]
     assert made.max_draws == 3 and made.overlong is None
-    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100).max_draws == 1
-    added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100)
+    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100, 0).max_draws == 1
+    added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100, 0)
     assert added.overlong == Overlong(100, 8, 0.5)
 
 
 def test_options_reach_the_function_that_has_them() -> None:
-    made = build_algorithm(AlgorithmConfig("kl_cov", options={"share": 0.1, "beta": 2.0}), 64)
+    made = build_algorithm(AlgorithmConfig("kl_cov", options={"share": 0.1, "beta": 2.0}), 64, 0)
     assert isinstance(made.selection, partial) and made.selection.keywords == {"share": 0.1}
     assert isinstance(made.policy_loss, partial) and made.policy_loss.keywords == {"beta": 2.0}
-    assert build_algorithm(AlgorithmConfig("gigpo", gamma=1.0), 64).advantage.keywords["gamma"] == 1.0  # type: ignore[attr-defined]
+    assert build_algorithm(AlgorithmConfig("gigpo", gamma=1.0), 64, 0).advantage.keywords["gamma"] == 1.0  # type: ignore[attr-defined]
 
 
 class Ranks:
@@ -187,40 +245,40 @@ class Ranks:
 def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
     remax, gigpo = (load_config([f"algorithm.name={name}"]) for name in ("remax", "gigpo"))
     with pytest.raises(ConfigError, match=r"algorithm\.name=remax compares each with a greedy one"):
-        check_algorithm(build_algorithm(remax.algorithm, 64), remax, Ranks())
+        check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, Ranks())
     watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
     with pytest.raises(ConfigError, match=r"env\.train_on_observations leaves no observation"):
-        check_algorithm(build_algorithm(gigpo.algorithm, 64), watching, object())
+        check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), watching, object())
     single = replace(remax, rollout=replace(remax.rollout, n=1))  # an algorithm of one's own is not known by its name
     with pytest.raises(ConfigError, match=r"rollout\.n=1 leaves algorithm\.name=grpo nothing to compare"):
         check_algorithm(GRPO, single, object())
-    check_algorithm(build_algorithm(gigpo.algorithm, 64), gigpo, Ranks())
-    check_algorithm(build_algorithm(remax.algorithm, 64), remax, object())
+    check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo, Ranks())
+    check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, object())
 
 
 def test_a_constant_length_is_the_longest_reply_unless_it_is_given() -> None:
     norm = AlgorithmConfig("grpo", aggregation="seq-mean-token-sum-norm")
-    assert build_algorithm(norm, 64).aggregation_length == 64
-    assert build_algorithm(replace(norm, aggregation_length=10), 64).aggregation_length == 10
-    assert build_algorithm(AlgorithmConfig("grpo"), 64).aggregation_length is None
+    assert build_algorithm(norm, 64, 0).aggregation_length == 64
+    assert build_algorithm(replace(norm, aggregation_length=10), 64, 0).aggregation_length == 10
+    assert build_algorithm(AlgorithmConfig("grpo"), 64, 0).aggregation_length is None
 
 
 def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
     config = AlgorithmConfig("toolrl_grpo", kl_target=0.1)
-    control = build_kl_control(config, build_algorithm(config, 64))
+    control = build_kl_control(config, build_algorithm(config, 64, 0))
     assert control is not None and (control.coefficient, control.target) == (0.001, 0.1)
     assert build_kl_control(AlgorithmConfig("grpo"), GRPO) is None
     with pytest.raises(ConfigError, match="has no effect"):
         build_kl_control(
-            AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo"), 64)
+            AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo"), 64, 0)
         )
 
 
 def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
     config = load_config([*run_words(tmp_path, tmp_path, "hf", 10), "algorithm.name=ppo", "critic.path=other"])
-    spec = rank_spec(config, build_algorithm(config.algorithm, 64), "cpu", total_steps=10)
+    spec = rank_spec(config, build_algorithm(config.algorithm, 64, 0), "cpu", total_steps=10)
     assert spec.critic_path == "other" and spec.with_reference and spec.optimizer.total_steps == 20
-    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none"), 64), "cpu", 10)
+    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none"), 64, 0), "cpu", 10)
     assert plain.critic_path is None and not plain.with_reference
 
 
@@ -368,3 +426,35 @@ def test_a_gpu_is_not_made_up() -> None:
     assert choose_device(load_config([]).trainer) == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         choose_device(load_config(["trainer.device=cuda"]).trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            AlgorithmConfig("clip_cov", options={"share": 1.5}),
+            "options.share must be between 0 and 1, got 1.5",
+        ),
+        (AlgorithmConfig("kl_cov", options={"share": -0.1}), "algorithm.options.share must be between 0 and 1"),
+        (AlgorithmConfig("kl_cov", options={"beta": -1.0}), "algorithm.options.beta must be 0 or more"),
+        (AlgorithmConfig("sapo", options={"tau_neg": 0.0}), "algorithm.options.tau_neg must be positive"),
+        (AlgorithmConfig("gigpo", options={"turn_weight": -1.0}), "algorithm.options.turn_weight must be 0 or more"),
+        (AlgorithmConfig("clip_cov", options={"low": 6.0}), "low=6 is more than high=5"),
+        (AlgorithmConfig(filters=[{"name": "accuracy", "low": 0.9, "high": 0.1}]), "low=0.9 is more than high=0.1"),
+        (AlgorithmConfig(filters=[{"name": "length", "max_tokens": 0}]), "length.max_tokens must be at least 1"),
+        (AlgorithmConfig(filters=[{"name": "grader_faults", "max_share": 2.0}]), "max_share must be between 0 and 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(settings: AlgorithmConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_algorithm(settings, 64, 0)
+
+
+def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
+    presets = [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]
+    functions = [each for made in presets for each in (made.advantage, made.policy_loss, made.selection) if each]
+    checked_elsewhere = {"clip_low", "clip_high", "dual_clip", "gamma", "lam", "low", "high"}
+    for function in (*functions, *FILTERS.values()):
+        for name, parameter in signature(function).parameters.items():
+            number = parameter.annotation in ("float", "int", "float | None")
+            assert not number or name in checked_elsewhere or f"{name_of(function)}.{name}" in _DOMAINS

@@ -231,6 +231,17 @@ def test_a_run_goes_back_to_its_last_checkpoint_with_other_prompts(model: Path, 
     assert "actor/loss" in told["metrics"]
 
 
+def test_a_checkpoint_that_was_owed_is_no_more_once_the_run_has_gone_back(model: Path, tmp_path: Path) -> None:
+    """Due in step 4, where a sign held; the step after the rollback is not due, and the next way back stays as good."""
+    words = [*run_words(model, tmp_path, "hf", 5), "trainer.save_freq=2", "trainer.on_collapse=rollback"]
+    config = load_config([*words, "trainer.num_threads=1", "trainer.keep_last=9"])
+    with local_trainer(config) as trained:
+        fit = local_fit(trained, config, alarming([5]))
+        asyncio.run(fit.run())
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert fit.rollbacks == 1 and saved == ["step-000002", "step-000004", "step-000005"]
+
+
 def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "hf", 9), "trainer.save_freq=1", "trainer.on_collapse=rollback"]
     config = load_config([*words, "trainer.num_threads=1"])

@@ -65,7 +65,7 @@ def episode(played: Category, handler: str, task: Task, replies: Sequence[str]) 
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
     said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in replies)
     env, limit = env_of(played.play, handler), 100_000
-    interaction = build_interaction(env, SandboxConfig(), ChatCodec(tokenizer), limit, max_response_length=limit)
+    interaction = build_interaction(env, SandboxConfig(), ChatCodec(tokenizer), limit, limit, None)
     assert interaction is not None
     engine = ScriptedEngine(lambda prompt, number: next(said))
     found = asyncio.run(interaction.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))

@@ -113,7 +113,7 @@ SEVEN = ModelShape(7_000_000_000, 230_000_000, 500_000_000, 28, 3584, 28, 3584, 
 def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) -> Plan:
     """A plan with round lengths, of a model that is nowhere."""
     config = load_config(words)
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     critic = shape if algorithm.needs_critic else None
     return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_place(config, gpu))
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.test_packing import tiny_model
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.rollout.pool import EnginePool, OnPublish, joined
+from verl.rollout.stopping import tokens_to_stop
 from verl.single_controller.local import LocalGroup
 from verl.types import Completion, FinishReason
 
@@ -76,16 +79,91 @@ def test_every_token_carries_the_version_that_wrote_it(on_publish: OnPublish) ->
         assert all(asked[:2] == (7, 7) and set(asked[2:]) <= {0, 1} for asked in engine.asked)
 
 
-def test_the_beginning_of_a_stop_string_is_written_anew() -> None:
-    engine = Writes()
-    pool = EnginePool(LocalGroup(engine), [[0]], OnPublish.CONTINUE)
-    sampling = Sampling(max_tokens=60, stop_strings=("</tool_call>",))
-    done = asyncio.run(published_twice(pool, sampling))
-    pieces = sorted((asked for asked in engine.asked), key=len)
-    assert all(len(completion.token_ids) == 60 for completion in done)
-    # 11 tokens at most can hold all but the last letter of it
-    first = [asked for asked in pieces if len(asked) > 2 and set(asked[2:]) == {0}]
-    assert all(sum(token == 0 for token in completion.token_ids) == len(first[0]) - 2 for completion in done)
+class Recites:
+    """Says the same words whatever its weights, looks for stop strings in its own alone, and waits to be broken off."""
+
+    def __init__(self, words: Sequence[str], breaks: Sequence[int]) -> None:
+        self.words, self.breaks = words, set(breaks)
+        self.waits, self.broken = asyncio.Event(), asyncio.Event()
+        self.version = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[number] for number in ids)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        _, *written = prompt_ids
+        own: list[int] = []
+        reason = FinishReason.LENGTH
+        for number in range(len(written), len(written) + sampling.max_tokens):
+            if number in self.breaks:
+                self.breaks.remove(number)
+                self.waits.set()
+                await self.broken.wait()
+                self.broken.clear()
+                reason = FinishReason.ABORT
+                break
+            own.append(number)
+            if any(stop in self.decode(own) for stop in sampling.stop_strings):
+                reason = FinishReason.STOP
+                break
+        return (Completion(tuple(own), tuple(map(float, own)), reason, self.version),)
+
+    async def interrupt(self) -> None:
+        self.broken.set()
+
+    async def begin_weights(self, layouts: object) -> None:
+        """Anything will do."""
+
+    async def end_weights(self, version: int) -> None:
+        self.version = version
+
+
+async def recited(words: Sequence[str], stops: Sequence[str], breaks: Sequence[int]) -> Completion:
+    """The reply, with a publication at each break."""
+    engine = Recites(words, breaks)
+    pool = EnginePool(LocalGroup(engine), [[0]], OnPublish.CONTINUE, engine.decode)
+    sampling = Sampling(max_tokens=len(words), stop_strings=tuple(stops))
+    reply = asyncio.ensure_future(pool.generate((0,), sampling))
+    waits = asyncio.ensure_future(engine.waits.wait())
+    while not reply.done():
+        await asyncio.wait((reply, waits), return_when=asyncio.FIRST_COMPLETED)
+        if waits.done():
+            engine.waits.clear()
+            await pool.begin_weights([])
+            await pool.end_weights(engine.version + 1)
+            waits = asyncio.ensure_future(engine.waits.wait())
+    waits.cancel()
+    (done,) = reply.result()
+    return done
+
+
+@given(
+    words=st.lists(st.text("</a>", min_size=1, max_size=3), min_size=1, max_size=30),
+    stops=st.lists(st.sampled_from(["</a>", "<<", "a>", "</</a", ">"]), max_size=2),
+    breaks=st.lists(st.integers(0, 29), max_size=6, unique=True),
+)
+@example(words=["<", "/", "a", ">", "a"], stops=["</a>"], breaks=[1, 2, 3, 4])
+@settings(deadline=None)
+def test_a_reply_in_pieces_stops_where_an_unbroken_one_would(
+    words: list[str], stops: list[str], breaks: list[int]
+) -> None:
+    whole = asyncio.run(recited(words, stops, ()))
+    broken = asyncio.run(recited(words, stops, breaks))
+    assert (broken.token_ids, broken.logprobs) == (whole.token_ids, whole.logprobs)
+    assert broken.finish_reason is whole.finish_reason
+    versions = [sum(place <= number for place in breaks) for number in broken.token_ids]
+    assert list(broken.versions) == versions  # no token is thrown away
+
+
+def test_stop_strings_are_found_across_a_seam_in_a_character_of_several_tokens() -> None:
+    umlaut = "ü".encode()
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    before, after = [*b"a" * 50, *b"t", umlaut[0]], [umlaut[1], *b">>"]
+    assert tokens_to_stop(decode, before, after, ["tü>"]) == 2
+    assert tokens_to_stop(decode, before, after, ["t>"]) is None
 
 
 @pytest.mark.parametrize("on_publish", list(OnPublish))

@@ -455,7 +455,7 @@ def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
     words = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.name=grpo"]
     for more, expected in (["data.max_response_length=8"], 1 / 16), (["algorithm.aggregation_length=5"], 1 / 10):
         config = load_config([*words, *more])
-        algorithm = build_algorithm(config.algorithm, config.data.max_response_length)
+        algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
         samples = [sample((False, True, True, True), 1.0), sample((False, True), 0.0)]
         group = Recorder()
         columns = {name: [torch.ones(4), torch.ones(2)] for name in ("advantages", "rollout_logprobs")}

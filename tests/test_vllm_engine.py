@@ -280,6 +280,10 @@ def test_a_start_that_cannot_work_is_told(tmp_path: Path, runner: Runner) -> Non
         runner(VLLMEngine.start(settings(tmp_path)))
 
 
+def test_its_sockets_lie_in_its_own_folder_which_goes_with_it(runner: Runner) -> None:
+    assert any(path.is_socket() for path in Path(runner.engine._folder.name).iterdir())
+
+
 def test_the_environment_is_left_as_it_was(runner: Runner) -> None:
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "VLLM_LOGGING_CONFIG_PATH"):
         assert name not in os.environ, (name, runner)

@@ -51,7 +51,8 @@ the engine's; the loss's own ratio p / p_old is left as it is, which makes it de
 are not weighted.
 
 - `weight=auto`, the default, is `token` where `rollout.max_staleness` is above 0, and `none` elsewhere. `upper=2` is
-  what veRL and the first to truncate engine ratios run: bounded variance, at the price of a small bias.
+  what veRL and the first to truncate engine ratios run: bounded variance, at the price of a small bias. An algorithm
+  of your own may have a correction; each key replaces that part of it. A bound of what is not there is an error.
 - `weight=sequence` takes the product over the reply: unbiased below `upper`, of a variance that grows with length.
 - `weight=token mask=token upper=5 mask_upper=5 mask_lower=0.5` is IcePop, `weight=sequence mask=sequence upper=3
   mask_upper=3 mask_lower=0` TRL's default. `mask=geometric` with bounds near 1 (1.001) leaves out replies that the

@@ -43,13 +43,6 @@ def _without_kl(config: Config) -> bool:
     return config.algorithm.kl_placement == "none"
 
 
-def _without_weights(config: Config) -> bool:
-    algorithm = config.algorithm
-    by_itself = algorithm.correction.weight == "auto" and algorithm.old_logprobs == "rollout"
-    return by_itself or algorithm.correction.weight_at(config.rollout.max_staleness) == "none"
-
-
-_NO_MASK = "algorithm.correction.mask is none"
 _NO_GPU = "there is no GPU with device=cpu"
 _OF_SEVERAL_TURNS = [item.name for item in fields(EnvConfig) if item.name not in ("name", "codec")]
 _ONE_REPLY = "env.codec is not set, so an episode is one reply"
@@ -123,11 +116,6 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         *(
             Rule(key, _without_kl, "algorithm.kl_placement is none")
             for key in ("ref.offload_params", "algorithm.kl_coefficient", "algorithm.kl_estimator")
-        ),
-        Rule("algorithm.correction.upper", _without_weights, "algorithm.correction.weight is none, or comes to that"),
-        *(
-            Rule(f"algorithm.correction.{name}", lambda c: c.algorithm.correction.mask == "none", _NO_MASK)
-            for name in ("mask_lower", "mask_upper")
         ),
         *_OF_EPISODES,
         Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),

@@ -92,7 +92,13 @@ def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
             settings[our_key(key)] = value
     if "algorithm.adv_estimator" in settings:
         estimator = settings.pop("algorithm.adv_estimator")
-        settings["algorithm.name"] = _ALGORITHMS.get(str(estimator), estimator)
+        name = _ALGORITHMS.get(str(estimator), estimator)
+        if settings.get("algorithm.name", name) != name:
+            raise ConfigError(
+                f"algorithm.adv_estimator={estimator} and algorithm.name={settings['algorithm.name']} are two words "
+                "for the same setting and disagree; leave one of them out"
+            )
+        settings["algorithm.name"] = name
     if "actor.clip_ratio" in settings:
         both = settings.pop("actor.clip_ratio")
         settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **settings}  # each has a key of its own

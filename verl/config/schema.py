@@ -248,31 +248,28 @@ _NAMES = {  # spelled out here, because the algorithms' own enumerations need to
 class CorrectionConfig:
     """What of the engine's difference from the trainer is corrected in the policy loss (docs/algorithms.md).
 
-    A ratio is the trainer's probability of what was sampled, before the update, by the engine's.
+    A ratio is the trainer's probability of what was sampled, before the update, by the engine's. None leaves the
+    preset's value; no preset of ours has a correction, which then is that of `Correction`.
     """
 
-    weight: str = "auto"  # auto (token where rollout.max_staleness > 0, else none) | none | token | sequence
-    upper: float = 2.0  # at which the ratios that weigh are truncated
-    mask: str = "none"  # none | token | sequence | geometric: the ratio that leaves out what lies beyond the bounds
-    mask_upper: float = 2.0
-    mask_lower: float | None = None  # 1 / mask_upper if left out
+    weight: str = "auto"  # auto (the preset's, else token where rollout.max_staleness > 0) | none | token | sequence
+    upper: float | None = None  # at which the ratios that weigh are truncated; usually 2
+    mask: str | None = None  # none | token | sequence | geometric: the ratio that leaves out what is beyond the bounds
+    mask_upper: float | None = None  # usually 2
+    mask_lower: float | None = None  # 1 / mask_upper where that is set
     veto: float | None = None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
 
     def __post_init__(self) -> None:
         levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
         masks = ("none", "token", "sequence", "geometric")
         _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
-        _require(self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
+        _require(self.mask is None or self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
         for name, bound in (("upper", self.upper), ("mask_upper", self.mask_upper)):
-            _require(bound >= 1, f"{key}.{name}", "at least 1, as policies agree there", bound)
+            agreed = bound is None or bound >= 1
+            _require(agreed, f"{key}.{name}", "at least 1, as policies agree there", bound)
         lower, veto = self.mask_lower, self.veto
         _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
         _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
-
-    def weight_at(self, max_staleness: int) -> str:
-        """The level of the weights, "none" for none of them, with auto settled."""
-        automatic = "token" if max_staleness > 0 else "none"
-        return automatic if self.weight == "auto" else self.weight
 
 
 @dataclass(frozen=True)
@@ -431,6 +428,12 @@ class Config:
             raise ConfigError(
                 f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
                 "set rollout.n to 2 or more"
+            )
+        if self.rollout.max_reuse > 1 and self.trainer.total_training_steps is None:
+            raise ConfigError(
+                f"rollout.max_reuse={self.rollout.max_reuse}: steps that use groups again draw fewer prompts, as many "
+                "as their age asks for, so trainer.total_epochs does not tell the number of steps; set "
+                "trainer.total_training_steps"
             )
         check_env_judges(self.reward, self.env)
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":

@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling, each_of
+from verl.rollout.stopping import reach
 from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
-
-_TOKENS_OF_A_CHARACTER = 4  # at most, where tokens are bytes; a cut one decodes to something else
 
 
 class _Request(NamedTuple):
@@ -180,8 +179,8 @@ class HFEngine:
         return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
 
     def _ends(self, tokens: list[int], stop: str) -> bool:
-        """Whether the text of the last tokens holds `stop`; a token has a byte at least."""
-        return stop in self._tokenizer.decode(tokens[-len(stop.encode()) - _TOKENS_OF_A_CHARACTER :])
+        """Whether the text of the last tokens holds `stop`."""
+        return stop in self._tokenizer.decode(tokens[-reach(stop) :])
 
 
 def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from verl.rollout.engine import RolloutEngine, Sampling, each_of
+from verl.rollout.stopping import Decode, tokens_to_stop
 from verl.single_controller.group import WorkerGroup
 from verl.transfer.bucket import Layout, Offer
 from verl.transfer.gpu import Meeting
@@ -40,13 +41,19 @@ class EnginePool:
     """A RolloutEngine over a worker group whose workers are engines."""
 
     def __init__(
-        self, workers: WorkerGroup, sources: Sequence[Sequence[int]], on_publish: OnPublish | None = None
+        self,
+        workers: WorkerGroup,
+        sources: Sequence[Sequence[int]],
+        on_publish: OnPublish | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """sources: by engine, the places of those offers of a bucket that are meant for it
-        on_publish: None where nothing is ever being written then"""
+        on_publish: None where nothing is ever being written then
+        decode: the text of tokens; needed for stop strings of replies that go on with other weights"""
         self._workers = workers
         self._sources = sources
         self._on_publish = on_publish
+        self._decode = decode
         self._in_flight = [0] * workers.size
         self._open = asyncio.Event()  # cleared while weights are replaced
         self._open.set()
@@ -65,11 +72,25 @@ class EnginePool:
             await self._open.wait()
             written = tuple(chain.from_iterable(piece.token_ids for piece in pieces))
             (piece,) = await self._ask((*prompt_ids, *written), _rest(sampling, pieces))
+            if written:
+                piece = self._stopped(written, piece, sampling.stop_strings)
             interrupted = piece.finish_reason is FinishReason.ABORT and not self._open.is_set()
             if not interrupted:
                 return joined([*pieces, piece])
-            if self._on_publish is OnPublish.CONTINUE and (kept := _without_tail(piece, sampling)).token_ids:
-                pieces.append(kept)
+            if self._on_publish is OnPublish.CONTINUE and piece.token_ids:
+                pieces.append(piece)
+
+    def _stopped(self, written: Sequence[int], piece: Completion, stops: Sequence[str]) -> Completion:
+        """Ended where a stop string ends that was begun before: an engine looks for it in what it writes itself."""
+        if not stops:
+            return piece
+        assert self._decode is not None, "stop strings of replies in pieces are looked for in their text"
+        end = tokens_to_stop(self._decode, written, piece.token_ids, stops)
+        if end is None:
+            return piece
+        return replace(
+            piece, token_ids=piece.token_ids[:end], logprobs=piece.logprobs[:end], finish_reason=FinishReason.STOP
+        )
 
     async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         rank = self._in_flight.index(min(self._in_flight))
@@ -157,13 +178,6 @@ def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
     seed = None if sampling.seed is None else sampling.seed + len(pieces) * _SEEDS_BETWEEN_PIECES
     num_written = sum(len(piece.token_ids) for piece in pieces)
     return replace(sampling, max_tokens=sampling.max_tokens - num_written, seed=seed)
-
-
-def _without_tail(piece: Completion, sampling: Sampling) -> Completion:
-    """Without the last tokens, which may begin a stop string: an engine looks for it in what it writes itself."""
-    num_kept = len(piece.token_ids) - max((len(stop.encode()) - 1 for stop in sampling.stop_strings), default=0)
-    num_kept = max(0, num_kept)
-    return replace(piece, token_ids=piece.token_ids[:num_kept], logprobs=piece.logprobs[:num_kept])
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:

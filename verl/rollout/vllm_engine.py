@@ -41,6 +41,7 @@ WATCH_S = 0.5  # how often the engine looks whether its processes live
 END_S = 10.0  # how long they have to end by themselves
 LOG_TAIL = 15  # lines of vLLM's log that an error quotes
 GIB = 1024**3
+SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # the longest path that a socket may have, and what vLLM adds to a folder
 
 _starting = threading.Lock()  # vLLM is set up by environment variables, which belong to the whole process
 
@@ -74,7 +75,7 @@ class VLLMEngine:
     def __init__(self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str]) -> None:
         self._llm = llm
         self._settings = settings
-        self._folder = folder  # of vLLM's log
+        self._folder = folder  # of vLLM's log and sockets
         self._on_cpu = _is_cpu()
         self._vocabulary = llm.model_config.get_vocab_size()
         self._version: int | None = 0  # None: the weights are not to be used
@@ -175,7 +176,7 @@ class VLLMEngine:
             self._version, self._asleep = None, True
 
     async def close(self) -> None:
-        """End vLLM's processes, by force if they do not end by themselves, and remove its log."""
+        """End vLLM's processes, by force if they do not end by themselves, and remove its log and sockets."""
         self._stop("the engine was closed")
         await asyncio.to_thread(self._end_processes)
         self._folder.cleanup()
@@ -347,7 +348,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             use_tqdm_on_load=False,
         )
         try:
-            with _environment(_process_variables(settings, on_cpu)):
+            with _environment(_process_variables(settings, on_cpu, folder)):
                 return AsyncLLM.from_engine_args(arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
@@ -374,7 +375,7 @@ def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:
     return {"VLLM_LOGGING_LEVEL": settings.log_level, "VLLM_LOGGING_CONFIG_PATH": str(log_config)}
 
 
-def _process_variables(settings: VLLMSettings, on_cpu: bool) -> dict[str, str]:
+def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> dict[str, str]:
     """What vLLM's processes are started with; it has no arguments for these.
 
     To be set after vLLM was imported: libraries that are imported with it would keep them for this process, for good.
@@ -387,6 +388,8 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_LOGS": "-torch._library",
     }
+    if len(str(folder)) + SOCKET_NAME <= SOCKET_PATH:  # else they stay in the temporary folder, where vLLM leaves them
+        variables["VLLM_RPC_BASE_PATH"] = str(folder)
     if Path(settings.model_path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if on_cpu:

@@ -176,10 +176,14 @@ def build_trainer(
     codec: ChatCodec,
     scorer: Scorer,
     probed: Sequence[Task],
-    interaction: Interaction | None = None,
+    interaction: Interaction | None,
 ) -> PPOTrainer:
-    """The training step over workers that run. `probed`: tasks whose prompts the canary uses"""
-    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config))
+    """The training step over workers that run.
+
+    probed: tasks whose prompts the canary uses
+    interaction: what the policy acts in, None where an episode is one reply
+    """
+    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config), codec.tokenizer.decode)
     sampling = Sampling(
         config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
     )

@@ -12,7 +12,7 @@ from verl.algorithms import ALGORITHMS
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.filters import FILTERS, Filter
+from verl.algorithms.filters import FILTERS, Filter, name_of
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.overlong import Overlong
 from verl.config.schema import AlgorithmConfig, Config, CorrectionConfig
@@ -21,6 +21,22 @@ from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
+_USUAL = Correction()
+_SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_POSITIVE = (lambda value: value > 0, "positive")
+_NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
+# {function.option: (whether a number will do, in words)} of our own presets and filters; of covariances any will
+_DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "within_bounds.share": _SHARE,
+    "largest.share": _SHARE,
+    "held_where_selected.beta": _NOT_NEGATIVE,
+    "soft_gated.tau_pos": _POSITIVE,
+    "soft_gated.tau_neg": _POSITIVE,
+    "gigpo.turn_weight": _NOT_NEGATIVE,
+    "grader_faults.max_share": _SHARE,
+    "length.max_tokens": (lambda value: value >= 1, "at least 1"),
+    "zero_variance.least_spread": _NOT_NEGATIVE,
+}
 
 
 def pays_kl(algorithm: Algorithm) -> bool:
@@ -28,7 +44,7 @@ def pays_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
-def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int = 0) -> Algorithm:
+def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int) -> Algorithm:
     """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for.
 
     max_response_length: tokens; the constant length of losses that are divided by one, where nothing else gives it
@@ -92,8 +108,20 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
         if chosen := {setting: value for setting, value in settings.items() if setting in names}:
             given = [None] * (len(signature(functions[name]).parameters) - len(names))
             check_options("algorithm.options of", config.name, functions[name], chosen, *given)
+            _check_numbers("algorithm.options", functions[name], chosen)
             changes[name] = partial(functions[name], **chosen)
     return changes
+
+
+def _check_numbers(where: str, function: Callable[..., object], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number with which the function means nothing."""
+    for name, value in options.items():
+        domain = _DOMAINS.get(f"{name_of(function)}.{name}")
+        if domain is not None and not domain[0](value):
+            raise ConfigError(f"{where}.{name} must be {domain[1]}, got {value!r}")
+    bounds = {name: parameter.default for name, parameter in signature(function).parameters.items()} | dict(options)
+    if {"low", "high"} <= bounds.keys() and not bounds["low"] <= bounds["high"]:
+        raise ConfigError(f"{where}: low={bounds['low']:g} is more than high={bounds['high']:g}, so nothing is between")
 
 
 def _settings_of(function: Callable[..., object]) -> list[str]:
@@ -110,6 +138,7 @@ def _filter(entry: Any) -> Filter:
     known = {each: f"verl.algorithms.filters:{each}" for each in FILTERS}
     function = resolve("algorithm.filters", name, known)
     check_options("algorithm.filters:", name, function, options, None)
+    _check_numbers(f"algorithm.filters: {name}", function, options)
     return partial(function, **options) if options else cast(Filter, function)
 
 
@@ -138,23 +167,36 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 
 
 def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, max_staleness: int) -> Correction | None:
-    """What the configuration asks for, else the preset's; what is on by itself gives way to a ratio that corrects."""
-    beside_weights = config.mask != "none" or config.veto is not None
-    if config.weight == "auto" and not beside_weights:
-        if old is OldLogprobs.ROLLOUT:
-            return None
-        if preset.correction is not None:
-            return preset.correction
-    weight = config.weight_at(max_staleness)
-    if weight == "none" and not beside_weights:
-        return None
-    if old is OldLogprobs.ROLLOUT:
+    """What the configuration asks for, over what the preset has or what is on by itself; None for no correction.
+
+    The last two give way to a ratio that corrects. Raises ConfigError for what would have no effect.
+    """
+    asked = config.weight not in ("auto", "none") or config.mask not in (None, "none") or config.veto is not None
+    if old is OldLogprobs.ROLLOUT and asked:
         raise ConfigError(
             "algorithm.correction beside algorithm.old_logprobs=rollout would correct twice: the loss's ratio is "
             "measured from the engine's log-probs already; leave one of them out"
         )
-    lower = 1.0 / config.mask_upper if config.mask_lower is None else config.mask_lower
-    return Correction(_level(weight), config.upper, _level(config.mask), lower, config.mask_upper, config.veto)
+    base = preset.correction or Correction(weight=Level.TOKEN if max_staleness > 0 else None)
+    if old is OldLogprobs.ROLLOUT:
+        base = Correction(weight=None)
+    lower = 1.0 / config.mask_upper if config.mask_lower is None and config.mask_upper else config.mask_lower
+    bounds = {"upper": config.upper, "mask_upper": config.mask_upper, "mask_lower": lower, "veto": config.veto}
+    changes: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    if config.weight != "auto":
+        changes["weight"] = _level(config.weight)
+    if config.mask is not None:
+        changes["mask"] = _level(config.mask)
+    made = replace(base, **changes)
+    for name, level in ("upper", made.weight), ("mask_upper", made.mask), ("mask_lower", made.mask):
+        value = getattr(config, name)
+        if level is None and value not in (None, getattr(_USUAL, name)):
+            which = "mask" if "mask" in name else "weight"
+            raise ConfigError(
+                f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, or comes "
+                "to that"
+            )
+    return made if made.weight or made.mask or made.veto is not None else None
 
 
 def _level(name: str) -> Level | None:

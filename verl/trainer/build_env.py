@@ -35,7 +35,7 @@ def build_interaction(
     chat: ChatCodec,
     max_prompt_length: int,
     max_response_length: int,
-    prompt_template: str | None = None,
+    prompt_template: str | None,
 ) -> Interaction | None:
     """What episodes of several turns need; None where an episode is a prompt and one reply.
 
@@ -71,7 +71,7 @@ def build_interaction(
     )
 
 
-def check_names(env: EnvConfig, prompt_template: str | None = None) -> None:
+def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_interaction`."""
     if env.codec is None:
         return

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
+from verl.daemon import in_daemon
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
@@ -58,10 +59,10 @@ class Workers:
                 await asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
 
     def close(self) -> None:
-        """End them; what is already dead stays so."""
+        """End them; what is already dead stays so. Ranks first: an update would only take cores from what tidies up."""
+        self.trainer.close()
         asyncio.run(self.close_engines())
         self.engines.close()
-        self.trainer.close()
 
 
 def choose_device(config: RunConfig) -> str:
@@ -175,7 +176,7 @@ def connect(config: Config, policy: Policy, workers: Workers) -> list[Layout]:
     meeting, parallel = workers.links.meeting, config.rollout.tensor_model_parallel_size
 
     async def both() -> list[Layout]:
-        ranks = asyncio.create_task(asyncio.to_thread(policy.connect, workers.links.outlets, dtype, size))
+        ranks = asyncio.create_task(in_daemon(policy.connect, workers.links.outlets, dtype, size))
         if meeting is not None:
             firsts = enumerate(range(1, meeting.size, parallel))
             await asyncio.gather(

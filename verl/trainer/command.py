@@ -48,7 +48,9 @@ def told(
     one that was interrupted
     """
     console = Console(highlight=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
     try:
         split = _split(words, known)
         if "--help" in split.options:

@@ -6,7 +6,6 @@ the seconds of their tools would run on while the event loop stood still.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from verl.daemon import in_daemon
 from verl.errors import DataError
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
@@ -94,10 +94,11 @@ class Fit:
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
             self.transcripts.write(step, self.trainer.groups)
             if self.recorder is not None:
-                await asyncio.to_thread(self.recorder.write, step, self.trainer.lesson, metrics)
+                await in_daemon(self.recorder.write, step, self.trainer.lesson, metrics)
             alarms = self.watch.observe(step, metrics)
             metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
             if alarms and await self._went_back(alarms, metrics):
+                owed = False
                 continue
             tested = done or _due(step, self.settings.test_freq)
             if tested:
@@ -106,7 +107,7 @@ class Fit:
             self.trackers.log(step, metrics)
             owed = owed or done or _due(step, self.settings.save_freq)
             if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
-                last, owed = await asyncio.to_thread(self._save, self._score() if tested else None), False
+                last, owed = await in_daemon(self._save, self._score() if tested else None), False
         assert last is not None
         return last
 

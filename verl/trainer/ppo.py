@@ -5,11 +5,11 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> publish
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.daemon import in_daemon
 from verl.data.samples import to_samples
 from verl.trainer import metrics as tell
 from verl.trainer.learner import Learner
@@ -70,7 +70,7 @@ class PPOTrainer:
     async def _learn(self, lesson: Lesson) -> tuple[Metrics, list[Sample]]:
         """In a thread where rollouts go on: their tools' deadlines run on meanwhile."""
         if self._ahead:
-            return await asyncio.to_thread(self.learner.learn, lesson, self.step)
+            return await in_daemon(self.learner.learn, lesson, self.step)
         return self.learner.learn(lesson, self.step)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:

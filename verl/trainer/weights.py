@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.daemon import in_daemon
 from verl.data.samples import to_sample
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
@@ -47,7 +48,7 @@ class Publisher:
         with self.engine.held() if isinstance(self.engine, EnginePool) else nullcontext():
             await self.deliver(version)
             gap = await self._canary(version)
-        await asyncio.to_thread(self.policy.end_publication)
+        await in_daemon(self.policy.end_publication)
         if not gap <= self.tolerance:
             raise StaleEngineError(
                 f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
@@ -58,7 +59,7 @@ class Publisher:
 
     async def deliver(self, version: int) -> None:
         """Hand over the weights without looking whether they arrived."""
-        await asyncio.to_thread(self.policy.begin_publication)
+        await in_daemon(self.policy.begin_publication)
         await self.engine.begin_weights(self.layouts)
         await self._load()
         await self.engine.end_weights(version)
@@ -68,7 +69,7 @@ class Publisher:
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
             for layout in self.layouts:
-                gathering = asyncio.create_task(asyncio.to_thread(self.policy.offers, layout.number))
+                gathering = asyncio.create_task(in_daemon(self.policy.offers, layout.number))
                 await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
                 if loading.done():
                     loading.result()  # an engine that failed is told without waiting for the ranks
@@ -89,7 +90,7 @@ class Publisher:
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
         samples = [to_sample(prompt, completion) for prompt, completion in written]
-        scored = await asyncio.to_thread(lambda: self.policy.score(self.policy.laid_out(samples)))
+        scored = await in_daemon(lambda: self.policy.score(self.policy.laid_out(samples)))
         gaps = [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
             for sample, scored_L in zip(samples, scored, strict=True)

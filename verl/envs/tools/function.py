@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, overload
 
 from pydantic import ValidationError
 
+from verl.daemon import Daemon
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
 from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
-
-Ended = tuple[Any, BaseException | None]  # what a function gave, or raised
 
 MAX_ABANDONED = 32  # threads of one tool that hang, before it is taken out of service
 
@@ -72,28 +70,12 @@ class FunctionTool:
         """Runs the function in a daemon thread: one that hangs keeps neither a pool's place nor the process's end."""
         if self.num_abandoned >= MAX_ABANDONED:
             raise ServiceDownError(f"tool {self.spec.name!r}", f"{MAX_ABANDONED} of its calls hang")
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Ended] = loop.create_future()
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                end: Ended = context.run(self.function, **given), None
-            except BaseException as raised:  # noqa: BLE001  it is raised where the call is awaited
-                end = None, raised
-            with suppress(RuntimeError):  # the loop may have ended meanwhile
-                loop.call_soon_threadsafe(_settle, ended, end)
-
-        thread = threading.Thread(target=work, name=f"tool {self.spec.name}", daemon=True)
-        thread.start()
+        call = Daemon(f"tool {self.spec.name}", partial(self.function, **given))
         try:
-            answer, error = await ended
+            return await call.result()
         except asyncio.CancelledError:
-            self._abandon(thread)
+            self._abandon(call.thread)
             raise
-        if error is not None:
-            raise error
-        return answer
 
     def _abandon(self, thread: threading.Thread) -> None:
         if not self._abandoned:
@@ -115,8 +97,3 @@ def tool(
     if function is not None:
         return FunctionTool(function)
     return lambda decorated: FunctionTool(decorated, name)
-
-
-def _settle(ended: asyncio.Future[Ended], end: Ended) -> None:
-    if not ended.done():
-        ended.set_result(end)
