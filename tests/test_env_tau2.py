@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from tests.episodes import call, calls, play, run, say
+from verl.envs.clock import Clock
 from verl.envs.functions import Toolbox
 from verl.envs.registry import build_env_factory
 from verl.envs.tau2.common import calculate
@@ -265,6 +267,20 @@ def test_the_scripted_user_answers_questions_and_hangs_up_otherwise() -> None:
     assert asyncio.run(env.step(say("<think>really?</think>Good bye."))).done
 
 
+def test_the_user_hears_no_tags_and_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint(["Hi.", "Ann Lee."]) as (url, asked):
+
+        async def talk(user: ChatUser) -> None:
+            env = Tau2Env(small_task([], []), small_domain(), user, max_user_turns=9)
+            await env.reset()
+            await env.step(call("get_order_details", order_id="#1"))
+            await env.step(say("<think>who?</think>\n<response> Who are you? </response>"))
+
+        asyncio.run(chat_with(url, talk))
+    told = [message["content"] for message in asked[1][2]["messages"]]
+    assert told[1:] == ["Hi.", "Who are you?"] and "My case" not in told[0]
+
+
 def test_the_user_hangs_up_after_so_many_turns() -> None:
     env = Tau2Env(small_task([], []), small_domain(), ScriptedUser(), max_user_turns=3)
     results = asyncio.run(play(env, [say("Sure?")] * 3))
@@ -272,7 +288,7 @@ def test_the_user_hangs_up_after_so_many_turns() -> None:
 
 
 @contextmanager
-def endpoint(replies: list[str], status: int = 200) -> Iterator[tuple[str, list[Any]]]:
+def endpoint(replies: Sequence[str | None], status: int = 200, after_s: float = 0.0) -> Iterator[tuple[str, list[Any]]]:
     """An OpenAI-compatible endpoint that says these, and what it was asked."""
     asked: list[Any] = []
 
@@ -281,9 +297,11 @@ def endpoint(replies: list[str], status: int = 200) -> Iterator[tuple[str, list[
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append((self.path, self.headers["authorization"], body))
             said = {"choices": [{"message": {"content": replies[min(len(asked), len(replies)) - 1]}}]}
+            time.sleep(after_s)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
+            with suppress(BrokenPipeError):  # whoever asked has not waited
+                self.wfile.write(json.dumps(said).encode())
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -316,19 +334,82 @@ def test_a_language_model_can_be_the_user(monkeypatch: pytest.MonkeyPatch) -> No
     assert body["messages"][2]["content"] == "Who are you?" and len(asked) == 3
 
 
-def test_a_user_that_does_not_answer_is_a_service_that_is_down() -> None:
-    async def ask(url: str) -> None:
-        user = ChatUser(url, "tiny", "NO_SUCH_KEY", 5.0)
-        try:
-            await user.opening(small_task([], []))
-        finally:
-            await user.close()
+async def chat_with(url: str, do: Callable[[ChatUser], Awaitable[Any]]) -> Any:
+    user = ChatUser(url, "tiny", "NO_SUCH_KEY", 5.0)
+    try:
+        return await do(user)
+    finally:
+        await user.close()
 
-    with endpoint([""], status=500) as (url, asked), pytest.raises(ServiceDownError, match="500"):
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.envs.tau2.users._PAUSES_S", (0.0, 0.0))
+
+
+def test_a_user_that_does_not_answer_is_a_service_that_is_down() -> None:
+    def ask(url: str) -> Any:
+        return chat_with(url, lambda user: user.opening(small_task([], [])))
+
+    told = pytest.raises(ServiceDownError, match=r"answers 500: .*out of memory")
+    with endpoint(["out of memory"], status=500) as (url, asked), told:
         asyncio.run(ask(url))
     assert len(asked) == 3
-    with pytest.raises(ServiceDownError, match="simulated user at"):
+    with pytest.raises(ServiceDownError, match=r"simulated user at .* ConnectError"):
         asyncio.run(ask(url))
+    with pytest.raises(ServiceDownError, match="simulated user at not a url"):
+        asyncio.run(ask("not a url"))
+
+
+@pytest.mark.parametrize("said", [None, "", "<think>What do I want?</think>\n"])
+def test_a_user_that_says_nothing_is_at_fault_itself(said: str | None) -> None:
+    with endpoint([said]) as (url, _), pytest.raises(ServiceDownError, match="says nothing"):
+        asyncio.run(chat_with(url, lambda user: user.answer(small_task([], []), [Message("assistant", "Hi?")])))
+
+
+def test_a_user_that_hangs_up_before_a_word_is_at_fault_itself() -> None:
+    with endpoint(["###STOP###"]) as (url, _), pytest.raises(ServiceDownError, match="hangs up on 'Hello"):
+        asyncio.run(chat_with(url, lambda user: user.opening(small_task([], []))))
+
+
+def test_what_a_user_thinks_ends_nothing_and_is_not_heard() -> None:
+    with endpoint(["<think>Then I say ###STOP###.</think>Ann Lee."]) as (url, _):
+        said = asyncio.run(
+            chat_with(url, lambda user: user.answer(small_task([], []), [Message("assistant", "Who are you?")]))
+        )
+    assert said == "Ann Lee."
+
+
+def test_an_endpoint_that_refuses_is_told_at_the_start() -> None:
+    told = pytest.raises(ServiceDownError, match=r"answers 401: .*no such key.* correct user_url, user_model and")
+    with endpoint(["no such key"], status=401) as (url, _), told as found:
+        asyncio.run(chat_with(url, lambda user: user.check_services()))
+    assert found.value.__cause__ is None  # a traceback would say no more
+    with pytest.raises(ServiceDownError, match=r"ConnectError.* Start it, or"):
+        asyncio.run(chat_with(url, lambda user: user.check_services()))
+    with endpoint(["Hi."]) as (url, asked):
+        asyncio.run(chat_with(url, lambda user: user.check_services()))
+    assert len(asked) == 1
+
+
+def test_what_a_user_takes_is_not_the_agents_time() -> None:
+    async def timed(user: ChatUser) -> float:
+        clock = Clock(60.0)
+        async with clock.running():
+            await user.answer(small_task([], []), [Message("assistant", "Hi?")])
+        return clock.seconds
+
+    with endpoint(["Ann Lee."], after_s=0.5) as (url, _):
+        assert asyncio.run(chat_with(url, timed)) < 0.5
+
+
+def test_a_slow_endpoint_is_warned_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("verl.envs.tau2.users._CHECK_S", 0.05)
+    with endpoint(["Hi."], after_s=0.5) as (url, _):
+        asyncio.run(chat_with(url, lambda user: user.check_services()))
+    assert "no answer within 0.05 s" in caplog.text
 
 
 def test_wrong_options_are_told(tmp_path: Path) -> None:
@@ -336,6 +417,8 @@ def test_wrong_options_are_told(tmp_path: Path) -> None:
         build_env_factory("tau2", {"data": "x", "user": "me"})
     with pytest.raises(ConfigError, match="needs user_url"):
         build_env_factory("tau2", {"data": "x", "user": "chat"})
+    with pytest.raises(ConfigError, match="are of user=chat, but user is scripted"):
+        build_env_factory("tau2", {"data": "x", "user_url": "http://127.0.0.1:1/v1", "user_model": "big"})
     with pytest.raises(ConfigError, match=r"there is no file .*policy\.md"):
         tau2_tasks(str(tmp_path))
 

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import close_session
 
 from tests.eval_play import category
+from tests.service import free_port, service
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Setting
 from verl.evaluation.math import math
@@ -50,7 +52,7 @@ class Hub:
 
     def __init__(self, published: Mapping[tuple[str, str | None, str], Sequence[Mapping[str, Any]]]) -> None:
         self._published, self.asked = published, 0
-        self.exceptions = SimpleNamespace(DatasetsError=LookupError)
+        self.config = SimpleNamespace(HF_HUB_OFFLINE=True)
 
     def load_dataset(self, name: str, config: str | None, split: str) -> Sequence[Mapping[str, Any]]:
         self.asked += 1
@@ -102,6 +104,33 @@ def test_what_is_neither_there_nor_loads_is_told_at_once(tmp_path: Path, monkeyp
         of("math/gsm8k", Setting(tmp_path, hub=True))
     with pytest.raises(ConfigError, match=r"^hotpotqa_100.jsonl is not in"):  # nobody publishes it by a name
         of("search/hotpotqa_100", Setting(tmp_path, hub=True, search=ELSEWHERE))
+
+
+def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, row = PUBLISHED["math/gsm8k"]
+    hub = Hub({place: [row]})
+    hub.config = SimpleNamespace(HF_HUB_OFFLINE=False, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    close_session()  # one that knows that this is no offline mode
+    with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(http://127.* is not reached.*HF_HUB_OFFLINE=1"):
+        of("math/gsm8k", Setting(tmp_path, hub=True))
+    assert hub.asked == 0
+    with service("-m", "http.server", hub.config.HF_ENDPOINT.rpartition(":")[2], url=hub.config.HF_ENDPOINT):
+        (task,) = of("math/gsm8k", Setting(tmp_path, hub=True))
+    assert task.answer == "42"
+
+
+def test_whatever_the_package_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Hub):
+        def load_dataset(self, name: str, config: str | None, split: str) -> Sequence[Mapping[str, Any]]:
+            raise RuntimeError("Dataset scripts are no longer supported")
+
+    monkeypatch.setitem(sys.modules, "datasets", Broken({}))
+    with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(Dataset scripts"):
+        of("math/gsm8k", Setting(tmp_path, hub=True))
 
 
 def test_published_rows_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

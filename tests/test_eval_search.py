@@ -196,7 +196,7 @@ def judge(*verdicts: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def test_a_judge_is_asked_and_its_word_is_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "k")
-    with judge("Yes.", "**no**", 503, "yes") as (url, asked):
+    with judge("Yes.", "<think>Yes? No.</think> **no**", 503, "yes") as (url, asked):
         reward = QaReward({"url": url, "model": "m", "key_variable": "JUDGE_KEY"})
         of = episode("<answer>the man from Port Conway</answer>", "James Madison")
         right = reward.score(of, of.task, 0)
@@ -211,7 +211,9 @@ def test_a_judge_is_asked_and_its_word_is_the_figure(monkeypatch: pytest.MonkeyP
     assert all(text in told for text in ("Who?", "James Madison", "the man from Port Conway"))
 
 
-@pytest.mark.parametrize("said", [500, "I cannot say.", "nobody knows", {"error": "no model"}, {"choices": []}])
+@pytest.mark.parametrize(
+    "said", [500, "I cannot say.", "nobody knows", "<think>Yes, so", None, {"error": "no model"}, {"choices": []}]
+)
 def test_a_judge_that_fails_leaves_the_answer_unscored(said: Any, tmp_path: Path) -> None:
     with judge(said) as (url, _):
         of = episode("Monroe", "Madison")
@@ -236,7 +238,10 @@ def test_a_judge_is_tried_at_the_start() -> None:
     with judge("yes") as (url, asked):
         check(url)
         assert len(asked) == 1
-    with judge({"error": "none"}) as (url, _), pytest.raises(ServiceDownError, match=r"KeyError.*correct url, model"):
+    with (
+        judge({"error": "none"}) as (url, _),
+        pytest.raises(ServiceDownError, match=r"answers no completion: .*none.*correct url, model"),
+    ):
         check(url)
     with pytest.raises(ServiceDownError, match=r"judge at .*ConnectError.*Start it"):
         check(f"http://127.0.0.1:{free_port()}/v1")

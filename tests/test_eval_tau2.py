@@ -44,6 +44,7 @@ def test_notes_say_who_the_user_is() -> None:
     benchmark = tau2(Setting(folder, user=chat))
     assert "the user is big" in benchmark.notes[0]
     few = benchmark.categories[0].tasks()[:1]
+    assert few[0].data_source == "tau2_retail_chat_user"
     (group,) = groups(benchmark.categories[0], "hermes", gold, few)  # nobody listens there
     assert group.scores == () and "simulated user" in group.faults[0]
 

@@ -208,6 +208,7 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, t
     found = result["categories"]["toy/all"]
     assert found["figure"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
     assert (found["pass@n"], found["pass^n"]) == (0.8, 0.2)
+    assert found["pass^k"] == pytest.approx({"1": 0.5, "2": (1 + 3 + 6) / 6 / 5, "3": (1 + 4) / 4 / 5, "4": 0.2})
     assert result["aggregates"]["overall"]["formula"] == "overall = mean over members of toy/all"
     shown = result_grid(result)
     assert "50.0" in shown.rows[0] and "80.0" in shown.rows[0] and "| overall | 5 | 50.0 |" in shown.as_markdown()

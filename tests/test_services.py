@@ -55,7 +55,7 @@ def test_what_answers_is_there_and_what_is_down_is_passed_over_while_another_is_
 def test_a_chat_user_that_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "retail").mkdir()
     options = {"data": str(tmp_path), "user": "chat", "user_url": dead(), "user_model": "m"}
-    with pytest.raises(ServiceDownError, match=r"simulated user: not reached\. .*correct user_url"):
+    with pytest.raises(ServiceDownError, match=r"simulated user at .*ConnectError.*correct user_url"):
         asyncio.run(check_services([build_env_factory("tau2", options)]))
     asyncio.run(check_services([build_env_factory("tau2", {"data": str(tmp_path)})]))
 

@@ -8,12 +8,16 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.errors import ServiceDownError
 
+if TYPE_CHECKING:
+    import httpx  # functions that need it import it: rewards load without
+
 ANSWER_S = 5.0
 CHECK_S = 10.0  # for a check as a whole
+_SHOWN_CHARS = 300  # of what an endpoint answers
 _GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,28 @@ async def check_urls(service: str, urls: Sequence[str], mend: str, trust_env: bo
         raise ServiceDownError(service, f"not reached. {'; '.join(problems)}. {mend}")
     if problems:
         log.warning("%s: passed over as long as they are down: %s", service, "; ".join(problems))
+
+
+def completion_text(reply: httpx.Response) -> str:
+    """What an OpenAI-compatible endpoint says, without the thought in front of it.
+
+    Raises ValueError, in the endpoint's words, where that is an error, no completion, or nothing at all.
+    """
+    if reply.is_error:
+        raise ValueError(f"answers {reply.status_code}: {_short(reply.text)}")
+    try:
+        choice = reply.json()["choices"][0]
+        said = choice["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"answers no completion: {_short(reply.text)}") from error
+    text = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
+    if not text:
+        raise ValueError(f"says nothing (finish_reason {choice.get('finish_reason')})")
+    return text
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_SHOWN_CHARS] or "an empty page"
 
 
 def serve(app: Any, host: str, port: int) -> int:

@@ -54,6 +54,20 @@ _CURRENT: ContextVar[Clock | None] = ContextVar("clock of the environment", defa
 
 
 @asynccontextmanager
+async def not_counted() -> AsyncIterator[None]:
+    """Wait inside for what the policy is not to blame for: a free place, a simulated user's words."""
+    clock = _CURRENT.get()
+    if clock is None:  # outside of episodes
+        yield
+        return
+    clock.tell(waiting=1)
+    try:
+        yield
+    finally:
+        clock.tell(waiting=-1)
+
+
+@asynccontextmanager
 async def in_place(places: asyncio.Semaphore) -> AsyncIterator[None]:
     """Wait for one of the places, and work there."""
     clock = _CURRENT.get()
@@ -61,11 +75,8 @@ async def in_place(places: asyncio.Semaphore) -> AsyncIterator[None]:
         async with places:
             yield
         return
-    clock.tell(waiting=1)
-    try:
+    async with not_counted():
         await places.acquire()
-    finally:
-        clock.tell(waiting=-1)
     clock.tell(working=1)
     try:
         yield

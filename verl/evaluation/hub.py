@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_session
+
 from verl.errors import ConfigError
+
+_REACHED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,10 @@ class HubSet:
         copy = data_dir / self.name
         source, place = (str(copy), f" from {str(copy)!r}") if copy.is_dir() else (self.name, "")
         try:
+            if not copy.is_dir():
+                _check_reached(datasets.config)
             loaded: Iterable[Mapping[str, Any]] = datasets.load_dataset(source, self.config, split=self.split)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except Exception as error:  # those of the network are its HTTP client's, which changes
             problem = " ".join(str(error).split())
             raise ConfigError(f"the data set {self.name} cannot be loaded{place} ({problem:.300})") from error
         return loaded
@@ -42,6 +48,17 @@ class HubSet:
         for number, row in enumerate(loaded):
             told = {ours: _text(row[theirs]) for ours, theirs in self.columns.items() if theirs in row}
             yield told | {"id": f"{prefix}-{told.get('id', number)}"}
+
+
+def _check_reached(config: Any) -> None:
+    """Raises OSError where nothing answers: the package itself would try for 25 s and more, and tell of every try."""
+    if config.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(config.HF_ENDPOINT, timeout=_REACHED_S)
+    except Exception as error:  # as above
+        mend = "HF_HUB_OFFLINE=1 takes what was loaded before"
+        raise OSError(f"{config.HF_ENDPOINT} is not reached, {error}; {mend}") from error
 
 
 def _text(value: Any) -> Any:

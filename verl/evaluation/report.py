@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,11 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
     parts = sorted({name for row in answered for name in row["score"]["parts"]})
     calls = sum(len(row["tool_uses"]) for row in answered)
     right = [[row["figure"] >= _RIGHT for row in task] for task in found]
-    several = {"pass@n": _mean([any(task) for task in right]), "pass^n": _mean([all(task) for task in right])}
+    several = {
+        "pass@n": _mean([any(task) for task in right]),
+        "pass^n": _mean([all(task) for task in right]),
+        "pass^k": {str(k): _pass_hat(right, k) for k in range(1, len(right[0]) + 1)},
+    }
     productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
         "metric": category.metric,
@@ -140,6 +145,11 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
+
+
+def _pass_hat(right: Sequence[Sequence[bool]], k: int) -> float:
+    """The chance that k of a task's n rollouts, drawn without putting back, are all right (arXiv 2406.12045)."""
+    return _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
 
 
 def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:

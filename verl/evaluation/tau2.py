@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -9,6 +10,7 @@ from verl.envs.tau2.tasks import tau2_tasks
 from verl.evaluation.base import Benchmark, Category, Play, Setting
 from verl.evaluation.files import find_file
 from verl.evaluation.handlers import check_several_tools
+from verl.types import Task
 
 _MAX_TURNS, _MAX_TOOL_CALLS = 30, 60  # the longest list of gold actions has 19
 _MEND = "it is data/tau2/domains of tau2-bench's repository (sierra-research/tau2-bench)"
@@ -27,10 +29,18 @@ def tau2(setting: Setting) -> Benchmark:
         max_tool_calls=_MAX_TOOL_CALLS,
     )
     domains: tuple[Literal["retail", "airline"], ...] = ("retail", "airline")
-    categories = tuple(Category(f"tau2/{name}", partial(tau2_tasks, data, name, "test"), play) for name in domains)
+    categories = tuple(Category(f"tau2/{name}", partial(_tasks, setting, data, name), play) for name in domains)
     split = "the test split: training takes the other one"
     idle = "whoever does nothing scores .05 in retail and .35 in airline, where nothing is to be done as often"
     return Benchmark("tau2", categories, notes=(_user_note(setting), split, idle))
+
+
+def _tasks(setting: Setting, data: str, domain: Literal["retail", "airline"]) -> list[Task]:
+    """The rows' own source says that the user is scripted."""
+    tasks = tau2_tasks(data, domain, "test")
+    if "user_model" not in setting.user:
+        return tasks
+    return [replace(task, data_source=f"tau2_{domain}_chat_user") for task in tasks]
 
 
 def _user_note(setting: Setting) -> str:

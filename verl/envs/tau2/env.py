@@ -23,6 +23,7 @@ from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
 from verl.services import check_services
 from verl.types import Message, Score, Task, ToolCall
+from verl.utils.reward_score.parsing import RESPONSE, RESPONSE_END, THINK_END
 
 _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": AirlineTools}
 
@@ -151,8 +152,11 @@ def replay(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]
 
 
 def _visible(content: str) -> str:
-    """What the user hears: the message without the thought in front of it."""
-    return content.rpartition("</think>")[2].strip()
+    """What the user hears: the message without the thought in front of it and without ToolRL's tags around it."""
+    said = content.rpartition(THINK_END)[2]
+    if RESPONSE in said:
+        said = said.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
+    return said.strip()
 
 
 def _plain(text: str) -> str:

@@ -5,25 +5,30 @@ Results with the scripted user are not comparable with those of tau2-bench, whos
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
 
+from verl.envs.clock import not_counted
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import check_urls
+from verl.services import completion_text
 from verl.types import Message, Task
 
 _GREETING = "Hello, how can I help you today?"
 _STOP = "###STOP###"
-_ATTEMPTS = 3
+_PAUSES_S = (0.5, 2.0)  # before an endpoint is asked again
+_CHECK_S = 8.0  # of the question at the start, below the time of all such checks
 _ROLE = """You are a customer who talks to an agent of a {domain} company. Your situation:
 {situation}
 
 Speak as that person would, a sentence or two at a time. Tell what the agent needs to know as it is asked for; where
 your situation does not say, you do not know. Do not invent anything and do not quote these lines. Say {stop} and
 nothing else as soon as all you wanted is done, you were handed over to somebody else, or the agent cannot help you."""
+_log = logging.getLogger(__name__)
 
 
 class User(Protocol):
@@ -58,7 +63,10 @@ class ScriptedUser:
 
 
 class ChatUser:
-    """A language model that plays the customer. Raises ServiceDownError where the endpoint does not answer."""
+    """A language model that plays the customer.
+
+    Raises ServiceDownError where the endpoint does not answer, says nothing, or hangs up before it has said a word.
+    """
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
         key = os.environ.get(key_variable)
@@ -73,12 +81,14 @@ class ChatUser:
         """Asked for once for a task, so that all its episodes begin alike."""
         if task.id not in self._openings:
             said = await self.answer(task, [Message("assistant", _GREETING)])
-            self._openings.setdefault(task.id, said or scripted_opening(task.extra["instructions"]))
+            if said is None:
+                raise self._down(f"hangs up on {_GREETING!r}: it does not play its part")
+            self._openings.setdefault(task.id, said)
         return self._openings[task.id]
 
     async def answer(self, task: Task, said: Sequence[Message]) -> str | None:
         """One completion, with the roles turned round: the model plays the user."""
-        situation = scripted_opening(task.extra["instructions"])
+        situation = _situation(task.extra["instructions"])
         role = _ROLE.format(domain=task.extra["domain"], situation=situation, stop=_STOP)
         turned = [
             {"role": "user" if message.role == "assistant" else "assistant", "content": message.content}
@@ -88,30 +98,52 @@ class ChatUser:
         return None if _STOP in text else text
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where nothing answers at the endpoint."""
-        await check_urls("simulated user", [self._url], "Start it, or correct user_url")
+        """Has the endpoint say something. Raises ServiceDownError where it does not; slow is only warned of."""
+        mend = "Start it, or correct user_url, user_model and user_key_variable"
+        try:
+            await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
+        except httpx.ReadTimeout:
+            _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise self._down(f"{_told(error)}. {mend}") from None
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
     async def _complete(self, messages: list[dict[str, str]]) -> str:
-        body = {"model": self._model, "messages": messages, "temperature": 0.0}
-        for attempt in range(1, _ATTEMPTS + 1):
+        problem = ""
+        for pause_s in (0.0, *_PAUSES_S):
             try:
-                reply = await self._client.post(self._url, json=body)
-                reply.raise_for_status()
-                return str(reply.json()["choices"][0]["message"]["content"])
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                if attempt == _ATTEMPTS:
-                    raise ServiceDownError(f"simulated user at {self._url}", problem) from error
-        raise AssertionError("unreachable")
+                async with not_counted():  # it has a deadline of its own
+                    await asyncio.sleep(pause_s)
+                    return await self._ask(messages)
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                problem = _told(error)
+        raise self._down(problem)
+
+    async def _ask(self, messages: list[dict[str, str]], timeout_s: float | None = None) -> str:
+        """timeout_s: another one than in all conversations"""
+        body = {"model": self._model, "messages": messages, "temperature": 0.0}
+        timeout = self._client.timeout if timeout_s is None else timeout_s
+        return completion_text(await self._client.post(self._url, json=body, timeout=timeout))
+
+    def _down(self, problem: str) -> ServiceDownError:
+        return ServiceDownError(f"simulated user at {self._url}", problem)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def build_user(user: str, user_url: str, user_model: str, user_key_variable: str, user_timeout_s: float) -> User:
-    """The user called `user`. Raises ConfigError for an unknown one, or a chat user without endpoint and model."""
+    """The user called `user`.
+
+    Raises ConfigError for an unknown one, a chat user without endpoint and model, and a scripted one with them.
+    """
     if user == "scripted":
+        if user_url or user_model:
+            raise ConfigError("environment 'tau2': user_url and user_model are of user=chat, but user is scripted")
         return ScriptedUser()
     if user != "chat":
         raise ConfigError(f"environment 'tau2': user must be scripted or chat, not {user!r}")
@@ -122,5 +154,9 @@ def build_user(user: str, user_url: str, user_model: str, user_key_variable: str
 
 def scripted_opening(instructions: Mapping[str, Any]) -> str:
     """Reason, known facts and wishes, as the task words them (they address the user as `you`)."""
+    return f"My case, as it was written down for me:\n{_situation(instructions)}"
+
+
+def _situation(instructions: Mapping[str, Any]) -> str:
     parts = (instructions["reason_for_call"], instructions["known_info"], instructions["task_instructions"])
-    return "My case, as it was written down for me:\n" + "\n".join(part.strip() for part in parts if part)
+    return "\n".join(part.strip() for part in parts if part)

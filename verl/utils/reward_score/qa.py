@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, ServiceDownError
+from verl.services import completion_text
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.parsing import RESPONSE, RESPONSE_END, THINK_END
 from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last_answer
@@ -133,10 +134,11 @@ def _completion(judge: Mapping[str, Any], asked: str, deadline_s: float) -> str:
         if left_s <= 0:
             break
         try:
-            reply = httpx.post(url, json=body, headers=headers, timeout=left_s).raise_for_status()
-            return str(reply.json()["choices"][0]["message"]["content"])
+            return completion_text(httpx.post(url, json=body, headers=headers, timeout=left_s))
         except httpx.TimeoutException:
             problem = f"did not answer within {deadline_s:g} s"
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        except ValueError as error:
+            problem = str(error)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = f"{type(error).__name__}: {error}"
     raise ServiceDownError(f"judge at {judge['url']}", problem)
