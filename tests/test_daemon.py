@@ -21,13 +21,14 @@ from verl.trainer.command import run_async, told
 from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-ahead = SimpleNamespace(_ahead=True)
 
-def learn(lesson):
+def learn(lesson, step):
     print("learning", flush=True)
     threading.Event().wait()
 
-sys.exit(told([], "", Config, lambda words, console: run_async(PPOTrainer.beside(ahead, learn, None))))
+ahead = SimpleNamespace(settings=SimpleNamespace(max_staleness=1))
+trainer = PPOTrainer(ahead, SimpleNamespace(learn=learn), None)
+sys.exit(told([], "", Config, lambda words, console: run_async(trainer._learn(None))))
 """
 
 
