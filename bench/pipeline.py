@@ -217,7 +217,7 @@ class Processes:
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
         """Seconds of a step and of its phases, and how many versions its oldest token was behind."""
-        unmeasured = (staleness + 1) * (staleness + 2) // 2  # the depth may grow until then
+        unmeasured = max(1, staleness * (staleness + 2))  # the depth may grow until then
         trainer = self.trainer(staleness, tails, seed, PROMPTS * (unmeasured + steps + staleness + 1))
         return asyncio.run(run(trainer, unmeasured, steps))
 

@@ -205,23 +205,30 @@ def test_prompts_begin_further_ahead_only_while_steps_wait(turns: int, depths: l
     assert max(ages) == ages[-1] == depths[-1]  # no sample is older than it has to be
 
 
-def test_the_depth_is_judged_once_what_it_added_has_had_its_turn() -> None:
-    depth = Depth(most=3)
-    clock = 0.0
-
-    def step(number: int, waited: float) -> int:
-        nonlocal clock
-        depth.saw(number, waited, clock + 10)
-        clock += 10
-        return depth.now
-
-    assert step(0, 10) == 1  # nothing could have been ready
-    assert step(1, 0.5) == 1  # 5 % is not waiting
-    assert step(2, 0.6) == 2
-    assert [step(number, 5) for number in (3, 4)] == [2, 2]  # their prompts began one step ahead
-    assert step(5, 5) == 3
-    assert [step(number, 9) for number in range(6, 20)] == [3] * 14  # as many as are allowed
+def test_a_depth_is_judged_over_what_is_in_flight_once_what_it_added_has_had_its_turn() -> None:
+    depth, told = Depth(most=3), []
+    for step, waited in enumerate((10, 0.5, 0.6, 5, 5, 0.3, 0.3, 0.3, 0.1, 0.4, 0.7)):  # of ten seconds
+        depth.saw(step, waited, 10.0 * step)
+        told.append(depth.now)
+    # The first cannot but wait, 1 and 2 do so 5.5 % of their time, 3 and 4 began one step ahead, the others wait less.
+    assert told == [1, 1, *[2] * 9]
     assert Depth(most=0).now == 0
+
+
+def test_a_depth_that_spares_no_waiting_is_taken_back() -> None:
+    depth = Depth(most=3)
+
+    def over(steps: range, share: float) -> list[int]:
+        told = []
+        for step in steps:
+            depth.saw(step, 10 * share, 10.0 * step)
+            told.append(depth.now)
+        return told
+
+    assert over(range(3), 0.4) == [1, 1, 2]
+    assert over(range(3, 8), 0.3) == [2, 2, 2, 2, 3]  # a quarter less
+    assert over(range(8, 15), 0.25) == [3, 3, 3, 3, 3, 3, 2]  # a sixth less is not worth a version
+    assert over(range(15, 67), 0.25) == [2] * 51 + [3]  # tried once more, in case that episodes have changed
 
 
 def test_what_may_wait_is_taken_as_it_ends() -> None:
