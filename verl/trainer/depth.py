@@ -16,7 +16,7 @@ class Depth:
     Tails and filters that drop prompts are what makes a trainer wait. Then another step's prompts begin, and whether
     that was enough is judged once they have their turn. It never falls again: what was slow once may be again.
 
-    most: rollout.max_staleness
+    most: rollout.max_staleness, less the versions in which groups are used again
     """
 
     most: int
