@@ -132,8 +132,8 @@ class Rollouts:
         """Drop what came of weights that are given up; its prompts that were not trained on come next."""
         await self._end()
         await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
-        self._left = [slot.draw for slot in self._slots]
-        self._slots, self._used = [], []
+        self._left[:0] = [slot.draw for slot in self._slots]
+        self._slots, self._used, self._failed = [], [], None
         self.depth.begin_again()
 
     async def close(self) -> None:
@@ -258,18 +258,20 @@ class Rollouts:
         return f"step {step + 1}: {len(faults)} of {asked} replies could not be scored:\n{shown}"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain JSON: the stream's cursor, and what was begun and not trained on."""
+        """What a checkpoint must hold, as plain JSON: the cursor, what was begun and not trained on, how far ahead."""
         cursor = self.tasks.cursor
         pending = (*(slot.draw for slot in self._slots), *self._left)
         return {
             "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
             "pending": [{"drawn": list(draw.drawn), "round": draw.round} for draw in pending],
+            "depth": self.depth.now,
             "shaping": dict(self.shaping_state),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
         self._left = [Draw(**draw) for draw in state["pending"]]
+        self.depth.now = state["depth"]
         self.shaping_state = state["shaping"]
 
 
