@@ -231,6 +231,30 @@ def test_a_run_goes_back_to_its_last_checkpoint_with_other_prompts(model: Path, 
     assert "actor/loss" in told["metrics"]
 
 
+def test_prompts_that_a_resumed_run_has_not_begun_outlive_a_way_back(model: Path, tmp_path: Path) -> None:
+    """An earlier run was three steps ahead with twelve prompts; two at a time are begun again."""
+    words = [*run_words(model, tmp_path, "hf", 4), "trainer.save_freq=1", "trainer.on_collapse=rollback"]
+    config = load_config([*words, "trainer.num_threads=1", "data.train_batch_size=2", "rollout.max_staleness=3"])
+    with local_trainer(config) as trained:
+        rollouts = trained.rollouts
+        pending = [rollouts._next_draw(1) for _ in range(12)]
+        before = {**rollouts.state(), "pending": [{"drawn": list(each.drawn)} for each in pending]}
+        rollouts.restore(before)
+        fit = local_fit(trained, config, alarming([3]))
+        trained_on: list[str] = []
+        write = fit.transcripts.write
+
+        def watched(step: int, groups: Sequence[TrajectoryGroup]) -> Path:
+            trained_on.extend(group.task.id for group in groups)
+            return write(step, groups)
+
+        fit.transcripts.write = watched  # type: ignore[method-assign]
+        asyncio.run(fit.run())
+    left = [rollouts.tasks.at(draw["drawn"]).id for draw in rollouts.state()["pending"]]
+    assert fit.rollbacks == 1 and len({*trained_on}) == len(trained_on)
+    assert {rollouts.tasks.at(each.drawn).id for each in pending} <= {*trained_on, *left}
+
+
 def test_a_checkpoint_that_was_owed_is_no_more_once_the_run_has_gone_back(model: Path, tmp_path: Path) -> None:
     """Due in step 4, where a sign held; the step after the rollback is not due, and the next way back stays as good."""
     words = [*run_words(model, tmp_path, "hf", 5), "trainer.save_freq=2", "trainer.on_collapse=rollback"]

@@ -205,6 +205,32 @@ def test_prompts_begin_further_ahead_only_while_steps_wait(turns: int, depths: l
     assert max(ages) == ages[-1] == depths[-1]  # no sample is older than it has to be
 
 
+@pytest.mark.parametrize(("staleness", "reuse", "depth"), [(1, 2, 0), (2, 2, 1), (3, 2, 1), (3, 3, 1)])
+def test_what_begins_ahead_is_still_young_enough_to_be_used_again(staleness: int, reuse: int, depth: int) -> None:
+    class Steady(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+            await asyncio.sleep(0)
+            return replace(group((0.0, 1.0)), task=task)
+
+    async def trained() -> list[tuple[int, int, int]]:
+        of = {"prompts_per_step": 6, "max_staleness": staleness, "max_reuse": reuse}
+        source = rollouts(Steady(random.Random(0)), GRPO, **of)
+        source.clock = iter(range(10**6)).__next__  # nobody waits: an answer takes a second, an update a thousand
+        found = []
+        for step in range(8):
+            collected = await source.take(step)
+            found.append((len(collected.fresh), len(collected.reused), len(source.state()["pending"])))
+            for _ in range(1000):
+                source.clock()
+        await source.close()
+        return found
+
+    fresh = 6 // reuse
+    told = asyncio.run(trained())
+    assert told[0] == (6, 0, depth * fresh)  # the second step's begin with the first one's
+    assert told[reuse:] == [(fresh, 6 - fresh, depth * fresh)] * (8 - reuse)
+
+
 def test_a_depth_is_judged_over_what_is_in_flight_once_what_it_added_has_had_its_turn() -> None:
     depth, told = Depth(most=3), []
     for step, waited in enumerate((10, 0.5, 0.6, 5, 5, 0.3, 0.3, 0.3, 0.1, 0.4, 0.7)):  # of ten seconds

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +27,7 @@ from verl.errors import ConfigError, DataError, EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.rollout.vllm_extension import _end_with
 from verl.single_controller.local import LocalGroup
 from verl.transfer.bucket import Layout, Outlet
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
@@ -387,3 +390,17 @@ def test_vllm_ends_with_its_owner(model_path: Path, tmp_path: Path) -> None:
     while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < deadline, "vLLM lives on"
         time.sleep(0.2)
+
+
+def test_an_engine_ends_with_an_owner_whose_death_nobody_asks_after() -> None:
+    owner, core = subprocess.Popen([sys.executable, "-c", ""]), subprocess.Popen(["sleep", "100"])
+    while psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    ending = threading.Thread(target=_end_with, args=(owner.pid, core.pid), daemon=True)
+    ending.start()
+    try:
+        assert core.wait(20) == -signal.SIGKILL
+    finally:
+        owner.wait()
+        core.kill()
+        core.wait()

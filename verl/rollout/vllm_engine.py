@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by 
 Result = TypeVar("Result")
 
 WATCH_S = 0.5  # how often the engine looks whether its processes live
-END_S = 10.0  # how long they have to end by themselves
+END_S = 3.0  # how long they have to end by themselves; the rest of it is Python's garbage, which nobody needs collected
 LOG_TAIL = 15  # lines of vLLM's log that an error quotes
 GIB = 1024**3
 SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # the longest path that a socket may have, and what vLLM adds to a folder

@@ -98,11 +98,19 @@ class WeightReceiver:
 
 
 def _end_with(owner: int, *own: int) -> None:
-    while psutil.pid_exists(owner):
+    while _lives(owner):
         time.sleep(_LOOK_S)
     for pid in reversed(own):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _lives(pid: int) -> bool:
+    """Not so a dead one whose parent never asks after it, as the first process of many a container."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def checkpoint_names(model: nn.Module) -> set[str]:

@@ -19,7 +19,7 @@ class Depth:
     engines have all they can do that does not help, and it is taken back. Both are judged over as many steps as are in
     flight, once the prompts that the last change added have had their turn.
 
-    most: rollout.max_staleness
+    most: rollout.max_staleness, less the versions in which groups are used again
     """
 
     most: int

@@ -131,8 +131,11 @@ class Fit:
             raise CollapseError(f"the run has collapsed{tried}. {said}\nStopped after step {step}; {rest}")
         self.rollbacks += 1
         _log.warning("%s\nBack to %s, with other prompts (%d of %d times)", said, path, self.rollbacks, MAX_ROLLBACKS)
-        self._take_up(Saved(path, read_state(path)))
         await self.trainer.rollouts.begin_again()
+        state = read_state(path)
+        then, now = state["trainer"]["rollouts"], self.trainer.rollouts.state()
+        state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is drawn again, none is lost
+        self._take_up(Saved(path, state))
         with self.trainer.learner.timer.phase("publish"):
             await self.trainer.publisher.publish(self.trainer.step)
         return True

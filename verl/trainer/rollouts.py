@@ -1,10 +1,11 @@
 """Where a step's groups come from: prompts in flight, as many as the allowed staleness has slots for.
 
-Slots, not queues, bound the work: (depth + 1) x prompts of a step, where the depth is 1 and grows, up to max_staleness,
-while the trainer waits. A slot is taken when its prompt is drawn and is free again once the weights that were trained
-on it are published; a prompt whose replies the filters drop gives its place to the next one at once. A step takes what
-has landed, but lets nothing be overtaken that could then not be trained on before it is too old; taken in their order,
-all of them can. With max_staleness=0 that is the synchronous loop: a step's own prompts, all of them, in their order.
+Slots, not queues, bound the work: a step's fresh prompts, and those of as many more steps as the depth, which is 1 and
+grows while the trainer waits, up to what max_reuse leaves of max_staleness. A slot is taken when its prompt is drawn
+and is free again once the weights that were trained on it are published; a prompt whose replies the filters drop gives
+its place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be
+trained on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous
+loop: a step's own prompts, all of them, in their order.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Rollouts:
     _failed: asyncio.Task[TrajectoryGroup] | None = None
 
     def __post_init__(self) -> None:
-        self.depth = Depth(self.settings.max_staleness)
+        kept_for_reuse = self.settings.max_reuse - 1  # versions; what begins further ahead is too old to be used again
+        self.depth = Depth(self.settings.max_staleness - kept_for_reuse)
 
     async def take(self, step: int) -> Collection:
         """Groups for the step that trains the weights of version `step`, which are published.
@@ -107,8 +109,7 @@ class Rollouts:
         collected = Collection(self.algorithm, least, depth=self.depth.now)
         self._use_again(collected, step)
         wanted = left = self.settings.prompts_per_step - len(collected.reused)
-        in_flight = (self.depth.now + 1) * self._fresh_per_step
-        await self._draw(max(wanted, in_flight) - len(self._slots), step)
+        await self._draw(wanted + self.depth.now * self._fresh_per_step - len(self._slots), step)
         while left > 0:
             asked = self.clock()
             slot = await self._landed(step, left)
@@ -131,8 +132,8 @@ class Rollouts:
         """Drop what came of weights that are given up; its prompts that were not trained on come next."""
         await self._end()
         await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
-        self._left = [slot.draw for slot in self._slots]
-        self._slots, self._used = [], []
+        self._left[:0] = [slot.draw for slot in self._slots]
+        self._slots, self._used, self._failed = [], [], None
         self.depth.begin_again()
 
     async def close(self) -> None:
@@ -257,18 +258,20 @@ class Rollouts:
         return f"step {step + 1}: {len(faults)} of {asked} replies could not be scored:\n{shown}"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain JSON: the stream's cursor, and what was begun and not trained on."""
+        """What a checkpoint must hold, as plain JSON: the cursor, what was begun and not trained on, how far ahead."""
         cursor = self.tasks.cursor
         pending = (*(slot.draw for slot in self._slots), *self._left)
         return {
             "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
             "pending": [{"drawn": list(draw.drawn), "round": draw.round} for draw in pending],
+            "depth": self.depth.now,
             "shaping": dict(self.shaping_state),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
         self._left = [Draw(**draw) for draw in state["pending"]]
+        self.depth.now = min(state["depth"], self.depth.most)
         self.shaping_state = state["shaping"]
 
 
