@@ -20,7 +20,7 @@ from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.files import replacing
 from verl.errors import ConfigError
-from verl.evaluation.base import Play, Setting
+from verl.evaluation.base import Benchmark, Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records, alone_in
@@ -58,7 +58,7 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         config.reward,
         config.reward_options,
     )
-    benchmarks = build_benchmarks(config.benchmarks, setting)
+    benchmarks = [_limited(each, config.limit) for each in build_benchmarks(config.benchmarks, setting)]
     asked: Asked = [
         (category, list(islice(category.tasks(), config.limit)))
         for benchmark in benchmarks
@@ -66,12 +66,20 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
     ]
     *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
-        found = result_of(benchmark, asked, model, config.bootstrap)
-        tell(found, result_grid(found), model.folder / benchmark.name, console)
+        for judged in {each.folder: each for each in (*bases, model)}.values():  # one, if they are the same
+            found = result_of(benchmark, asked, judged, config.bootstrap)
+            tell(found, result_grid(found), judged.folder / benchmark.name, console)
         for base in bases:
             found = comparison_of(benchmark, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
             tell(found, comparison_grid(found), place, console)
+
+
+def _limited(benchmark: Benchmark, limit: int | None) -> Benchmark:
+    """The benchmark with a note that its figures are those of a part, if they are."""
+    if limit is None:
+        return benchmark
+    return replace(benchmark, notes=(f"limit={limit}: no more than the first {limit} rows of each", *benchmark.notes))
 
 
 @dataclass(frozen=True)
@@ -193,8 +201,8 @@ def _settings(player: _Player) -> dict[str, Any]:
 
 def tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
     """On the console, and beside the answers as JSON and Markdown."""
-    told = [*(made["formula"] for made in found.get("aggregates", {}).values()), *found.get("notes", ())]
-    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
+    told = [*(made["formula"] for made in found["aggregates"].values()), *found["notes"]]
+    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2, default=str))
     write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
     console.print(grid.for_terminal())
     for each in told:
