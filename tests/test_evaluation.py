@@ -294,6 +294,12 @@ def test_columns_of_a_comparison_are_of_the_same_tasks(codec: ChatCodec, tmp_pat
     assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
 
 
+def test_a_category_without_tasks_is_told() -> None:
+    assert [task.id for task in category(8).first(2)] == ["t#0", "t#1"] and len(category(8).first(None)) == 8
+    with pytest.raises(DataError, match="toy/all has no task"):
+        category(0).first(5)
+
+
 def test_tasks_that_are_the_same_are_asked_once(codec: ChatCodec, tmp_path: Path) -> None:
     twice = replace(category(), tasks=lambda: [*tasks(2), *tasks(2)])
     model = Counting(codec, lambda number, _: "no")

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,9 +59,7 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
     )
     benchmarks = [_limited(each, config.limit) for each in build_benchmarks(config.benchmarks, setting)]
     asked: Asked = [
-        (category, list(islice(category.tasks(), config.limit)))
-        for benchmark in benchmarks
-        for category in benchmark.categories
+        (category, category.first(config.limit)) for benchmark in benchmarks for category in benchmark.categories
     ]
     *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
