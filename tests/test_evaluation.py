@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
+from verl.config.schema import EvalConfig
 from verl.data.chat import ChatCodec
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
@@ -38,7 +39,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.evaluate import check_faults
+from verl.trainer.evaluate import caveats, check_faults
 from verl.trainer.main_eval import main
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
@@ -513,6 +514,13 @@ def test_the_base_has_a_table_of_its_own_and_all_tell_of_a_limit(model: Path, tm
     (comparison,) = ours.parent.glob("test.parquet-against-base-*.json")
     for found in (of_base, json.loads(comparison.read_text())):
         assert found["notes"][0] == "limit=6: no more than the first 6 rows of each"
+
+
+def test_sampling_that_cannot_be_repeated_is_told() -> None:
+    config = EvalConfig(temperature=1.0, n=2, device="cpu")
+    (told,) = caveats(config)
+    assert "no seeds" in told
+    assert caveats(replace(config, engine="hf")) == caveats(replace(config, temperature=0.0, n=1)) == ()
 
 
 def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -19,7 +20,7 @@ from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
 from verl.data.files import replacing
 from verl.errors import ConfigError
-from verl.evaluation.base import Benchmark, Play, Setting
+from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records, alone_in
@@ -57,7 +58,8 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         config.reward,
         config.reward_options,
     )
-    benchmarks = [_limited(each, config.limit) for each in build_benchmarks(config.benchmarks, setting)]
+    built = build_benchmarks(config.benchmarks, setting)
+    benchmarks = [replace(each, notes=(*caveats(config), *each.notes)) for each in built]
     asked: Asked = [
         (category, category.first(config.limit)) for benchmark in benchmarks for category in benchmark.categories
     ]
@@ -72,11 +74,15 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
             tell(found, comparison_grid(found), place, console)
 
 
-def _limited(benchmark: Benchmark, limit: int | None) -> Benchmark:
-    """The benchmark with a note that its figures are those of a part, if they are."""
-    if limit is None:
-        return benchmark
-    return replace(benchmark, notes=(f"limit={limit}: no more than the first {limit} rows of each", *benchmark.notes))
+def caveats(config: EvalConfig) -> tuple[str, ...]:
+    """What a reader of any figure of this evaluation must know: it is of a part, or another run gives another."""
+    found = []
+    if config.limit is not None:
+        found.append(f"limit={config.limit}: no more than the first {config.limit} rows of each")
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if config.temperature > 0 and config.engine == "vllm" and on_cpu:
+        found.append("vLLM heeds no seeds on a CPU: whoever samples again gets other answers; engine=hf repeats")
+    return tuple(found)
 
 
 @dataclass(frozen=True)
