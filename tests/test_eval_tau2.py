@@ -68,6 +68,7 @@ def copied(folder: Path, **changed: Any) -> Setting:
         ({"user_scenario": {"instructions": {}}}, r"row \d+, field 'reason_for_call': is missing"),
         ({"user_scenario": "be nice"}, r"row \d+: is no task"),
         ({"id": None}, r"tasks.json or split_tasks.json cannot be read"),
+        ({"id": 12345}, r"retail: tasks.json or split_tasks.json .*there is no task '\d+', which split 'test' names"),
     ],
 )
 def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, changed: dict[str, Any], told: str) -> None:

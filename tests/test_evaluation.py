@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
+from verl.config.schema import EvalConfig
 from verl.data.chat import ChatCodec
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
@@ -38,7 +39,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.evaluate import check_faults
+from verl.trainer.evaluate import caveats, check_faults
 from verl.trainer.main_eval import main
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
@@ -228,6 +229,23 @@ def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: P
     assert note.startswith("max_prompt_length is 512, the base's 256")
 
 
+def test_a_comparison_tells_what_its_figures_are(codec: ChatCodec, tmp_path: Path) -> None:
+    """Handler, formula and warnings stand beside differences as beside a model's own figures."""
+    _, records = run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category())
+    handled = replace(category(), play=Play("says", {"strict": True}, tools=("python",)))
+    aggregates = Aggregate("overall", ("toy/all",)), Aggregate("more", ("x",))
+    benchmark = Benchmark("toy", (handled,), aggregates, ("a part",))
+    done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
+    compared = comparison_of(benchmark, done, done, 10)
+    assert comparison_grid(compared).title == "toy: m against m, handler toolrl"
+    assert compared["notes"] == ["a part"]
+    assert compared["aggregates"] == {"overall": {"formula": "overall = mean over members of toy/all"}}
+    plain = comparison_of(Benchmark("toy", (category(),)), done, done, 10)
+    assert comparison_grid(plain).title == "toy: m against m, prompts as they are"
+    play = result_of(benchmark, [(handled, tasks(8))], done, 10)["categories"]["toy/all"]["play"]
+    assert (play["reward"], play["reward_options"], play["tools"]) == ("says", {"strict": True}, ("python",))
+
+
 def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: Path) -> None:
     records = Records(tmp_path, category(1), 1, codec.tokenizer.decode)
     rollout = GroupRollout(
@@ -275,6 +293,12 @@ def test_columns_of_a_comparison_are_of_the_same_tasks(codec: ChatCodec, tmp_pat
     ours, theirs = (Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(count))}) for count in (8, 4))
     found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["figures"]["toy/all"]
     assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
+
+
+def test_a_category_without_tasks_is_told() -> None:
+    assert [task.id for task in category(8).first(2)] == ["t#0", "t#1"] and len(category(8).first(None)) == 8
+    with pytest.raises(DataError, match="toy/all has no task"):
+        category(0).first(5)
 
 
 def test_tasks_that_are_the_same_are_asked_once(codec: ChatCodec, tmp_path: Path) -> None:
@@ -478,6 +502,25 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
     (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")
     (figure,) = json.loads(comparison.read_text())["figures"].values()
     assert figure["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and figure["rows"] == 6
+
+
+def test_the_base_has_a_table_of_its_own_and_all_tell_of_a_limit(model: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    assert main(words(model, tmp_path / "out", f"compare={base}")) == 0
+    ours, theirs = (next((tmp_path / "out").glob(f"{name}-*/test.parquet.json")) for name in ("tiny", "base"))
+    of_base = json.loads(theirs.read_text())
+    assert of_base["model"] == str(base) and of_base["categories"] == json.loads(ours.read_text())["categories"]
+    (comparison,) = ours.parent.glob("test.parquet-against-base-*.json")
+    for found in (of_base, json.loads(comparison.read_text())):
+        assert found["notes"][0] == "limit=6: no more than the first 6 rows of each"
+
+
+def test_sampling_that_cannot_be_repeated_is_told() -> None:
+    config = EvalConfig(temperature=1.0, n=2, device="cpu")
+    (told,) = caveats(config)
+    assert "no seeds" in told
+    assert caveats(replace(config, engine="hf")) == caveats(replace(config, temperature=0.0, n=1)) == ()
 
 
 def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path) -> None:

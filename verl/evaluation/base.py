@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from verl.errors import DataError
 from verl.types import Task
 
 
@@ -70,6 +72,13 @@ class Category:
     tasks: Callable[[], Sequence[Task]]
     play: Play
     metric: str = "total"
+
+    def first(self, limit: int | None) -> list[Task]:
+        """The tasks, at most `limit`. Raises DataError where there is none: no table would tell of the category."""
+        found = list(islice(self.tasks(), limit))
+        if not found:
+            raise DataError(f"{self.name} has no task", "at least one", "Correct its files, or leave it out")
+        return found
 
 
 @dataclass(frozen=True, slots=True)

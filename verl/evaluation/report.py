@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,21 @@ def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: i
 
 
 def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
-    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`: all on the tasks of both."""
+    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`: all on the tasks of both.
+
+    What a reader of one model's figures must know stands beside differences, too.
+    """
     names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
     ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)
     of_model, of_base = (figures_of(benchmark, each, resamples) for each in (ours, theirs))
+    found = differences(benchmark, ours, theirs, resamples)
     return {
         "benchmark": benchmark.name,
         "model": model.name,
         "base": base.name,
         "settings": {"model": model.settings, "base": base.settings},
+        "plays": {category.name: asdict(category.play) for category in benchmark.categories},
         "figures": {
             name: {
                 "model": of_model[name].told(),
@@ -106,12 +111,16 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
                 "difference": difference.told(),
                 "rows": difference.num_rows,
             }
-            for name, difference in differences(benchmark, ours, theirs, resamples).items()
+            for name, difference in found.items()
         },
+        "aggregates": {each.name: {"formula": each.formula} for each in benchmark.aggregates if each.name in found},
         "notes": [
-            f"{name} is {model.settings[name]}, the base's {base.settings[name]}: the models' own room cuts it"
-            for name in ("max_prompt_length", "max_response_length")
-            if model.settings[name] != base.settings[name]
+            *benchmark.notes,
+            *(
+                f"{name} is {model.settings[name]}, the base's {base.settings[name]}: the models' own room cuts it"
+                for name in ("max_prompt_length", "max_response_length")
+                if model.settings[name] != base.settings[name]
+            ),
         ],
     }
 
@@ -131,7 +140,7 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
     productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
         "metric": category.metric,
-        "handled": category.play.handled,
+        "play": asdict(category.play),
         "figure": figure.told(),
         **(several if len(found[0]) > 1 else {}),
         "rows": len(found),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,7 @@ def result_grid(result: Mapping[str, Any]) -> Grid:
         (_short(name, result), str(made["rows"]), *_percent(made["figure"]), *blank)
         for name, made in result["aggregates"].items()
     ]
-    handled = any(found["handled"] for found in result["categories"].values())
-    words = f"handler {result['settings']['handler']}" if handled else "prompts as they are"
+    words = _words([found["play"] for found in result["categories"].values()], result["settings"])
     return Grid(f"{result['benchmark']}: {result['model']}, {words}", columns, rows)
 
 
@@ -75,8 +74,14 @@ def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
         )
         for name, found in comparison["figures"].items()
     ]
-    title = f"{comparison['benchmark']}: {comparison['model']} against {comparison['base']}"
+    words = _words(comparison["plays"].values(), comparison["settings"]["model"])
+    title = f"{comparison['benchmark']}: {comparison['model']} against {comparison['base']}, {words}"
     return Grid(title, ("", "rows", "base", "model", "difference", "95 %"), rows)
+
+
+def _words(plays: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+    """In which words the models were asked."""
+    return f"handler {settings['handler']}" if any(play["handled"] for play in plays) else "prompts as they are"
 
 
 def _short(name: str, found: Mapping[str, Any]) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -58,20 +58,31 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         config.reward,
         config.reward_options,
     )
-    benchmarks = build_benchmarks(config.benchmarks, setting)
+    built = build_benchmarks(config.benchmarks, setting)
+    benchmarks = [replace(each, notes=(*caveats(config), *each.notes)) for each in built]
     asked: Asked = [
-        (category, list(islice(category.tasks(), config.limit)))
-        for benchmark in benchmarks
-        for category in benchmark.categories
+        (category, category.first(config.limit)) for benchmark in benchmarks for category in benchmark.categories
     ]
     *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
-        found = result_of(benchmark, asked, model, config.bootstrap)
-        tell(found, result_grid(found), model.folder / benchmark.name, console)
+        for judged in {each.folder: each for each in (*bases, model)}.values():  # one, if they are the same
+            found = result_of(benchmark, asked, judged, config.bootstrap)
+            tell(found, result_grid(found), judged.folder / benchmark.name, console)
         for base in bases:
             found = comparison_of(benchmark, model, base, config.bootstrap)
             place = model.folder / f"{benchmark.name}-against-{base.folder.name}"
             tell(found, comparison_grid(found), place, console)
+
+
+def caveats(config: EvalConfig) -> tuple[str, ...]:
+    """What a reader of any figure of this evaluation must know: it is of a part, or another run gives another."""
+    found = []
+    if config.limit is not None:
+        found.append(f"limit={config.limit}: no more than the first {config.limit} rows of each")
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if config.temperature > 0 and config.engine == "vllm" and on_cpu:
+        found.append("vLLM heeds no seeds on a CPU: whoever samples again gets other answers; engine=hf repeats")
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -193,8 +204,8 @@ def _settings(player: _Player) -> dict[str, Any]:
 
 def tell(found: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
     """On the console, and beside the answers as JSON and Markdown."""
-    told = [*(made["formula"] for made in found.get("aggregates", {}).values()), *found.get("notes", ())]
-    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2))
+    told = [*(made["formula"] for made in found["aggregates"].values()), *found["notes"]]
+    write(path.with_name(f"{path.name}.json"), json.dumps(found, indent=2, default=str))
     write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {each}" for each in told))
     console.print(grid.for_terminal())
     for each in told:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def build_exams(config: Config, chat: ChatCodec) -> Exams:
     exams = [
         Exam(
             category,
-            list(islice(category.tasks(), config.trainer.eval_limit)),
+            category.first(config.trainer.eval_limit),
             _interaction(category.play, config, chat),
         )
         for benchmark in benchmarks

@@ -63,11 +63,14 @@ def tau2_tasks(
         rows = json.loads(read_file(folder / "tasks.json"))
         chosen = {row["id"] for row in rows}
         if split != "all":
-            chosen &= set(json.loads(read_file(folder / "split_tasks.json"))[split])
+            wanted = set(json.loads(read_file(folder / "split_tasks.json"))[split])
+            if wanted - chosen:
+                raise ValueError(f"there is no task {min(wanted - chosen, key=str)!r}, which split {split!r} names")
+            chosen = wanted
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"tasks.json or split_tasks.json cannot be read ({error!r})",
-            "a list of objects with ids, and lists of ids by split",
+            "a list of objects with ids, and lists of these ids by split",
             file=str(folder),
         ) from error
     path = str(folder / "tasks.json")
