@@ -202,7 +202,8 @@ class Processes:
 
     def trainer(self, staleness: int, tails: bool, seed: int, num_prompts: int) -> PPOTrainer:
         """A run that has not begun."""
-        pool = EnginePool(self.engines, [[0]] * ENGINES, OnPublish.CONTINUE if staleness else None)
+        publishing = OnPublish.CONTINUE if staleness else None
+        pool = EnginePool(self.engines, [[0]] * ENGINES, publishing, self.chat.tokenizer.decode)
         dialogue = Dialogue(self.chat, build_codec("search_r1", {"prompt_template": None}), max_observation_tokens=64)
         setting = Interaction(Tools(self.pace.tool_s, tails, seed), dialogue, Budgets(CALLS + 1, CALLS + 1))
         rollout = GroupRollout(pool, self.chat, DirectScorer(EveryOther()), Sampling(1024), setting)
