@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.idle import Rule, refuse_idle
 from verl.config.legacy import our_key, translate
 from verl.config.schema import Config, ProbeConfig
+from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError
 from verl.registry import nearest
 
@@ -163,7 +164,7 @@ def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{key} must be a finite number, got {value}")
         try:
-            OmegaConf.update(tree, key, value, force_add=key.startswith(open_keys))
+            OmegaConf.update(tree, key, with_embedded_paths(value), force_add=key.startswith(open_keys))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
     config = OmegaConf.to_object(tree)

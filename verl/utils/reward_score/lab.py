@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from verl.data.tasks import TaskSet
+from verl.embedded import embedded_path
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
@@ -136,12 +137,12 @@ def _count(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the lab; returns the exit code."""
     arguments = _arguments(argv)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     try:
         reward = build_reward(arguments.reward, dict(arguments.option))
         if not isinstance(reward, LabReward):
             raise ConfigError(f"reward {arguments.reward!r} brings no maximum(), gold() and mutations() to try")
-        tasks = TaskSet(arguments.data, on_bad_row="skip")
+        tasks = TaskSet(embedded_path(arguments.data), on_bad_row="skip")
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
         report = try_reward(reward, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
     except VerlError as error:
