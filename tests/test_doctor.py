@@ -41,6 +41,13 @@ def test_a_missing_package_and_a_wrong_version_fail_with_their_mend() -> None:
     assert checks["numpy"].status == "ok"
 
 
+def test_a_package_that_training_can_do_without_is_a_warning() -> None:
+    needed = {"datasets": ">=5.0,<6", "pandas": ">=2.2,<4"}
+    missing, old = versions.check_versions(installed(pandas="1.5"), needed)
+    assert (missing.status, missing.mend) == ("warn", "pip install 'datasets>=5.0,<6'")
+    assert old.status == "warn"
+
+
 def test_a_local_build_of_a_tested_version_is_accepted() -> None:
     assert failed(versions.check_versions(installed(torch="2.13.0+cpu"), {"torch": "==2.13.*"})) == []
 

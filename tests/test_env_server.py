@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -84,9 +84,9 @@ def server(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     try:
         for _ in range(300):
             try:
-                if httpx.get(f"{url}/health", trust_env=False).is_success:
+                if httpx2.get(f"{url}/health", trust_env=False).is_success:
                     break
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 assert process.poll() is None
                 time.sleep(0.1)
         yield url, process
@@ -144,11 +144,11 @@ def test_odd_arguments_arrive_as_far_as_they_can_be_written(shop_url: str) -> No
 def test_two_hundred_episodes_at_once_leave_nothing_open(shop_url: str) -> None:
     async def many() -> None:
         remote = RemoteFactory(shop_url)
-        before = httpx.get(f"{shop_url}/health", trust_env=False).json()["episodes"]
+        before = httpx2.get(f"{shop_url}/health", trust_env=False).json()["episodes"]
         tasks = build_tasks("shop", {"count": 25})
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in tasks for _ in range(8)))
         assert [results[-1].score.total for results in played if results[-1].score] == [1.0] * 200
-        assert httpx.get(f"{shop_url}/health", trust_env=False).json() == {"env": "shop", "episodes": before}
+        assert httpx2.get(f"{shop_url}/health", trust_env=False).json() == {"env": "shop", "episodes": before}
         await remote.close()
 
     asyncio.run(many())
@@ -157,17 +157,17 @@ def test_two_hundred_episodes_at_once_leave_nothing_open(shop_url: str) -> None:
 def test_a_group_is_one_request_of_each_kind() -> None:
     asked: list[tuple[str, int]] = []
     app = build_app("shop", build_env_factory("shop"), idle_s=60.0)
-    served = httpx.ASGITransport(app)
+    served = httpx2.ASGITransport(app)
 
     async def group() -> None:
         remote = RemoteFactory("http://server")
 
-        async def count(request: httpx.Request) -> None:
+        async def count(request: httpx2.Request) -> None:
             body = json.loads(request.content)
             number = body["count"] if "count" in body else len(body.get("episodes") or body.get("steps"))
             asked.append((request.url.path, number))
 
-        remote._servers[0]._client = httpx.AsyncClient(
+        remote._servers[0]._client = httpx2.AsyncClient(
             base_url="http://server", transport=served, event_hooks={"request": [count]}
         )
         (task,) = build_tasks("shop", {"count": 1})
@@ -295,7 +295,7 @@ def test_idle_episodes_are_forgotten_and_asking_them_is_a_fault() -> None:
             env = remote(task)
             await env.reset()
             for _ in range(100):
-                if httpx.get(f"{url}/health", trust_env=False).json()["episodes"] == 0:
+                if httpx2.get(f"{url}/health", trust_env=False).json()["episodes"] == 0:
                     break
                 await asyncio.sleep(0.1)
             with pytest.raises(ServiceDownError, match="idle for more than"):
@@ -337,7 +337,7 @@ def test_an_environment_that_breaks_is_a_fault_of_its_own_episode(tmp_path: Path
             told = zip(episodes, ("bug", "nothing", "down", "unclosable", "Done."), strict=True)
             results = await asyncio.gather(*(env.step(say(text)) for env, text in told), return_exceptions=True)
             await asyncio.gather(*(env.close() for env in episodes))
-            assert httpx.get(f"{url}/health", trust_env=False).json()["episodes"] == 0
+            assert httpx2.get(f"{url}/health", trust_env=False).json()["episodes"] == 0
             with pytest.raises(ServiceDownError, match="KeyError: 'products'"):
                 await remote(Task("t", (), "", "shop")).reset()
             await remote.close()

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
@@ -43,8 +43,8 @@ class ServerProcess:
     def wait(self) -> None:
         for _ in range(600):
             assert self.process.poll() is None
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=20).json() == {"status": "ok"}:
+            with contextlib.suppress(httpx2.HTTPError):
+                if httpx2.get(f"{self.url}/health", timeout=20).json() == {"status": "ok"}:
                     return
             time.sleep(0.05)
         raise AssertionError(f"{self.url} does not come up")
@@ -66,7 +66,7 @@ def url() -> Iterator[str]:
 
 def test_the_protocol_as_it_is_on_the_wire(url: str) -> None:
     request = {"code": "print(open('a').read()); open('b', 'w').write('out')", "language": "python"}
-    answer = httpx.post(f"{url}/run_code", json=request | {"files": {"a": "aGk="}, "fetch_files": ["b", "c"]}).json()
+    answer = httpx2.post(f"{url}/run_code", json=request | {"files": {"a": "aGk="}, "fetch_files": ["b", "c"]}).json()
     assert 0 < answer["run_result"].pop("execution_time") < 10
     assert answer == {
         "status": "Success",
@@ -76,27 +76,27 @@ def test_the_protocol_as_it_is_on_the_wire(url: str) -> None:
         "executor_pod_name": None,
         "files": {"b": "b3V0"},
     }
-    failed = httpx.post(f"{url}/run_code", json={"code": "exit 3", "language": "bash"}).json()
+    failed = httpx2.post(f"{url}/run_code", json={"code": "exit 3", "language": "bash"}).json()
     assert (failed["status"], failed["run_result"]["status"], failed["run_result"]["return_code"]) == (
         "Failed",
         "Error",
         3,
     )
     slow = {"code": "print(1)\nwhile True: pass", "language": "python", "run_timeout": 0.5}
-    late = httpx.post(f"{url}/run_code", json=slow).json()
+    late = httpx2.post(f"{url}/run_code", json=slow).json()
     assert (late["status"], late["run_result"]["status"]) == ("Failed", "TimeLimitExceeded")
     assert (late["run_result"]["return_code"], late["run_result"]["stdout"]) == (None, "1\n")
 
 
 def test_cells_on_the_wire(url: str) -> None:
     request = {"cells": ["x = 1", "1 / 0", "x + 1"], "files": {"a": "aGk="}, "fetch_files": ["a"]}
-    answer = httpx.post(f"{url}/run_jupyter", json=request).json()
+    answer = httpx2.post(f"{url}/run_jupyter", json=request).json()
     assert (answer["status"], answer["driver"]["status"]) == ("Success", "Finished")
     assert [cell["stdout"] for cell in answer["cells"]] == ["", "", "2\n"]
     (error,) = answer["cells"][1]["error"]
     assert (error["ename"], error["evalue"]) == ("ZeroDivisionError", "division by zero")
     assert answer["files"] == {"a": "aGk="}
-    late = httpx.post(f"{url}/run_jupyter", json={"cells": ["1", "while True: pass", "3"], "cell_timeout": 0.5}).json()
+    late = httpx2.post(f"{url}/run_jupyter", json={"cells": ["1", "while True: pass", "3"], "cell_timeout": 0.5}).json()
     assert (late["status"], late["driver"]["status"], len(late["cells"])) == ("Failed", "TimeLimitExceeded", 2)
 
 
@@ -110,7 +110,7 @@ def test_cells_on_the_wire(url: str) -> None:
     ],
 )
 def test_a_request_that_cannot_be_is_refused(url: str, request_: dict[str, Any]) -> None:
-    assert httpx.post(f"{url}/run_code", json=request_).status_code in (400, 422)
+    assert httpx2.post(f"{url}/run_code", json=request_).status_code in (400, 422)
 
 
 def test_it_listens_to_this_machine_alone(url: str) -> None:

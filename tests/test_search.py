@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.conftest import real_data
@@ -121,15 +121,15 @@ def test_options_that_cannot_be_are_refused() -> None:
 
 def test_the_server_speaks_both_dialects(url: str) -> None:
     def post(**asked: Any) -> Any:
-        return httpx.post(url, json=asked).raise_for_status().json()["result"]
+        return httpx2.post(url, json=asked).raise_for_status().json()["result"]
 
     rome, river = post(queries=["capital", "river"], topk=2)
     assert rome == [CORPUS[0]] and [document["id"] for document in river] == ["2", "1"]
     ((scored,),) = post(query="capital", return_scores=True)
     assert scored["document"] == CORPUS[0] and scored["score"] > 0
     assert (
-        httpx.post(url, json={}).status_code == 422
-        and httpx.post(url, json={"query": "x", "topk": 0}).status_code == 422
+        httpx2.post(url, json={}).status_code == 422
+        and httpx2.post(url, json={"query": "x", "topk": 0}).status_code == 422
     )
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_dies_is_told(corpus: Path) -> None:
 )
 def test_an_answer_of_another_form_is_the_servers_fault(answer: Any) -> None:
     retriever = HttpRetriever("http://x/retrieve")
-    retriever._client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, json=answer)))
+    retriever._client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=answer)))
     with pytest.raises(ServiceDownError, match="http://x/retrieve"):
         ask(retriever, "q")
 

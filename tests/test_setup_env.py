@@ -51,7 +51,7 @@ class Checkout:
         locks = self.root / "scripts" / "requirements"
         locks.mkdir(parents=True)
         shutil.copy(ROOT / "scripts" / "setup_env.sh", self.root / "scripts")
-        for name in ("cpu", "cpu-nodeps", "gpu", "dev", "dev-nodeps"):
+        for name in ("cpu", "cpu-nodeps", "gpu", "dev", "dev-nodeps", "gguf"):
             (locks / f"{name}.txt").write_text(f"{name}-package==1.0\n")
         bin_folder = folder / "bin"
         bin_folder.mkdir()
@@ -124,7 +124,7 @@ def test_a_fresh_build_installs_every_set_in_order(checkout: Checkout) -> None:
         "torch==2.13.0",
         f"-r {locks}/cpu.txt",
         f"--no-deps -r {locks}/cpu-nodeps.txt",
-        f"-r {locks}/dev.txt",
+        f"-r {locks}/dev.txt -r {locks}/gguf.txt",
         f"--no-deps -r {locks}/dev-nodeps.txt",
         f"--no-deps --no-build-isolation -e {checkout.root}",
     ]

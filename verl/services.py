@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from verl.errors import ServiceDownError
 
 if TYPE_CHECKING:
-    import httpx  # functions that need it import it: rewards load without
+    import httpx2  # functions that need it import it: rewards load without
 
 ANSWER_S = 5.0
 CHECK_S = 10.0  # for a check as a whole
@@ -44,14 +44,14 @@ async def check_urls(service: str, urls: Sequence[str], mend: str, trust_env: bo
 
     trust_env: whether a proxy that the environment names is used
     """
-    import httpx
+    import httpx2
 
-    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=trust_env) as client:
+    async with httpx2.AsyncClient(timeout=ANSWER_S, trust_env=trust_env) as client:
 
         async def problem(url: str) -> str:
             try:
                 status = (await client.get(url)).status_code
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 return f"{url}: {type(error).__name__}: {error}"
             return f"{url} answers {status}" if status in _GATEWAYS else ""
 
@@ -62,7 +62,7 @@ async def check_urls(service: str, urls: Sequence[str], mend: str, trust_env: bo
         log.warning("%s: passed over as long as they are down: %s", service, "; ".join(problems))
 
 
-def completion_text(reply: httpx.Response) -> str:
+def completion_text(reply: httpx2.Response) -> str:
     """What an OpenAI-compatible endpoint says, without the thought in front of it.
 
     Raises ValueError, in the endpoint's words, where that is an error, no completion, or nothing at all.

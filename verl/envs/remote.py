@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.envs.base import Observation, StepResult
@@ -78,8 +78,8 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float, window_s: float) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.AsyncClient(
-            base_url=self.url, timeout=timeout_s, limits=httpx.Limits(max_connections=None), trust_env=False
+        self._client = httpx2.AsyncClient(
+            base_url=self.url, timeout=timeout_s, limits=httpx2.Limits(max_connections=None), trust_env=False
         )
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
@@ -112,7 +112,7 @@ class Server:
                 yield answer.position, answer
 
     @asynccontextmanager
-    async def _post(self, path: str, request: BaseModel) -> AsyncIterator[httpx.Response]:
+    async def _post(self, path: str, request: BaseModel) -> AsyncIterator[httpx2.Response]:
         """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
@@ -121,7 +121,7 @@ class Server:
                     text = (await reply.aread()).decode(errors="replace")
                     raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
                 yield reply
-        except (httpx.HTTPError, ValidationError) as error:
+        except (httpx2.HTTPError, ValidationError) as error:
             raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
 
 

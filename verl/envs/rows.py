@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from verl.errors import DataError
 from verl.types import Task
+from verl.utils.versions import script
 
 
 def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
@@ -21,7 +22,7 @@ def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
         first = error.errors()[0]
         raise DataError(
             f"is no task of env.name={env}: {first['msg']}",
-            "a row that scripts/make_env_tasks.py writes for it",
+            f"a row that {script('scripts/make_env_tasks.py')} writes for it",
             "Name the data's own environment with env.name, or other files",
             field=".".join([field, *map(str, first["loc"])]),
         ) from error

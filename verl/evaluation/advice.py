@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.utils.versions import script
+
 FEW_WELL_FORMED = 0.5  # below this share of replies in a valid format, RL mostly pays for the format
 MANY_MALFORMED = 0.25  # of episodes with a call that cannot be read
 MANY_CUT_OFF = 0.1  # of replies
@@ -72,7 +74,7 @@ def _groups(found: Mapping[str, Any]) -> list[str]:
     if MANY_USELESS < never + always < 1:
         told.append(
             f"drop rows that teach nothing: {_percent(never)} were never right, {_percent(always)} always "
-            "(scripts/select_by_difficulty.py)"
+            f"({script('scripts/select_by_difficulty.py')})"
         )
     return told
 

@@ -30,6 +30,7 @@ from verl.transfer.bucket import Layout, Offer, all_names
 from verl.transfer.gpu import Meeting
 from verl.transfer.memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
+from verl.utils.versions import SET_UP
 
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -320,9 +321,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
-            raise ConfigError(
-                f"rollout.name=vllm: vLLM cannot be imported ({error}); see scripts/setup_env.sh"
-            ) from error
+            raise ConfigError(f"rollout.name=vllm: vLLM cannot be imported ({error}); {SET_UP}") from error
         on_cpu = _is_cpu()
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib: a CPU engine must be told how much memory its KV cache may take")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import httpx
+import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.errors import ConfigError, DataError, ServiceDownError
@@ -75,8 +75,8 @@ class RemoteSandbox:
         self._slots = asyncio.Semaphore(max_requests)
         self._patience_s = patience_s
         self._queue_s = queue_s
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=max_requests + len(urls)),
+        self._http = httpx2.AsyncClient(
+            limits=httpx2.Limits(max_connections=max_requests + len(urls)),
             trust_env=False,  # a proxy of the environment is for the internet
         )
 
@@ -136,7 +136,7 @@ class RemoteSandbox:
         return await self._ask("/run_jupyter", request, RunJupyterResponse, total_s)
 
     async def _ask(self, path: str, request: BaseModel, kind: type[Answer], wall_s: float) -> Answer:
-        timeout = httpx.Timeout(wall_s + self._queue_s, connect=CONNECT_S)
+        timeout = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S)
         async with self._slots:
             deadline = time.monotonic() + self._patience_s
             while True:
@@ -153,7 +153,7 @@ class RemoteSandbox:
                         server.failures = 0
                         return answer
                     server.failed(f"SandboxError: {answer.message}")
-                except (httpx.HTTPError, ValidationError) as error:
+                except (httpx2.HTTPError, ValidationError) as error:
                     server.failed(f"{type(error).__name__}: {error}")
                 finally:
                     server.under_way -= 1
@@ -175,7 +175,7 @@ class RemoteSandbox:
         """Whether it answers; servers that know no /health say so, which is an answer."""
         try:
             reply = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             server.failed(f"{type(error).__name__}: {error}")
             return False
         if reply.status_code >= 500:

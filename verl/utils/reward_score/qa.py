@@ -122,7 +122,7 @@ def _says_yes(judge: Mapping[str, Any], question: str, golds: list[str], answer:
 
 def _completion(judge: Mapping[str, Any], asked: str, deadline_s: float) -> str:
     """What the judge says. Quick failures are tried again; one that does not answer has had its time."""
-    import httpx  # rewards load without it
+    import httpx2  # rewards load without it
 
     key = os.environ.get(judge["key_variable"]) if "key_variable" in judge else None
     url = f"{judge['url'].rstrip('/')}/chat/completions"
@@ -134,11 +134,11 @@ def _completion(judge: Mapping[str, Any], asked: str, deadline_s: float) -> str:
         if left_s <= 0:
             break
         try:
-            return completion_text(httpx.post(url, json=body, headers=headers, timeout=left_s))
-        except httpx.TimeoutException:
+            return completion_text(httpx2.post(url, json=body, headers=headers, timeout=left_s))
+        except httpx2.TimeoutException:
             problem = f"did not answer within {deadline_s:g} s"
         except ValueError as error:
             problem = str(error)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             problem = f"{type(error).__name__}: {error}"
     raise ServiceDownError(f"judge at {judge['url']}", problem)
