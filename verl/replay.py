@@ -25,7 +25,7 @@ _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
     if not {"-h", "--help"}.isdisjoint(words):
-        Console(highlight=False).print(__doc__, markup=False)
+        Console(highlight=False, emoji=False).print(__doc__, markup=False)
         return 0
 
     def run(_: Words, console: Console) -> int:

@@ -6,16 +6,28 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from verl.utils.versions import missing_package
+
 _FILE_WIDTH = 160  # characters, where the output is no terminal
 
 
 def main(words: Sequence[str]) -> int:
     """The table on the terminal, or the page docs/algorithms.md."""
+    if list(words) in (["-h"], ["--help"]):
+        Console().print(__doc__, markup=False)
+        return 0
     if list(words) not in ([], ["--markdown"]):
-        Console(stderr=True).print(f"unknown words {' '.join(words)}; there is --markdown alone", markup=False)
+        known = "there is --markdown alone"
+        Console(stderr=True, emoji=False).print(f"unknown words {' '.join(words)}; {known}", markup=False)
         return 2
-    from verl.algorithms.table import COLUMNS, markdown, presets, row  # needs torch
-
+    try:
+        from verl.algorithms.table import COLUMNS, markdown, presets, row  # needs torch
+    except ModuleNotFoundError as error:
+        problem = missing_package(error)
+        if problem is None:
+            raise
+        Console(stderr=True, emoji=False).print(f"ConfigError: {problem}", markup=False, soft_wrap=True)
+        return 2
     if words:
         sys.stdout.write(markdown())
         return 0

@@ -20,7 +20,7 @@ class Display(Tracker):
     """A tracker for people. On a terminal it stays at the bottom, below whatever else is printed to `console`."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(emoji=False)
         self._total = total_steps
         self._phase, self._phase_started = "start", time.monotonic()
         self._facts: dict[str, str] = {"step": f"0/{total_steps}"}

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from rich.markup import escape
 from verl.config.schema import ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, DataError, VerlError
+from verl.utils.versions import SET_UP, missing_package
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 _T = TypeVar("_T")
@@ -34,7 +36,7 @@ class Words:
     def only_show(self, config: Any, console: Console) -> bool:
         """Print the configuration if that is all that is wanted."""
         if "--cfg" in self.options:
-            console.print(as_yaml(config), markup=False)
+            console.print(as_yaml(config), markup=False, soft_wrap=True)
         return "--cfg" in self.options
 
 
@@ -47,7 +49,7 @@ def told(
     Exit codes: what `run` returns; 2 for a configuration or data that cannot be used; 1 for a run that failed; 130 for
     one that was interrupted
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
@@ -63,6 +65,12 @@ def told(
         if not isinstance(error, ConfigError | DataError) and error.__cause__ is not None:
             console.print("".join(traceback.format_exception(error.__cause__)), markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError) else 1
+    except ModuleNotFoundError as error:
+        problem = missing_package(error)
+        if problem is None:
+            raise
+        console.print(f"[bold red]ConfigError[/]: {escape(problem)}", soft_wrap=True)
+        return 2
     except KeyboardInterrupt:
         console.print(
             "[bold red]interrupted[/]: started again, a training goes on from its last checkpoint, an evaluation from "
@@ -126,13 +134,19 @@ def _split(words: Sequence[str], known: Sequence[str]) -> Words:
     return Words(settings, options)
 
 
+def check_engine(key: str, name: str) -> None:
+    """Raises ConfigError for vLLM where it is not installed. key: that names the engine"""
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(f"{key}=vllm: the package vllm is not installed; {SET_UP}. {key}=hf needs torch alone")
+
+
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
     """Raises ConfigError for a file that is not there."""
     if needed and not files:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl or .json file, or several as [a,b]")
     for source in files:
         if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
-            raise ConfigError(f"{key}: there is no file {source!r}; dataset/README.md says where data comes from")
+            raise ConfigError(f"{key}: there is no file {source!r}; embedded:train.parquet names an embedded one")
 
 
 def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:

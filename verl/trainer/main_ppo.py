@@ -17,7 +17,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import Words, check_files, check_model, run_async, told
+from verl.trainer.command import Words, check_engine, check_files, check_model, run_async, told
 
 
 def main(words: Sequence[str]) -> int:
@@ -30,6 +30,7 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
+        check_engine("rollout.name", config.rollout.name)
         from verl.evaluation.registry import (
             check_names as check_benchmarks,  # these need more than a wrong key takes to be told
         )

@@ -1,0 +1,158 @@
+"""The command `toolrl` and the module of that name: every command is reachable, and what is missing is one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import toolrl
+import verl
+from tests.conftest import ROOT
+from verl.cli import COMMANDS, main
+from verl.config.schema import Config
+from verl.trainer import command
+from verl.trainer.command import Words, told
+from verl.utils import versions
+
+MINI = "model.path=embedded:model"
+NEED_TORCH = {
+    "train": ["recipe=mini_grpo", "rollout.name=hf"],
+    "preflight": ["recipe=mini_grpo", "rollout.name=hf"],
+    "sft": [MINI, "data.train_files=[embedded:sft.parquet]"],
+    "generate": [MINI, "files=[embedded:test.parquet]", "engine=hf"],
+    "chat": [MINI, "engine=hf"],
+    "eval": [MINI, "benchmarks=[embedded:test.parquet]", "engine=hf"],
+    "probe": [MINI, "data=embedded:test.parquet", "engine=hf"],
+    "plan": ["recipe=mini_grpo"],
+    "replay": [".", "--step", "1"],
+    "algorithms": [],
+}
+
+
+def run_python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_runnable_module_has_a_command() -> None:
+    files = (ROOT / "verl").rglob("*.py")
+    runnable = {each for each in files if '\nif __name__ == "__main__":' in each.read_text(encoding="utf-8")}
+    modules = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in runnable}
+    assert {each.removesuffix(".__main__") for each in modules} - {"verl.cli"} == {
+        command.module for command in COMMANDS.values()
+    }
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = "import sys, toolrl; from verl.cli import main; main(['--help']); print([*sys.modules])"
+    shown = run_python(code, tmp_path)
+    assert all(f"\n  {name} " in shown.stdout for name in COMMANDS)
+    loaded = shown.stdout.splitlines()[-1]
+    assert not [name for name in ("torch", "ray", "hydra", "rich", "asyncio", "numpy") if f"'{name}'" in loaded]
+
+
+def test_a_command_is_the_module_with_its_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["toolrl"])
+    with pytest.raises(SystemExit) as end:
+        main(["lab", "--data", "embedded:test.parquet", "--limit", "2"])
+    assert end.value.code == 0
+    assert "2 rows tried, 0 with offences" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trai"]) == 2
+    assert capsys.readouterr().err == "toolrl: unknown command 'trai'; did you mean 'train'?\n"
+
+
+def test_the_recipes_of_the_embedded_data_work_from_any_folder(tmp_path: Path) -> None:
+    shown = run_python("from verl.cli import main; main(['train', 'recipe=mini_ppo', '--cfg', 'job'])", tmp_path)
+    assert shown.returncode == 0
+    for file in ("train.parquet", "test.parquet", "test_new_tools.parquet", "model"):
+        assert str(ROOT / "dataset" / "mini" / file) in shown.stdout
+
+
+def test_commands_without_torch_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+from verl.cli import main
+for name, words in {NEED_TORCH!r}.items():
+    try:
+        print(name, main([name, *words]))
+    except SystemExit as end:
+        print(name, end.code)
+"""
+    tried = run_python(code, tmp_path, COLUMNS="500")
+    line = f"ConfigError: the package torch is not installed; {versions.SET_UP}"
+    assert tried.stdout.count(line) + tried.stderr.count(line) == len(NEED_TORCH)
+    codes = [each for each in tried.stdout.splitlines() if not each.startswith("ConfigError")]
+    assert codes == [f"{name} 2" for name in NEED_TORCH]
+    assert "Traceback" not in tried.stderr + tried.stdout
+
+
+@pytest.mark.parametrize("words", [["train", "recipe=mini_grpo"], ["chat", MINI]])
+def test_a_run_without_vllm_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str]) -> None:
+    code = f"import sys; sys.modules['vllm'] = None; from verl.cli import main; main({words!r})"
+    tried = run_python(code, tmp_path, COLUMNS="500")
+    assert tried.returncode == 2
+    assert len(tried.stdout.splitlines()) == 1
+    assert f"=vllm: the package vllm is not installed; {versions.SET_UP}" in tried.stdout
+
+
+def test_an_import_that_fails_for_another_reason_stays_an_error() -> None:
+    assert versions.missing_package(ModuleNotFoundError(name="verl.gone")) is None
+    assert versions.missing_package(ModuleNotFoundError(name="yaml")) is not None
+
+    def run(words: Words, console: Console) -> int:
+        raise ModuleNotFoundError("no module named 'users_own'", name="users_own")
+
+    with pytest.raises(ModuleNotFoundError):
+        told([], "", Config, run)
+
+
+def test_a_message_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(words: Words, console: Console) -> int:
+        console.print("saved to runs:fire:, [a:train:]", markup=False)
+        raise command.ConfigError("me/data:train: is no file")
+
+    assert told([], "", Config, run) == 2
+    assert capsys.readouterr().out == "saved to runs:fire:, [a:train:]\nConfigError: me/data:train: is no file\n"
+
+
+def test_the_alias_has_the_api_of_verl() -> None:
+    assert toolrl.__version__ == verl.__version__
+    for name in toolrl.__all__:
+        assert getattr(toolrl, name) is not None
+    from verl.config.load import load_config
+
+    assert toolrl.load_config is load_config
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = toolrl.nothing
+
+
+def test_messages_of_an_installed_package_name_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `scripts/` in the folder above; the pinned versions are those of the lock file."""
+    place = tmp_path / "site-packages" / "verl" / "utils" / "versions.py"
+    place.parent.mkdir(parents=True)
+    shutil.copy(str(versions.__file__), place)
+    spec = importlib.util.spec_from_file_location("installed_versions", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their types up
+    spec.loader.exec_module(module)
+    assert "scripts/" not in module.SET_UP
+    locked = (ROOT / "scripts" / "requirements" / "cpu-nodeps.txt").read_text().splitlines()
+    assert all(line in module.SET_UP for line in locked if not line.startswith("#"))
+    assert module.script("scripts/x.py") == "scripts/x.py of toolrl's repository"
+    assert versions.script("scripts/x.py") == "scripts/x.py"

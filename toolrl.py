@@ -1,0 +1,55 @@
+"""The Python API of `verl` under the distribution's own name. `python -m toolrl` is the command `toolrl`.
+
+Nothing heavy is imported before a name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from verl import __version__ as __version__
+
+_API = {
+    "Completion": "verl.types",
+    "Config": "verl.config.schema",
+    "ConfigError": "verl.errors",
+    "DataError": "verl.errors",
+    "Env": "verl.envs.base",
+    "Message": "verl.types",
+    "Observation": "verl.envs.base",
+    "Reward": "verl.utils.reward_score.base",
+    "RllaOptions": "verl.utils.reward_score.rlla",
+    "Score": "verl.types",
+    "ServiceDownError": "verl.errors",
+    "StepResult": "verl.envs.base",
+    "Task": "verl.types",
+    "ToolCall": "verl.types",
+    "ToolError": "verl.envs.tools.base",
+    "ToolSpec": "verl.types",
+    "Trajectory": "verl.types",
+    "build_reward": "verl.utils.reward_score.base",
+    "compute_score": "verl.utils.reward_score.rlla",
+    "load_config": "verl.config.load",
+    "tool": "verl.envs.tools.function",
+    "train": "verl.trainer.main_ppo",
+    "written": "verl.utils.reward_score.base",
+}
+__all__ = ["__version__", *_API]  # noqa: PLE0604  all are names
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module 'toolrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_API[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if __name__ == "__main__":
+    from verl.cli import main
+
+    sys.exit(main())

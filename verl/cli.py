@@ -1,0 +1,89 @@
+"""The command `toolrl`: one name for every command of this package.
+
+`toolrl train ..` is `python -m verl.trainer.main_ppo ..`, and so on: the module is run as Python would run it, and
+nothing else is imported, so that `toolrl --help` answers at once and a command needs only its own packages.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from verl import __version__
+from verl.registry import nearest
+from verl.utils.versions import missing_package
+
+
+class Command(NamedTuple):
+    """module: what `python -m` runs; arguments: what goes before the user's own"""
+
+    module: str
+    summary: str
+    arguments: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("verl.trainer.main_ppo", "reinforcement learning: GRPO, PPO and other algorithms"),
+    "preflight": Command("verl.trainer.main_ppo", "try all parts of a training on a tiny model", ("--preflight",)),
+    "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
+    "generate": Command("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
+    "chat": Command("verl.trainer.main_generation", "talk to a model in the terminal", ("--chat",)),
+    "eval": Command("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
+    "probe": Command("verl.trainer.main_eval", "would training learn from this data?", ("probe=true",)),
+    "plan": Command("verl.plan", "memory and time of a training, before it starts"),
+    "replay": Command("verl.replay", "run a recorded training step again"),
+    "lab": Command("verl.utils.reward_score.lab", "check a reward on the rows of a file"),
+    "algorithms": Command("verl.algorithms", "table of all algorithms"),
+    "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
+    "collapse": Command("verl.trainer.collapse", "table of the collapse rules, as Markdown"),
+    "env-server": Command("verl.envs.server", "serve an environment over HTTP"),
+    "sandbox-server": Command("verl.sandbox.server", "serve the code sandbox over HTTP"),
+    "retrieval-server": Command("verl.envs.tools.retrieval_server", "serve a search index over HTTP"),
+    "doctor": Command("verl.doctor", "check packages and hardware"),
+}
+
+
+def usage() -> str:
+    """What `toolrl --help` prints."""
+    rows = [f"  {name:18}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: toolrl COMMAND [key=value ...] [--option ...]",
+            "",
+            *rows,
+            "",
+            "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version.",
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command in this process, with `sys.argv` as its own. Raises SystemExit with the command's exit code."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"toolrl {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        sys.stderr.write(f"toolrl: unknown command {name!r}; {nearest(name, list(COMMANDS))}\n")
+        return 2
+    command = COMMANDS[name]
+    sys.argv[1:] = [*command.arguments, *rest]
+    try:
+        runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        problem = missing_package(error)
+        if problem is None:
+            raise
+        sys.stderr.write(f"ConfigError: {problem}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
