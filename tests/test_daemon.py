@@ -11,13 +11,16 @@ import threading
 
 import pytest
 
-from verl.daemon import in_daemon
+from verl.config.schema import Config
+from verl.daemon import in_daemon, run_async
+from verl.trainer.command import told
 
 _INTERRUPTED = """
 import signal, sys, threading
 from types import SimpleNamespace
 from verl.config.schema import Config
-from verl.trainer.command import run_async, told
+from verl.daemon import run_async
+from verl.trainer.command import told
 from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,3 +67,71 @@ def test_an_interrupt_does_not_wait_for_the_update_that_goes_on_beside_rollouts(
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopping: " in said and "interrupted: " in said
+
+
+async def _doubled(number: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+def test_a_coroutine_runs_with_and_without_a_running_loop() -> None:
+    async def inside() -> int:
+        return run_async(_doubled(21))  # as a notebook's cell would
+
+    assert run_async(_doubled(21)) == 42
+    assert asyncio.run(inside()) == 42
+
+
+def test_what_a_coroutine_raises_arrives_from_the_thread_of_its_own() -> None:
+    async def fail() -> None:
+        raise LookupError("here")
+
+    async def inside() -> None:
+        run_async(fail())
+
+    with pytest.raises(LookupError, match="here"):
+        asyncio.run(inside())
+
+
+def test_a_thread_of_its_own_sees_the_context_and_takes_the_loop() -> None:
+    word = contextvars.ContextVar("word", default="none")
+
+    class Loop(asyncio.SelectorEventLoop):
+        pass
+
+    async def seen() -> tuple[str, bool, bool]:
+        in_main = threading.current_thread() is threading.main_thread()
+        return word.get(), isinstance(asyncio.get_running_loop(), Loop), in_main
+
+    async def inside() -> tuple[str, bool, bool]:
+        word.set("mine")
+        return run_async(seen(), Loop)
+
+    assert asyncio.run(inside()) == ("mine", True, False)
+
+
+def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
+    ended = threading.Event()
+
+    async def wait() -> None:
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def inside() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook, not asyncio's own
+        run_async(wait())
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(inside())
+    assert ended.is_set()
+
+
+def test_a_command_runs_outside_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    async def apart() -> int:
+        return await in_daemon(told, [], "", Config, lambda words, console: run_async(_doubled(2)))
+
+    assert asyncio.run(apart()) == 4
+    assert capsys.readouterr().out == ""

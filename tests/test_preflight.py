@@ -21,6 +21,7 @@ from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.build import load_codec, load_inputs
+from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
 from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight, tiny
@@ -49,6 +50,18 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     said = console.export_text()
     assert "20 golden replies came back" in said and "0 offend" in said and "one update on a tiny qwen2" in said
     assert "4 prompts x 2 rollouts" in said and "0.1M parameters" in said and "GiB per trainer rank" in said
+
+
+def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: Path) -> None:
+    """In a notebook's cell."""
+    console = Console(width=200, file=(tmp_path / "said").open("w"))
+    config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
+
+    async def cell() -> int:
+        return train(config, console, only_preflight=True)
+
+    assert asyncio.run(cell()) == 0
+    assert "one update on a tiny qwen2" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,27 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_run_under_a_running_event_loop_in_an_empty_folder(model: Path, tmp_path: Path) -> None:
+    """As a notebook's cell, whose kernel runs a loop in its main thread."""
+    code = """
+import asyncio, os, sys
+from rich.console import Console
+from toolrl import load_config, train
+async def cell():
+    return train(load_config(sys.argv[2:]), Console(), only_preflight=False)
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    sys.exit(asyncio.run(cell()))
+"""
+    (tmp_path / "empty").mkdir()
+    words = run_words(model, tmp_path, "vllm", steps=2)
+    process = start_code(code, str(tmp_path / "empty"), *words, PYTHONPATH=str(ROOT))
+    said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    assert rows(tmp_path)[-1]["step"] == 2
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
     """Four steps = two steps, kill -9, resume, two steps."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"

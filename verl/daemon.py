@@ -1,4 +1,4 @@
-"""Functions in daemon threads of their own.
+"""Functions in daemon threads of their own, and coroutines from code that is none.
 
 The threads of `asyncio.to_thread` belong to a pool, for which the end of the event loop and of the process wait,
 however long it takes. For these nothing waits: what hangs, or waits for workers that compute, holds up nobody who wants
@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -53,3 +54,55 @@ class Daemon(Generic[_T]):
 async def in_daemon(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """As `asyncio.to_thread`, but for a thread that nothing waits for once this is cancelled."""
     return await Daemon(getattr(function, "__name__", "work"), lambda: function(*args, **kwargs)).result()
+
+
+def run_async(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> _T:
+    """`asyncio.run` that also works where an event loop runs already, as in a notebook: in a thread of its own.
+
+    Waits for the end in both cases. An interrupt cancels `main` and is raised once it has ended; it is not reported as
+    an error of the task that it met, too.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main, loop_factory)
+    return _run_in_thread(main, loop_factory)
+
+
+def _run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> _T:
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), KeyboardInterrupt):
+            loop.default_exception_handler(context)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.get_loop().set_exception_handler(report)
+        return runner.run(main)
+
+
+def _run_in_thread(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> _T:
+    started: Future[Callable[[], object]] = Future()  # of what cancels it
+    ended: Future[_T] = Future()
+
+    async def cancellable() -> _T:
+        task = asyncio.current_task()
+        assert task is not None
+        loop, cancel = asyncio.get_running_loop(), task.cancel
+        started.set_result(lambda: loop.call_soon_threadsafe(cancel))
+        return await main
+
+    def work() -> None:
+        try:
+            ended.set_result(_run(cancellable(), loop_factory))
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
+            started.cancel()  # where it never did
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="event loop", daemon=True)
+    thread.start()
+    try:
+        return ended.result()
+    except KeyboardInterrupt:
+        with suppress(RuntimeError, CancelledError):  # it has ended meanwhile, or never started
+            started.result()()
+        thread.join()
+        raise

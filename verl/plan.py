@@ -57,8 +57,7 @@ def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 def plan(config: Config, gpu: str | None, console: Console) -> int:
     """Print the plan. Everything heavy is imported here."""
-    import asyncio
-
+    from verl.daemon import run_async
     from verl.data.tasks import TaskSet
     from verl.trainer.build import interaction_of, load_codec
     from verl.trainer.build_env import opening_of
@@ -74,7 +73,7 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
         lengths = read_lengths(config, codec, tasks, opening_of(interaction, codec))
     finally:
         if interaction is not None:
-            asyncio.run(interaction.close())
+            run_async(interaction.close())
     made = build_plan(config, lengths, place)
     show(made, console)
     return 1 if made.shortages() else 0

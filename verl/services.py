@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from verl.daemon import run_async
 from verl.errors import ServiceDownError
 
 if TYPE_CHECKING:
@@ -95,5 +96,6 @@ def serve(app: Any, host: str, port: int) -> int:
         sys.stderr.write(f"error: cannot listen on {host} port {port} ({error}); choose another --host or --port\n")
         return 2
     with listening, suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        config = uvicorn.Config(app, log_level="warning")
+        run_async(uvicorn.Server(config).serve(sockets=[listening]), config.get_loop_factory())
     return 0

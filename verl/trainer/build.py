@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from verl.algorithms.algorithm import Algorithm
 from verl.config.load import flattened
 from verl.config.schema import Config, ModelConfig, RunConfig
+from verl.daemon import run_async
 from verl.data.chat import ChatCodec
 from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream
@@ -92,7 +92,7 @@ def load_inputs(config: Config) -> Inputs:
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
-    asyncio.run(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
+    run_async(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val = load_tasks(config, opening_of(interaction, codec))
     return Inputs(codec, interaction, train, val, build_exams(config, codec))
 

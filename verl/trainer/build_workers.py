@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
-from verl.daemon import in_daemon
+from verl.daemon import in_daemon, run_async
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
@@ -61,7 +61,7 @@ class Workers:
     def close(self) -> None:
         """End them; what is already dead stays so. Ranks first: an update would only take cores from what tidies up."""
         self.trainer.close()
-        asyncio.run(self.close_engines())
+        run_async(self.close_engines())
         self.engines.close()
 
 
@@ -184,7 +184,7 @@ def connect(config: Config, policy: Policy, workers: Workers) -> list[Layout]:
             )
         return await ranks
 
-    return asyncio.run(both())
+    return run_async(both())
 
 
 def engine_dtype(config: Config) -> str:

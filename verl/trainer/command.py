@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -23,7 +24,6 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.versions import SET_UP, missing_package
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,6 @@ def told(
         return 130
 
 
-def run_async(main: Coroutine[Any, Any, _T]) -> _T:
-    """`asyncio.run` for a command: an interrupt is told by `told`, not also as an error of the task that it met."""
-    import asyncio  # needs more than --help takes
-
-    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), KeyboardInterrupt):
-            loop.default_exception_handler(context)
-
-    with asyncio.Runner() as runner:
-        runner.get_loop().set_exception_handler(tell)
-        return runner.run(main)
-
-
 @contextmanager
 def _heeding_interrupts(console: Console) -> Iterator[None]:
     """The first Ctrl-C says so and ends what waits, at once; a second one ends the tidying up, too.
@@ -105,7 +92,8 @@ def _heeding_interrupts(console: Console) -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # whoever started this command wants no interrupts
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+    if before is not signal.default_int_handler or not in_main_thread:  # or whoever started this wants no interrupts
         yield
         return
     signal.signal(signal.SIGINT, interrupt)

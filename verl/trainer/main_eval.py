@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.config.load import load_plain, load_probe
 from verl.config.schema import EvalConfig, ProbeConfig
-from verl.trainer.command import Words, check_engine, check_files, check_model, run_async, told
+from verl.trainer.command import Words, check_engine, check_files, check_model, told
 
 _PROBE = "probe=true"
 _PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
@@ -49,6 +49,7 @@ def _evaluate(words: Words, console: Console) -> int:
     if config.compare is not None:
         check_model(replace(config.model, path=config.compare), key="compare")
     check_engine("engine", config.engine)
+    from verl.daemon import run_async
     from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
 
     check_names(config.benchmarks)
@@ -65,6 +66,7 @@ def _probe(words: Words, console: Console) -> int:
     check_model(config.model)
     check_files("data", [config.data] if config.data else [], needed=True)
     check_engine("engine", config.engine)
+    from verl.daemon import run_async
     from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
 
     check_names(config.env, config.prompt_template)

@@ -17,7 +17,7 @@ from rich.console import Console
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
-from verl.trainer.command import Words, check_engine, check_files, check_model, run_async, told
+from verl.trainer.command import Words, check_engine, check_files, check_model, told
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,6 +31,7 @@ def main(words: Sequence[str]) -> int:
         check_model(config.model)
         check_files("files", config.files, needed=not chatting)
         check_engine("engine", config.engine)
+        from verl.daemon import run_async
         from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
 
         check_names(config.env, config.prompt_template)

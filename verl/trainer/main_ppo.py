@@ -17,7 +17,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import Words, check_engine, check_files, check_model, run_async, told
+from verl.trainer.command import Words, check_engine, check_files, check_model, told
 
 
 def main(words: Sequence[str]) -> int:
@@ -47,6 +47,7 @@ def main(words: Sequence[str]) -> int:
 def train(config: Config, console: Console, only_preflight: bool) -> int:
     """The run itself. Everything heavy is imported here."""
     from verl.config.show import as_yaml
+    from verl.daemon import run_async
     from verl.data.files import replacing
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder

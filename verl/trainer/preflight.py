@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.config.schema import Config
+from verl.daemon import run_async
 from verl.data.chat import ChatCodec
 from verl.data.samples import to_samples
 from verl.errors import ConfigError
@@ -152,7 +153,7 @@ def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks:
             raise ConfigError(f"the reward failed: {faults[0]}")
         return _learn(shape, groups, config)
 
-    before, after = asyncio.run(roll())
+    before, after = run_async(roll())
     if not after > before:
         raise ConfigError(
             f"one update on a tiny copy of the model did not make better replies likelier ({before:.4f} to {after:.4f})"
