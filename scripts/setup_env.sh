@@ -10,6 +10,8 @@
 #   VERL_DEVICE=cpu|gpu   which set of packages; the default is gpu where `nvidia-smi -L` finds an NVIDIA GPU
 #   TORCH_INDEX=URL       package index for torch alone on a CPU machine, such as PyTorch's own CPU index
 #   VERL_DEV=1            ask an environment that is already active for the test tools too (.venv always has them)
+#   VERL_VENV=FOLDER      build or use this environment in place of .venv and of one that is active
+#   VERL_BASE_PYTHON=NAME the Python to build it with, such as python3.12; the default is 3.11, else 3.12
 
 if [ -z "${BASH_VERSION:-}" ]; then
     echo "setup: this script needs bash; start one with: bash" >&2
@@ -20,14 +22,15 @@ if (return 0 2>/dev/null); then  # this file is being sourced
     VERL_PYTHON="$(bash "${BASH_SOURCE[0]}" --print-python)" || { unset VERL_PYTHON; return 1; }
     export VERL_PYTHON
     _toolrl_root="$(CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    if [[ "$VERL_PYTHON" == "$_toolrl_root/.venv/bin/python" ]]; then
+    _toolrl_venv="$(realpath -m "${VERL_VENV:-$_toolrl_root/.venv}")"
+    if [[ "$VERL_PYTHON" == "$_toolrl_venv/bin/python" ]]; then
         # shellcheck disable=SC1091  # written by python -m venv
-        source "$_toolrl_root/.venv/bin/activate"
+        source "$_toolrl_venv/bin/activate"
     elif [[ ":${PYTHONPATH:-}:" != *":$_toolrl_root:"* ]]; then
         # a foreign environment does not know this checkout, and worker processes start in other folders
         export PYTHONPATH="$_toolrl_root${PYTHONPATH:+:$PYTHONPATH}"
     fi
-    unset _toolrl_root
+    unset _toolrl_root _toolrl_venv
     return 0
 fi
 
@@ -36,7 +39,7 @@ unset CDPATH  # makes cd print
 
 root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 locks="$root/scripts/requirements"
-venv="$root/.venv"
+venv="$(realpath -m "${VERL_VENV:-$root/.venv}")"
 python="$venv/bin/python"
 log="$venv/setup.log"
 incomplete="$venv/.toolrl-incomplete"
@@ -77,6 +80,7 @@ quick_check() {
 # Prints the active Python if it has all that is needed. Our own .venv is judged by its markers instead.
 find_active_python() {
     local name candidate report told="" options=()
+    [[ -z "${VERL_VENV:-}" ]] || return 1
     [[ -z "${VERL_DEV:-}" ]] || options=(--dev)
     for name in python3 python; do
         candidate="$(command -v "$name")" || continue
@@ -94,11 +98,13 @@ find_active_python() {
     return 1
 }
 
-# A Python that can build the environment: 3.11 if there is one, else 3.12.
+# A Python that can build the environment: the one that is asked for, else 3.11 if there is one, else 3.12.
 find_base_python() {
     local name candidate  # never the environment's own: it is about to be cleared
     local usable='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])'
-    for name in python3.11 python3.12 python3; do
+    local names=(python3.11 python3.12 python3)
+    [[ -z "${VERL_BASE_PYTHON:-}" ]] || names=("$VERL_BASE_PYTHON")
+    for name in "${names[@]}"; do
         while IFS= read -r candidate; do
             [[ "$candidate" != "$venv"/* ]] || continue
             if "$candidate" -c "$usable" 2>/dev/null; then
@@ -107,6 +113,8 @@ find_base_python() {
             fi
         done < <(type -ap "$name")
     done
+    [[ -z "${VERL_BASE_PYTHON:-}" ]] || die "VERL_BASE_PYTHON: no Python 3.11 or 3.12 called $VERL_BASE_PYTHON" \
+        "with the venv module found"
     die "no Python 3.11 or 3.12 with the venv module found; install one (Debian and Ubuntu: python3.11 and" \
         "python3.11-venv), then run this again"
 }
@@ -235,8 +243,8 @@ prepare_venv() {
 }
 
 build_locked() {
-    { : >>"$root/.venv.lock"; } 2>/dev/null || die "cannot write to $root, so no environment can be built there"
-    exec 9>"$root/.venv.lock"
+    { : >>"$venv.lock"; } 2>/dev/null || die "cannot write to $(dirname "$venv"), so no environment can be built there"
+    exec 9>"$venv.lock"
     if ! flock -n 9; then
         say "another set-up of this folder is running; waiting for it"
         flock 9

@@ -182,6 +182,30 @@ def test_what_is_half_made_or_outdated_is_built_again(built: Checkout, spoil: Ca
     assert_complete(built)
 
 
+def test_another_environment_is_built_beside_the_first_and_found_again(built: Checkout) -> None:
+    other = built.root / ".venv-3.12"
+    settings = {"VERL_VENV": str(other), "FIT": "1"}  # what is active would do, and is not asked
+    first = built.run(**settings)
+    assert first.stdout.strip() == str(other / "bin" / "python"), first.stderr
+    assert (other / ".toolrl-complete").is_file()
+    again = built.run(**settings)
+    assert (again.stdout, built.installs()) == (first.stdout, [])
+    assert_complete(built)
+
+
+def test_the_python_to_build_with_is_the_one_asked_for(checkout: Checkout, tmp_path: Path) -> None:
+    asked = tmp_path / "my python"
+    shutil.copy(tmp_path / "bin" / "python", asked)
+    assert f"new environment in {checkout.venv} with {asked}" in checkout.run(VERL_BASE_PYTHON=str(asked)).stderr
+    assert_complete(checkout)
+    (tmp_path / "second").mkdir()
+    refused = Checkout(tmp_path / "second")
+    result = refused.run(VERL_BASE_PYTHON="python3.99")
+    assert result.returncode != 0
+    assert "VERL_BASE_PYTHON: no Python 3.11 or 3.12 called python3.99" in result.stderr
+    assert not (refused.venv / "bin").exists()
+
+
 def test_its_own_environment_is_never_the_base_of_its_rebuild(built: Checkout) -> None:
     """As after `git pull` in a shell that has .venv active: its python comes first, and is about to be deleted."""
     (built.root / "scripts" / "requirements" / "cpu.txt").write_text("newer==2.0\n")
