@@ -44,6 +44,7 @@ from verl.trainer.memory import (
 )
 from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
+from verl.workers.parity import check_packs
 
 _OFFLOADS = ("offload_optimizer", "offload_params")
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -377,12 +378,15 @@ def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
     """Everything that a plan is made of. Raises ConfigError for a model that cannot be read or is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     assert config.model.path is not None
-    sequence_length(config)
+    longest = sequence_length(config)
     build_kl_control(config.algorithm, algorithm)
+    check_packs(config.model.path, longest)
     policy, critic = read_shape(config.model.path, PackedPolicy), None
     if algorithm.needs_critic:
         key = "model.path" if config.critic.path is None else "critic.path"
-        critic = read_shape(config.critic.path or config.model.path, PackedCritic, key)
+        path = config.critic.path or config.model.path
+        check_packs(path, longest, key)
+        critic = read_shape(path, PackedCritic, key)
     return Plan(config, algorithm, policy, critic, lengths, place)
 
 

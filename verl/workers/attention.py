@@ -186,7 +186,12 @@ def _varlen_kernel() -> VarlenKernel:
 
 
 def _flash_attn(
-    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None, sees: tuple[int, int]
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
 ) -> Tensor:
     output: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
         query_THD,
@@ -198,13 +203,18 @@ def _flash_attn(
         plan.longest_key,
         softmax_scale=scale,
         causal=True,
-        window_size=sees,
+        window_size=window,
     )
     return output
 
 
 def _torch_varlen(
-    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None, sees: tuple[int, int]
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
 ) -> Tensor:
     """Key heads are repeated here: releases of torch differ in how they are told of fewer key than query heads."""
     repeats = query_THD.shape[1] // keys_UKD.shape[1]
@@ -217,7 +227,7 @@ def _torch_varlen(
         plan.longest_query,
         plan.longest_key,
         scale=scale,
-        window_size=sees,  # causal by its second number
+        window_size=window,  # causal by its second number
     )
     return output
 
