@@ -43,7 +43,7 @@ from verl.trainer.memory import (
     updating,
 )
 from verl.types import Task
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.parity import check_packs
 
 _OFFLOADS = ("offload_optimizer", "offload_params")
@@ -405,7 +405,7 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
     """The shape of a module, whose tensors may have no storage."""
     layers = decoder_layers(module)
     named = dict(layers[0].named_parameters())
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_size(config)
     return ModelShape(
         parameters=sum(each.numel() for each in module.parameters()),
         layer_parameters=sum(each.numel() for each in named.values()),

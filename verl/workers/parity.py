@@ -17,7 +17,7 @@ from verl.data.packing import make_units, pack
 from verl.errors import ConfigError
 from verl.types import Sample
 from verl.workers import attention
-from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.model import PackedPolicy, decoder_layers, head_size
 
 _PROMPT, _RESPONSES = (3, 4, 5, 6, 7, 8, 9, 10, 11), ((12, 13, 14, 15, 16), (17, 18, 19, 20, 21, 22, 23))
 _SIZES = {
@@ -133,9 +133,8 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
         raise ConfigError(f"{config.model_type} is a model of more than text, and only text models are")
     heads = min(2, config.num_attention_heads)
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {
-        "hidden_size": heads * width,
+        "hidden_size": heads * head_size(config),
         "intermediate_size": 64,
         "num_attention_heads": heads,
         "num_key_value_heads": 1 if grouped else heads,
