@@ -2,69 +2,162 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.attention.varlen
+from torch import Tensor, nn
 
 from verl.batch import Segment
-from verl.workers.attention import VarlenPlan, by_flex, by_segments, by_varlen, varlen_plan
+from verl.errors import ConfigError
+from verl.workers import attention
+from verl.workers.attention import (
+    VarlenPlan,
+    by_flex,
+    by_segments,
+    by_varlen,
+    packed_attention,
+    varlen_plan,
+    window_mask,
+    window_size,
+)
 
 PACK = (Segment(0, 7), Segment(7, 10, 0), Segment(10, 15, 0), Segment(15, 19), Segment(19, 20, 3))
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float) -> Tensor:
+WINDOWS = (None, 1, 3, 8, 100)  # the longest sequence has 12 tokens
+Compute = Callable[..., Tensor]
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float, window: int | None = None
+) -> Tensor:
+    """Every pair of tokens by itself, positions counted along a segment and its prefix."""
     length = query.shape[2]
     sees = torch.zeros(length, length, dtype=torch.bool)
     for segment in segments:
-        for place in range(segment.start, segment.end):
-            sees[place, segment.start : place + 1] = True
-            if segment.prefix is not None:
-                sees[place, segments[segment.prefix].start : segments[segment.prefix].end] = True
+        before = [] if segment.prefix is None else [segments[segment.prefix]]
+        sequence = [place for part in (*before, segment) for place in range(part.start, part.end)]
+        for position, place in enumerate(sequence):
+            first = 0 if window is None else max(0, position + 1 - window)
+            if place >= segment.start:
+                sees[place, sequence[first : position + 1]] = True
     keys, values = (each.repeat_interleave(HEADS // KEY_HEADS, dim=1) for each in (key, value))
     scores = (query @ keys.mT * scale).masked_fill(~sees, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
-def varlen_on_cpu(query: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, scale: float | None) -> Tensor:
-    """What variable-length flash attention computes: causal, aligned at the ends."""
+def varlen_on_cpu(
+    query: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, scale: float | None, sees: tuple[int, int]
+) -> Tensor:
+    """What variable-length flash attention computes by its documentation: with i of q queries at position i + k - q of
+    k keys, query i sees keys from i + k - q - sees[0] (from the first, where that is -1) to i + k - q + sees[1]."""
     assert scale is not None
     outputs = []
     for number in range(len(plan.query_ends) - 1):
         own = slice(int(plan.query_ends[number]), int(plan.query_ends[number + 1]))
         seen = slice(int(plan.key_ends[number]), int(plan.key_ends[number + 1]))
         q, k, v = query[own].transpose(0, 1), keys[seen].transpose(0, 1), values[seen].transpose(0, 1)
-        k, v = (each.repeat_interleave(HEADS // KEY_HEADS, dim=0) for each in (k, v))
-        later = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-        outputs.append(((q @ k.mT * scale).masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+        k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for each in (k, v))
+        behind = k.shape[1] - q.shape[1]
+        every = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        hidden = every.triu(behind + sees[1] + 1)
+        if sees[0] >= 0:
+            hidden |= every.tril(behind - sees[0] - 1)
+        outputs.append(((q @ k.mT * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None) -> Tensor:
-    return by_varlen(query, key, value, segments, scale, varlen_on_cpu)
+varlen = partial(by_varlen, kernel=varlen_on_cpu)
 
 
-@pytest.mark.parametrize("compute", [by_segments, varlen])
-def test_values_and_gradients_are_those_of_the_written_out_mask(compute: Callable[..., Tensor]) -> None:
+def random_inputs(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [(1, heads, PACK[-1].end, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("compute", [by_segments, varlen])
+def test_values_and_gradients_are_those_of_the_written_out_mask(compute: Compute, window: int | None) -> None:
+    inputs = random_inputs(torch.float64)
     weight = torch.randn(1, PACK[-1].end, HEADS, SIZE, dtype=torch.float64)
     found = []
     for function in (compute, written_out):
-        output = function(*inputs, PACK, 0.3)
+        output = function(*inputs, PACK, 0.3, window)
         found.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
-def test_flex_gives_the_values_of_the_written_out_mask() -> None:
-    torch.manual_seed(0)
-    shapes = [(1, heads, PACK[-1].end, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    inputs = [torch.randn(shape) for shape in shapes]
-    torch.testing.assert_close(by_flex(*inputs, PACK, 0.3), written_out(*inputs, PACK, 0.3))
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_gives_the_values_of_the_written_out_mask(window: int | None) -> None:
+    inputs = [each.detach() for each in random_inputs(torch.float32)]
+    torch.testing.assert_close(by_flex(*inputs, PACK, 0.3, window), written_out(*inputs, PACK, 0.3, window))
+
+
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *plan: Any, **options: Any) -> Tensor:
+    """The signature of the flash-attn package, as far as it is used."""
+    assert options["causal"]
+    return varlen_on_cpu(q, k, v, VarlenPlan(q, *plan), options["softmax_scale"], options["window_size"])
+
+
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *plan: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """The signature of torch's own, as far as it is used; query and key heads are equal in number."""
+    assert q.shape[1] == k.shape[1]
+    return varlen_on_cpu(q, k, v, VarlenPlan(q, *plan), scale, window_size)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel", ["_flash_attn", "_torch_varlen"])
+def test_kernels_of_a_gpu_are_given_the_window(
+    kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    inputs = random_inputs(torch.float64)
+    found = by_varlen(*inputs, PACK, 0.3, window, getattr(attention, kernel))
+    torch.testing.assert_close(found, written_out(*inputs, PACK, 0.3, window))
+
+
+def test_windows_by_hand() -> None:
+    assert (window_size(None), window_size(1), window_size(4096)) == ((-1, 0), (0, 0), (4095, 0))
+    seen = window_mask(2, 4, 3, torch.device("cpu"))
+    assert seen.tolist() == [[True, True, True, False], [False, True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"softcap": 50.0}, "softcap=50.0"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+        ({"head_mask": torch.zeros(4), "position_bias": torch.zeros(4)}, "head_mask, position_bias"),
+    ],
+)
+def test_what_packs_do_not_compute_is_refused_by_name(option: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"Module asks for {named}: training computes causal attention"):
+        packed_attention(nn.Module(), *random_inputs(torch.float32), None, 0.3, segments=PACK, **option)
+
+
+def test_attention_to_later_tokens_is_refused() -> None:
+    module = nn.Module()
+    module.is_causal = False
+    with pytest.raises(ConfigError, match="is_causal=False"):
+        packed_attention(module, *random_inputs(torch.float32), None, 0.3, segments=PACK)
+
+
+def test_options_without_a_value_or_effect_are_none() -> None:
+    inputs = [each.detach() for each in random_inputs(torch.float32)]
+    options = {"softcap": None, "dropout": 0.0, "position_ids": torch.zeros(1, 20), "use_cache": False}
+    output, _ = packed_attention(nn.Module(), *inputs, None, 0.3, sliding_window=3, segments=PACK, **options)
+    torch.testing.assert_close(output, written_out(*inputs, PACK, 0.3, 3))
 
 
 def test_plan_by_hand() -> None:

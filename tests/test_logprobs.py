@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.test_packing import random_samples, tiny_model
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.grpo import GRPO
+from verl.data.packing import make_units, pack
 from verl.workers import logprobs
 from verl.workers.logprobs import token_logprobs
+from verl.workers.model import PackedPolicy
+from verl.workers.policy_worker import policy_loss
 
 
 def plain(hidden: Tensor, head: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -71,3 +81,32 @@ def test_half_precision_is_summed_in_full() -> None:
     assert values.dtype == torch.float32
     values.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_an_entropy_that_is_only_logged_costs_nothing_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient, a tensor of zeros, would make every logit's gradient as dear as that of a loss with entropy."""
+    backward: Callable[..., Any] = logprobs._TokenLogprobs.backward
+    reached: list[bool] = []
+
+    def recorded(ctx: Any, *grads: Tensor | None) -> Any:
+        reached.append(grads[1] is not None)
+        return backward(ctx, *grads)
+
+    monkeypatch.setattr(logprobs._TokenLogprobs, "backward", staticmethod(recorded))
+    policy, samples = PackedPolicy(tiny_model("qwen2", True, torch.float32)), random_samples(5)
+    units = make_units(samples, share_prefix=True, max_tokens=1000)
+    columns = {
+        name: [torch.full((len(sample.token_ids),), value) for sample in samples]
+        for name, value in (("advantages", 0.5), ("rollout_logprobs", -4.0), ("weight", 0.1), ("metric_weight", 0.1))
+    }
+    columns["gap_weight"] = columns["weight"]
+    packed = pack(units, samples, columns)
+    found = []
+    for coefficient in (0.0, 1e-30):  # the second is lost in rounding, but takes the way of an entropy in the loss
+        algorithm = replace(GRPO, kl=KLTerm(), entropy_coefficient=coefficient)
+        loss, metrics = policy_loss(policy, packed, algorithm, 1.0)
+        found.append([loss, metrics["entropy"], *torch.autograd.grad(loss, list(policy.parameters()))])
+    assert reached == [False, True]
+    assert float(found[0][1]) > 0
+    for without, with_entropy in zip(*found, strict=True):
+        torch.testing.assert_close(without, with_entropy)

@@ -8,12 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
@@ -23,15 +32,29 @@ from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
 from verl.plan import main, spelled_out
+from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
-from verl.trainer.build import interaction_of, load_codec
+from verl.trainer.build import build_meter, interaction_of, load_codec
 from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.build_env import opening_of
 from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, held, updating
-from verl.trainer.plan import Lengths, Plan, build_plan, changed, find_place, read_lengths, read_shape, shape_of
+from verl.trainer.plan import (
+    Lengths,
+    Plan,
+    build_plan,
+    changed,
+    decoder_of,
+    find_place,
+    read_lengths,
+    read_shape,
+    shape_of,
+)
 from verl.trainer.plan_show import compared
 from verl.workers import attention
 from verl.workers.model import PackedCritic, PackedPolicy
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+from verl.workers.rank import RankSpec, TrainingRank
 
 PROMPT, REPLY = 64, 24
 REPLIES = "data.max_response_length=128"
@@ -200,6 +223,13 @@ def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     assert beside._options()["rollout.placement"] == ["separate"]
 
 
+def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> None:
+    found = [plan_of([], gpu).max_num_seqs for gpu in ("h200", "h100", "a100", "cpu")]
+    assert found == [1024, 1024, 256, 256]
+    assert plan_of(["rollout.name=hf"]).max_num_seqs == 256
+    assert plan_of(["rollout.max_num_seqs=64"]).max_num_seqs == 64
+
+
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
     words = ["trainer.n_gpus_per_node=2", "rollout.name=hf", "rollout.max_num_seqs=384"]
     words.append("model.enable_gradient_checkpointing=true")
@@ -243,7 +273,7 @@ def test_what_goes_on_beside_training_costs_no_time_of_its_own() -> None:
     assert seconds["rollout"] < training
     assert in_turn.step_seconds() == pytest.approx(sum(seconds.values()))
     assert ahead.step_seconds() == pytest.approx(training + seconds["publish"])
-    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1"])
+    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1", "rollout.max_num_seqs=128"])
     assert few.step_seconds() == pytest.approx(few.seconds()["rollout"][0] + seconds["publish"])  # now it is the longer
 
 
@@ -314,6 +344,26 @@ def test_the_critic_has_no_head(model: Path) -> None:
     assert policy.root_parameters == 2 * 1000 * 96 + 96
 
 
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [  # of Qwen3-0.6B, whose heads are wider together than its hidden states, and of Qwen2.5-0.5B
+        (Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128, num_hidden_layers=2), 2048),
+        (Qwen2Config(hidden_size=896, num_attention_heads=14, num_hidden_layers=2), 896),
+    ],
+)
+def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int) -> None:
+    """As the plan does."""
+    with torch.device("meta"):
+        module = PackedPolicy(AutoModelForCausalLM.from_config(config))
+    spec, engine = RankSpec("", torch.float32, 1.0, OptimizerSettings(lr=1.0)), SimpleNamespace(module=module)
+    rank = TrainingRank(spec, PolicyWorker(engine, 1.0), None, None)  # type: ignore[arg-type]
+    meter = build_meter(LocalGroup(rank), "cuda")
+    planned = decoder_of(shape_of(module, config))
+    assert meter is not None and meter.shape.hidden == planned.hidden == width
+    assert (meter.shape.layers, meter.shape.head_parameters) == (planned.layers, planned.head_parameters)
+    assert meter.shape.parameters == planned.parameters + config.hidden_size  # the last norm
+
+
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
     config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", REPLIES])
     plan = build_plan(config, Lengths(200, 60, "given"), find_place(config))
@@ -347,7 +397,8 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
     assert "1 x h100 train, 2 more x h100 generate, at the same time" in on_gpus
     assert "rollout beside score, update and step: the longer" in on_gpus and "Of 3 GPUs, best" in on_gpus
     assert "1 rank(s) train, 2 more engine(s) generate, at the same time" in on_cpu and "1 for each of them" in on_cpu
-    assert all("at most 4096 episodes in flight, 512 decoded at once" in each for each in said)
+    in_flight = "at most 4096 episodes in flight"
+    assert f"{in_flight}, 2048 decoded at once" in on_gpus and f"{in_flight}, 512 decoded at once" in on_cpu
     assert main([*words[:4], "gpu=h100", "rollout.placement=separate"]) == 0
     assert "in turn: the one pool waits for the other" in " ".join(capsys.readouterr().out.split())
 
@@ -375,6 +426,15 @@ def test_a_model_without_layers_of_its_own_is_told(tmp_path: Path) -> None:
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="GPT2Model is not supported"):
         read_shape(str(tmp_path), PackedPolicy)
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.path"])
+def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp_path: Path) -> None:
+    Gemma2Config().save_pretrained(tmp_path)
+    words = {"model.path": str(model), key: str(tmp_path)}
+    config = load_config(["recipe=mini_ppo", *(f"{name}={path}" for name, path in words.items())])
+    with pytest.raises(ConfigError, match=rf"^{key}: .*softcap=50\.0"):
+        build_plan(config, Lengths(200, 60, "given"), find_place(config, "cpu"))
 
 
 @pytest.mark.parametrize(

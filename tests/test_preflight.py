@@ -24,10 +24,11 @@ from verl.trainer.build import load_codec, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
 from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
-from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight, tiny
+from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.trainer.validate import Validator
 from verl.types import FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
+from verl.workers.parity import small_copy
 
 REWARD = build_reward("rlla")
 
@@ -77,7 +78,7 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
 def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, model: Path, tmp_path: Path) -> None:
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
-    said = check_step(tiny(shape), load_codec(ModelConfig(path=str(model))), build_reward("rlla"), tasks, config)
+    said = check_step(small_copy(shape), load_codec(ModelConfig(path=str(model))), build_reward("rlla"), tasks, config)
     assert "sum of advantage * log p" in said
 
 
@@ -99,7 +100,7 @@ def test_a_reward_that_tells_nothing_apart_is_found(model: Path, tmp_path: Path)
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
     shape, codec = AutoConfig.from_pretrained(model), load_codec(ModelConfig(path=str(model)))
     with pytest.raises(ConfigError, match="nothing to learn from it"):
-        check_step(tiny(shape), codec, Indifferent(), tasks, config)
+        check_step(small_copy(shape), codec, Indifferent(), tasks, config)
     assert check_reward(Indifferent(), tasks) == "brings no golden replies to try"
 
 

@@ -28,6 +28,7 @@ from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.threads import num_threads
 from verl.types import Sample
+from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 
 
@@ -44,6 +45,7 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         raise ConfigError(f"data.train_batch_size ({batch_size}) is more than the {len(train)} replies of the data")
     total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
     assert config.model.path is not None
+    check_packs(config.model.path, config.data.max_length)
     spec = RankSpec(
         model_path=config.model.path,
         tokenizer_path=config.model.tokenizer_path,

@@ -45,6 +45,7 @@ from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
+from verl.workers.parity import small_copy
 from verl.workers.policy_worker import PolicyWorker
 
 _NUM_ROWS = 20
@@ -60,7 +61,7 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
     for name, said in (
         ("template", check_round_trip(codec, reward, tasks, config.data.max_response_length)),
         ("reward", check_reward(reward, tasks)),
-        ("step", check_step(tiny(shape), codec, reward, tasks, config)),
+        ("step", check_step(small_copy(shape), codec, reward, tasks, config)),
         ("batch", config.batch_arithmetic()),
         ("memory", check_memory(plan)),
     ):
@@ -110,26 +111,6 @@ def check_reward(reward: Reward, tasks: Sequence[Task]) -> str:
     replies = sum(tally.replies for tally in report.tallies.values())
     told = "".join(f"\n  {offence}" for offence in report.offences[:3])
     return f"{replies} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
-
-
-def tiny(shape: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture and vocabulary, two thin layers."""
-    small = type(shape)(**shape.to_dict())
-    heads = max(1, min(4, shape.num_attention_heads))
-    changes = {
-        "hidden_size": 16 * heads,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "layer_types": getattr(shape, "layer_types", None) and list(shape.layer_types)[:2],
-        "max_window_layers": 2,
-    }
-    for name, value in changes.items():
-        if hasattr(small, name):
-            setattr(small, name, value)
-    return small
 
 
 def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks: Sequence[Task], config: Config) -> str:

@@ -1,6 +1,8 @@
 """Attention over packs: one function, registered with transformers' attention interface.
 
-A segment attends to itself causally and to all of its prefix segment. Three kernels compute that:
+A segment attends to itself causally and to all of its prefix segment, in a layer with a sliding window of W tokens to
+the last W positions of both. Positions of a segment go on from its prefix's, wherever the two lie in the pack. Anything
+else that a model asks of its attention is refused by name. Three kernels compute that:
 
     by_segments   a call of scaled-dot-product attention per segment: CPU, any precision
     by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
@@ -29,10 +31,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.batch import Segment
+from verl.errors import ConfigError
 
 PACKED = "verl_packed"
 
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None], Tensor]
+_UNLIMITED = -1  # flash attention's word for a window without an end on this side
+# Of what transformers' layers hand on, what says nothing about the attention of a pack.
+_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "position_embeddings"})
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]
 
 
 def packed_attention(
@@ -42,19 +49,36 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
     *,
     segments: Sequence[Segment],
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within segments and their prefixes.
+    """Causal attention within segments and their prefixes, over the last `sliding_window` positions where it is given.
 
-    query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Masks are not used: the segments say it all.
+    query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Masks are not used: segments and window define them.
+
+    Raises ConfigError for every other option that has a value: soft caps, sinks, dropout, bidirectional attention.
     """
     assert attention_mask is None, "packs carry no mask"
+    refused = {name: value for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT}
+    refused |= {"dropout": dropout} if dropout else {}
+    refused |= {"is_causal": False} if not getattr(module, "is_causal", True) else {}
+    if refused:
+        raise ConfigError(
+            f"{type(module).__name__} asks for {', '.join(map(_shown, refused.items()))}: training computes causal "
+            "attention, with or without a sliding window, and nothing else (docs/training.md)"
+        )
     compute = by_segments
     if query.device.type == "cuda":
         compute = by_varlen if query.dtype in (torch.bfloat16, torch.float16) else by_flex
-    return compute(query, key, value, tuple(segments), scaling), None
+    return compute(query, key, value, tuple(segments), scaling, sliding_window), None
+
+
+def _shown(option: tuple[str, Any]) -> str:
+    name, value = option
+    return f"{name}={value}" if isinstance(value, bool | int | float | str) else name
 
 
 def register() -> None:
@@ -63,7 +87,12 @@ def register() -> None:
 
 
 def by_segments(
-    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Segment, ...],
+    scaling: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """One call per segment; the keys of its prefix are copied in front of its own.
 
@@ -73,17 +102,32 @@ def by_segments(
     queries, own_keys, own_values = (each.split(lengths, dim=2) for each in (query, key, value))
     outputs = []
     for number, segment in enumerate(segments):
-        keys, values, bias = own_keys[number], own_values[number], None
+        keys, values = own_keys[number], own_values[number]
+        bias: Tensor | None = None
         if segment.prefix is not None:
             keys = torch.cat([own_keys[segment.prefix], keys], dim=2)
             values = torch.cat([own_values[segment.prefix], values], dim=2)
             bias = causal_lower_right(lengths[number], keys.shape[2])
+        if window is not None and window < keys.shape[2]:
+            bias = window_mask(lengths[number], keys.shape[2], window, query.device)
         outputs.append(
             scaled_dot_product_attention(
                 queries[number], keys, values, attn_mask=bias, is_causal=bias is None, scale=scaling, enable_gqa=True
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """[queries, keys] whether a query sees a key: the last query is at the position of the last key."""
+    of_key = torch.arange(keys, device=device)
+    of_query = of_key[keys - queries :, None]
+    return (of_key <= of_query) & (of_key > of_query - window)
+
+
+def window_size(window: int | None) -> tuple[int, int]:
+    """(keys before a query's own position that it sees, keys after it), as flash attention takes them."""
+    return (_UNLIMITED if window is None else window - 1), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +169,15 @@ def by_varlen(
     value: Tensor,
     segments: tuple[Segment, ...],
     scaling: float | None,
+    window: int | None = None,
     kernel: VarlenKernel | None = None,
 ) -> Tensor:
-    """All segments in one call of a kernel that aligns its causal mask with the ends of queries and keys."""
+    """All segments in one call of a kernel that aligns causal mask and window with the ends of queries and keys."""
     plan = varlen_plan(segments, query.device)
     keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
     compute = kernel or _varlen_kernel()
-    return compute(query[0].transpose(0, 1).contiguous(), keys_UKD, values_UKD, plan, scaling)[None]
+    query_THD = query[0].transpose(0, 1).contiguous()
+    return compute(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]
 
 
 @lru_cache(maxsize=1)
@@ -140,7 +186,12 @@ def _varlen_kernel() -> VarlenKernel:
 
 
 def _flash_attn(
-    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
 ) -> Tensor:
     output: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
         query_THD,
@@ -152,12 +203,18 @@ def _flash_attn(
         plan.longest_key,
         softmax_scale=scale,
         causal=True,
+        window_size=window,
     )
     return output
 
 
 def _torch_varlen(
-    query_THD: Tensor, keys_UKD: Tensor, values_UKD: Tensor, plan: VarlenPlan, scale: float | None
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
 ) -> Tensor:
     """Key heads are repeated here: releases of torch differ in how they are told of fewer key than query heads."""
     repeats = query_THD.shape[1] // keys_UKD.shape[1]
@@ -170,16 +227,23 @@ def _torch_varlen(
         plan.longest_query,
         plan.longest_key,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=window,  # causal by its second number
     )
     return output
 
 
-def by_flex(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scaling: float | None) -> Tensor:
+def by_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Segment, ...],
+    scaling: float | None,
+    window: int | None = None,
+) -> Tensor:
     """One call with a mask that knows whose prefix is whose; compiled on a GPU, where it would be slow otherwise."""
     plain: Callable[..., Any] = flex_attention
     compute = _compiled_flex() if query.device.type == "cuda" else plain
-    mask = flex_mask(segments, query.device)
+    mask = flex_mask(segments, query.device, window)
     output: Any = compute(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     outputs: Tensor = output.transpose(1, 2).contiguous()
     return outputs
@@ -191,18 +255,23 @@ def _compiled_flex() -> Callable[..., Any]:
     return compiled
 
 
-@lru_cache(maxsize=2)
-def flex_mask(segments: tuple[Segment, ...], device: torch.device) -> BlockMask:
-    """The mask of a pack: own segment causally, prefix segment wholly."""
+@lru_cache(maxsize=4)  # a model has at most a layer without a window and one with
+def flex_mask(segments: tuple[Segment, ...], device: torch.device, window: int | None = None) -> BlockMask:
+    """The mask of a pack: own segment causally, prefix segment, both as far as the window reaches."""
     lengths = torch.tensor([segment.end - segment.start for segment in segments])
     nobody = len(segments)
     prefixes = torch.tensor([nobody if segment.prefix is None else segment.prefix for segment in segments])
+    before = torch.tensor([0 if segment.prefix is None else int(lengths[segment.prefix]) for segment in segments])
     segment_T = torch.arange(len(segments)).repeat_interleave(lengths).to(device)
     prefix_T = prefixes.repeat_interleave(lengths).to(device)
+    position_T = torch.cat([start + torch.arange(length) for start, length in zip(before, lengths, strict=True)])
+    position_T = position_T.to(device)
+    reach = int(lengths.sum()) if window is None else window
 
     def sees(batch: Tensor, head: Tensor, asking: Tensor, asked: Tensor) -> Tensor:
         own = (segment_T[asking] == segment_T[asked]) & (asking >= asked)
-        return own | (prefix_T[asking] == segment_T[asked])
+        related = own | (prefix_T[asking] == segment_T[asked])
+        return related & (position_T[asking] - position_T[asked] < reach)
 
     length = int(lengths.sum())
     return create_block_mask(sees, None, None, length, length, device=device.type)

@@ -49,7 +49,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy_A[rows] = -(logits_CV.exp() * logits_CV).sum(-1)
         ctx.save_for_backward(hidden_AE, head_VE, target_A, normaliser_A, entropy_A)
         ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward
+        ctx.set_materialize_grads(False)  # an entropy without a gradient (only logged) costs nothing in the backward
         return logprobs_A, entropy_A
 
     @staticmethod

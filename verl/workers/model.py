@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.batch import PackedBatch
 from verl.errors import ConfigError
@@ -85,6 +85,12 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
     if not hasattr(decoder, "layers"):
         raise ConfigError(f"{type(decoder).__name__} is not supported: a decoder needs its layers under `layers`")
     return list(decoder.layers)
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Width of one attention head; heads together may be wider or narrower than the hidden states."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 def published_names(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:

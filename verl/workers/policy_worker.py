@@ -129,7 +129,8 @@ def policy_loss(
     correction, rollout_A = algorithm.correction, column["rollout_logprobs"]
     weights = token_weights(correction or UNBOUNDED, trainer_A, rollout_A, packed.sample)
     loss_A = token.loss_T if correction is None else token.loss_T * weights.weight_T
-    loss_A = loss_A - algorithm.entropy_coefficient * output.entropy
+    if algorithm.entropy_coefficient:  # a product with 0 would still send a gradient of zeros through all logits
+        loss_A = loss_A - algorithm.entropy_coefficient * output.entropy
     facts = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
         divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, column["ref_logprobs"])

@@ -20,7 +20,7 @@ from verl.single_controller.group import Seat
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, load_causal_lm
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
 from verl.workers.offload import STAY, Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -79,7 +79,8 @@ class TrainingRank:
         self.policy.engine.put_away_all()
 
     def facts(self) -> tuple[str, int, int, int, int]:
-        """Name of the device, and of the policy: parameters without embeddings and head, layers, width, head's size."""
+        """Name of the device, and of the policy: parameters without embeddings and head, layers, width of attention,
+        parameters of the head."""
         policy = self.policy.engine.module
         assert isinstance(policy, PackedPolicy)
         shape = policy.model.config
@@ -87,7 +88,7 @@ class TrainingRank:
         embedding = max(each.numel() for each in embeddings)
         parameters = sum(each.numel() for each in policy.parameters()) - embedding * len(embeddings)
         device = torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu"
-        return device, parameters, shape.num_hidden_layers, shape.hidden_size, embedding
+        return device, parameters, shape.num_hidden_layers, shape.num_attention_heads * head_size(shape), embedding
 
     def memory_gib(self) -> float:
         """Peak memory of the device since the start; on CPU, of the process's resident set."""

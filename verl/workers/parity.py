@@ -1,0 +1,152 @@
+"""Whether a model gives in packs the log-probs that it gives for single sequences.
+
+A model whose attention, layers or output head compute more than training does would give other log-probs without an
+error. So every architecture is tried before it is trained: a small random copy scores one pack with a shared prompt,
+and the same sequences one by one through transformers' own forward with eager attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl.data.packing import make_units, pack
+from verl.errors import ConfigError
+from verl.types import Sample
+from verl.workers import attention
+from verl.workers.model import PackedPolicy, decoder_layers, head_size
+
+_PROMPT, _RESPONSES = (3, 4, 5, 6, 7, 8, 9, 10, 11), ((12, 13, 14, 15, 16), (17, 18, 19, 20, 21, 22, 23))
+_SIZES = {
+    "vocab_size": 32,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 16,
+    "sliding_window": 4,  # shorter than the prompt and than the responses, as is the next
+    "attention_chunk_size": 4,
+}
+_TOLERANCE = 1e-3  # nats; rounding in float32 makes 1e-5 of them
+# What transformers' models apply outside of the call of attention, with the values that have no effect.
+_NAMED = {
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "use_bidirectional_attention": False,
+    "attention_chunk_size": None,
+    "dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "resid_pdrop": 0.0,
+}
+
+
+def check_packs(path: str, longest: int, key: str = "model.path") -> None:
+    """Raises ConfigError, naming the reason, for a model whose log-probs in packs would not be its own.
+
+    longest: tokens of the longest sequence; key: the configuration key that gives `path`
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {path!r} holds no causal language model ({error})") from error
+    refused = f"{key}: {next(iter(config.architectures or [type(config).__name__]))} cannot be trained"
+    _check_rope(config, longest, refused)
+    try:
+        gap = packing_gap(small_copy(config, **_SIZES))
+    except ConfigError as error:
+        raise ConfigError(f"{refused}: {error}") from error
+    except Exception as error:  # architectures of other kinds fail in ways of their own
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{refused}: a small copy of it could not be tried in a pack ({reason})") from error
+    if not gap <= _TOLERANCE:  # NaN included
+        named = [each for each, without in _NAMED.items() if getattr(config, each, without) != without]
+        raise ConfigError(
+            f"{refused}: a small copy's log-probs in a pack differ by {gap:.2g} nats from those of its own forward"
+            f"{''.join(f'; it has {each}={getattr(config, each)}' for each in named)} (docs/training.md)"
+        )
+
+
+def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
+    """transformers chooses rotary factors for a whole pass, by its longest sequence: they depend on what is packed."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") == "longrope" and longest > each["original_max_position_embeddings"]:
+            short = each["original_max_position_embeddings"]
+            raise ConfigError(
+                f"{refused} on sequences of {longest} tokens: beyond {short} its rotary embedding (rope_type=longrope) "
+                f"depends on the longest sequence of a pack. Limit prompt and response to {short} tokens together"
+            )
+
+
+def packing_gap(config: PretrainedConfig) -> float:
+    """The largest difference, in nats, between log-probs in a pack and those of single sequences, of a random model.
+
+    The pack is computed as in an update, so dropout shows as well.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = random_model(config)
+        policy = PackedPolicy(model.train())
+        decoder_layers(policy)
+        samples = [_sample(_PROMPT, response, 0) for response in _RESPONSES]
+        samples.append(_sample(_PROMPT[:1], _PROMPT[::-1], 1))
+        packed = pack(make_units(samples, share_prefix=True, max_tokens=1000), samples, {})
+        with torch.no_grad():
+            found_A = policy(packed, 1.0, False).logprobs
+            model.eval().set_attn_implementation("eager")
+            expected = [_own_logprobs(model, sample) for sample in samples]
+    gaps = [(found_A[packed.sample == number] - each).abs().max() for number, each in enumerate(expected)]
+    return float(torch.stack(gaps).max())
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model for packs, with weights so large that what is left out shows, biases and sinks included."""
+    attention.register()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED)
+    for parameter in model.float().parameters():
+        parameter.data += torch.randn_like(parameter) / max(2.0, parameter.shape[-1] ** 0.5)
+    return model
+
+
+def _sample(prompt: tuple[int, ...], response: tuple[int, ...], group: int) -> Sample:
+    ids, trained = prompt + response, (False,) * len(prompt) + (True,) * len(response)
+    return Sample(ids, trained, (0.0,) * len(ids), group, 0.0)
+
+
+def _own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
+    """[response tokens] log-probs by the model's own forward."""
+    ids, trained = torch.tensor(sample.token_ids), torch.tensor(sample.action_mask)
+    logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    of_ids: Tensor = logprobs[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+    return of_ids[trained[1:]]
+
+
+def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
+    """The same architecture with few heads of the same size, and one layer of each kind that per-layer settings tell
+    apart.
+
+    changes: new values of settings, as far as the configuration has them
+    Raises ConfigError for a model of more than text, whose configuration has parts.
+    """
+    if config.get_text_config() is not config:
+        raise ConfigError(f"{config.model_type} is a model of more than text, and only text models are")
+    heads = min(2, config.num_attention_heads)
+    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    sizes = {
+        "hidden_size": heads * head_size(config),
+        "intermediate_size": 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1 if grouped else heads,
+        "max_window_layers": 1,
+    }
+    before, layers = config.to_dict(), config.num_hidden_layers
+    by_layer = {name: each for name, each in before.items() if isinstance(each, list) and len(each) == layers}
+    kinds = dict(zip(zip(*by_layer.values(), strict=True), range(layers), strict=False))
+    kept = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(2, layers)))
+    by_layer = {name: [each[number] for number in kept] for name, each in by_layer.items()}
+    wanted = {**sizes, **by_layer, **changes, "num_hidden_layers": len(kept)}
+    known = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
+    return type(config).from_dict(
+        {**before, **{name: value for name, value in known.items() if before.get(name) is not None}}
+    )
