@@ -63,7 +63,7 @@ def test_rows_that_occur_elsewhere_are_dropped(tmp_path: Path, capsys: pytest.Ca
     source = raw_file(tmp_path / "r.json", [example("Rome"), example("Oslo")])
     assert main(["--input", source, "--drop-in", other, "--local_dir", str(tmp_path)]) == 0
     assert [row["extra_info"]["input"] for row in split_rows(tmp_path, "train")] == [example("Rome")["input"]]
-    assert "dropped: occurs in" in capsys.readouterr().out
+    assert "1 dropped (1 that occur in" in capsys.readouterr().out
 
 
 def test_strip_thoughts_makes_rl_rows_of_sft_rows() -> None:
@@ -93,7 +93,7 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     said = capsys.readouterr().out
     assert len(split_rows(tmp_path, "train")) == 1
     assert (
-        "dropped: prompt longer than 500 tokens" in said
+        "1 dropped (1 longer than 500 tokens)" in said
         and "prompt tokens: p50" in said
         and "prompt characters: p50" in said
     )
@@ -105,7 +105,10 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
         ([{"instruction": "a", "input": "b"}], "row 0, field 'output': is missing; expected a text"),
         ([example(), {**example(), "input": 3}], "row 1, field 'input': is of type int; expected a text"),
         ([example(), "text"], "row 1: is of type str"),
-        ([{**example(), "output": "<tool_call>\n{\n</tool_call>"}], "row 0: line 1 of the gold calls is not JSON"),
+        (
+            [{**example(), "output": "<tool_call>\n{\n</tool_call>"}],
+            "row 0, field 'output': line 1 of the gold calls is not JSON",
+        ),
         ([example(), {**example(), "input": " "}], "row 1, field 'input': is empty"),
         ([{**example(), "input": "\ud800"}], "row 0, field 'input': holds half a surrogate pair"),
         ([], "has no usable row"),
@@ -127,6 +130,7 @@ def test_bad_raw_rows_stop_with_their_place(
         ["--seed", str(2**32)],
         ["--test-fraction", "1"],
         ["--max-prompt-tokens", "5"],
+        ["--max-bad-share", "2"],
         ["--max-prompt-tokens", "0", "--tokenizer", "x"],
     ],
 )
@@ -161,8 +165,9 @@ def test_the_summary_counts_kinds_calls_and_brackets_in_paths(
 
 def test_bad_raw_rows_can_be_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = raw_file(tmp_path / "r.json", [example(), {"input": "b"}])
-    assert main(["--input", source, "--local_dir", str(tmp_path), "--skip-bad-rows"]) == 0
-    assert "dropped: bad row: instruction is missing" in capsys.readouterr().out
+    assert main(["--input", source, "--local_dir", str(tmp_path), "--max-bad-share", "0.5"]) == 0
+    told = "r.json: 2 rows, 1 used, 1 dropped (1 with a bad instruction, row 1: is missing)"
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_input_says_how_to_get_one(

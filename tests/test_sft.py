@@ -96,13 +96,13 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
         path.write_text("\n".join(map(json.dumps, [good, row])))
         with pytest.raises(DataError, match="row 1"):
             read_demonstrations(str(path))
-        assert len(read_demonstrations(str(path), "skip")) == 1
+        assert len(read_demonstrations(str(path), 1.0)) == 1
 
 
 def test_long_demonstrations_are_left_out_and_never_cut(codec: ChatCodec) -> None:
     short, long = Demonstration(conversation("Hi", "Ho")), Demonstration(conversation("Hi", "Ho " * 200))
     assert len(to_samples([short, long], codec, 60)) == 1
-    with pytest.raises(DataError, match="no demonstration has at most 60 tokens"):
+    with pytest.raises(DataError, match=r"has no usable row \(1 longer than 60 tokens\)"):
         to_samples([long], codec, 60)
 
 
