@@ -20,7 +20,7 @@ from verl.config.schema import ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, DataError, VerlError
 
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _T = TypeVar("_T")
 
 
@@ -129,7 +129,7 @@ def _split(words: Sequence[str], known: Sequence[str]) -> Words:
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
     """Raises ConfigError for a file that is not there."""
     if needed and not files:
-        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl or .json file, or several as [a,b]")
+        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
         if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
             raise ConfigError(f"{key}: there is no file {source!r}; dataset/README.md says where data comes from")
