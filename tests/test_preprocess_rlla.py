@@ -83,6 +83,26 @@ def test_real_sft_rows_become_rl_rows(tmp_path: Path) -> None:
     assert not {row["extra_info"]["input"] for row in rows} & {row["extra_info"]["input"] for row in read_rows(test)}
 
 
+def test_every_published_row_is_used_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 80 test rows in their raw form, and the SFT rows with the thoughts that quote a tag."""
+    rows = [row["extra_info"] for row in read_rows(str(real_data("toolrl", "rlla_test.parquet")))]
+    raw = raw_file(tmp_path / "rlla_rl.json", [{name: row[name] for name in example()} for row in rows])
+    sft = str(real_data("toolrl", "rlla_sft.json"))
+    told = {
+        raw: "rlla_rl.json: 80 rows, 80 used (1 with gold calls of unlisted tools, row 9), 0 dropped",
+        sft: "rlla_sft.json: 400 rows, 383 used (1 with gold calls of unlisted tools, row 130), "
+        "17 dropped (17 with a bad output, rows 10, 44, 73, ..: line 1 of the gold calls is not JSON",
+    }
+    for source, line in told.items():
+        assert main(["--input", source, "--local_dir", str(tmp_path)]) == 0
+        assert line in " ".join(capsys.readouterr().out.split())
+        numbers = [sum(1 for _ in split_rows(tmp_path, split)) for split in ("train", "test")]
+        assert f"{sum(numbers)} used" in line
+    assert main(["--input", sft, "--local_dir", str(tmp_path / "none"), "--max-bad-share", "0.04"]) == 2
+    assert "17 of 400 rows cannot be used, more than max_bad_share=0.04" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "none").exists()
+
+
 def test_long_prompts_are_dropped_under_the_tokenizers_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
+from verl.data.report import RowReport
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
 from verl.errors import DataError
 from verl.types import Message, Sample
@@ -106,6 +107,9 @@ def test_long_demonstrations_are_left_out_and_never_cut(codec: ChatCodec) -> Non
         to_samples([long], codec, 60)
 
 
-def test_toolrls_own_file_is_read(codec: ChatCodec) -> None:
-    found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")))
+def test_toolrls_own_file_is_read() -> None:
+    """All of it: golds that the reward could not read are demonstrations all the same."""
+    report = RowReport("rlla_sft.json")
+    found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")), report=report)
+    assert str(report) == "rlla_sft.json: 400 rows, 400 used, 0 dropped"
     assert len(found) == 400 and all(each.messages[-1].role == "assistant" for each in found)

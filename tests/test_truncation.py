@@ -23,6 +23,7 @@ from verl.data.chat import ChatCodec
 from verl.data.dialogue import Dialogue
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.data.samples import to_samples
+from verl.data.sft import read_samples
 from verl.envs.base import Observation
 from verl.errors import DataError
 from verl.rollout.engine import Sampling
@@ -30,6 +31,7 @@ from verl.rollout.episode import Budgets, Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.tracking.jsonl import read_rows
+from verl.trainer import main_generation
 from verl.trainer.build import load_inputs
 from verl.trainer.build_env import opening_of, truncating
 from verl.trainer.plan import read_lengths
@@ -139,14 +141,14 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_path: Path) -> None:
     """All 80 rows are used, the one whose gold calls a tool by half its name among them."""
-    config = load_config(toolrl(algorithm, roomy, tmp_path, "data.max_prompt_length=600"))
+    config = load_config(toolrl(algorithm, roomy, tmp_path, "data.max_prompt_length=300", "data.val_files=[]"))
     inputs = load_inputs(config)
-    for report in inputs.reports:
-        assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
-        assert report.notes["cut to the last 600 tokens"] > 60
+    (report,) = inputs.reports
+    assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
+    assert report.notes == {"cut to the last 300 tokens": 80}
     prompt_ids = opening_of(inputs.interaction, inputs.codec)
-    assert max(len(prompt_ids(task)) for task in inputs.train[0]) == 600
-    assert read_lengths(config, inputs.codec, inputs.train, prompt_ids).prompt <= 600
+    assert {len(prompt_ids(task)) for task in inputs.train[0][:9]} == {300}
+    assert read_lengths(config, inputs.codec, inputs.train, prompt_ids).prompt == 300
     with local_trainer(config) as trainer:
         for _ in range(3):
             metrics = asyncio.run(trainer.train_step())
@@ -179,6 +181,31 @@ def test_toolrls_scripts_train_smollm2_on_toolrls_rows(algorithm: str, tmp_path:
     cut = {"grpo": "1 cut to the last 2048 tokens", "ppo": "17 cut to the last 1024 tokens"}[algorithm]
     assert f"train.parquet: 80 rows, 80 used ({cut}; 1 with gold calls of unlisted tools, row 9)" in done.stdout
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 3
+
+
+def test_generation_cuts_and_counts_too(roomy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [row(300)])
+    words = [f"model.path={roomy}", f"files=[{data}]", "engine=hf", "device=cpu", "max_response_length=4"]
+    words += ["reward.name=search_r1", f"output={tmp_path / 'out.jsonl'}", "max_prompt_length=64"]
+    assert main_generation.main(words) == 2
+    assert "rows.jsonl, row 0: the prompt has" in capfd.readouterr().out
+    assert main_generation.main([*words, "truncation=left"]) == 0
+    assert "rows.jsonl: 1 rows, 1 used (1 cut to the last 64 tokens), 0 dropped" in capfd.readouterr().out
+
+
+def test_sft_counts_replies_that_are_too_long(chat: ChatCodec, tmp_path: Path) -> None:
+    def conversation(*words: int) -> dict[str, Any]:
+        roles = ("user", "assistant") * (len(words) // 2)
+        turns = zip(roles, words, strict=True)
+        return {"messages": [{"role": role, "content": "very " * number} for role, number in turns]}
+
+    rows = [conversation(2, 3), conversation(2, 300), conversation(2, 3, 2, 300), {"messages": []}]
+    samples, report = read_samples(str(write_rows(tmp_path / "sft.jsonl", rows)), chat, 100, 0.25, first_group=7)
+    assert [sample.group for sample in samples] == [7, 9]
+    assert str(report) == (
+        "sft.jsonl: 4 rows, 2 used (1 with replies that are left out, as they are longer than 100 tokens), "
+        "2 dropped (1 longer than 100 tokens; 1 with a bad messages, row 3: is no list of messages)"
+    )
 
 
 def test_a_probe_takes_the_policy_of_the_recipe() -> None:
