@@ -255,41 +255,65 @@ def test_a_data_set_that_cannot_be_had_is_named(tmp_path: Path) -> None:
         list(read_rows(str(tmp_path / "empty")))
 
 
-@pytest.mark.usefixtures("offline")
 def test_values_of_a_csv_file_are_its_texts(tmp_path: Path) -> None:
     """Neither 007 nor 1.50 is a number there, and neither NA nor an empty value is nothing."""
     values = [["007", "1.50"], ["NA", ""], ['a "quote", and', "two\nlines"], ["1e5", "true"]]
-    with (tmp_path / "t.csv").open("w", newline="") as file:
+    with (tmp_path / "t.csv").open("w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([["problem", "answer"], *values])
     assert list(read_rows(str(tmp_path / "t.csv"))) == [
         {"problem": problem, "answer": answer} for problem, answer in values
     ]
-    (tmp_path / "t.csv").write_text("a,a\n1,2\n")
-    with pytest.raises(DataError, match=r"t\.csv: cannot be read as csv \(its first line does not name the columns"):
+
+
+def test_a_csv_line_with_too_many_or_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1,2,3\n\n4,5\n6\n")
+    many, good, few = read_rows(str(tmp_path / "t.csv"))
+    assert (str(many), good, str(few)) == (
+        "line 2 has 3 values; expected 2, one a column",
+        {"a": "4", "b": "5"},
+        "line 5 has 1 values; expected 2, one a column",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a,a\n1,2\n", "its first line does not name the columns: a, a"),
+        (b"", "its first line does not name the columns: it is empty"),
+        (b'a\n"never closed', "unexpected end of data"),
+        (b"a\n\xff\n", "invalid start byte"),
+    ],
+)
+def test_a_csv_file_that_is_none_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=rf"t\.csv: cannot be read as csv \(.*{said}"):
         list(read_rows(str(tmp_path / "t.csv")))
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_json_list_is_not_read_into_columns(tmp_path: Path) -> None:
+def test_files_are_not_read_into_columns(tmp_path: Path) -> None:
     """Columns of one type would add a null for every key of another row, and write mixed values as JSON text."""
     rows = [{"parameters": {"city": "Rome"}, "answer": 1}, {"parameters": {"days": [2]}, "answer": "one", "more": None}]
     (tmp_path / "t.json").write_text(json.dumps(rows))
     assert list(read_rows(str(tmp_path / "t.json"))) == rows
-    in_columns = list(datasets.load_dataset("json", data_files=str(tmp_path / "t.json"), split="train", streaming=True))
-    assert in_columns != rows
+    (tmp_path / "t.csv").write_text("problem,answer\nWho?,007\nWhere?,NA\n")
+    for kind in ("json", "csv"):
+        file = str(tmp_path / f"t.{kind}")
+        in_columns = list(datasets.load_dataset(kind, data_files=file, split="train", streaming=True))
+        assert in_columns != list(read_rows(file))
 
 
-def test_a_machine_without_datasets_reads_parquet_and_json_and_is_told_of_the_rest(
+def test_a_machine_without_datasets_reads_files_and_is_told_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    pq.write_table(pa.Table.from_pylist([{"a": 1}]), tmp_path / "t.parquet")
-    write_jsonl(tmp_path / "t.jsonl", [{"a": 1}])
-    (tmp_path / "t.json").write_text('[{"a": 1}]')
+    pq.write_table(pa.Table.from_pylist([{"a": "1"}]), tmp_path / "t.parquet")
+    write_jsonl(tmp_path / "t.jsonl", [{"a": "1"}])
+    (tmp_path / "t.json").write_text('[{"a": "1"}]')
     (tmp_path / "t.csv").write_text("a\n1\n")
-    for kind in ("parquet", "jsonl", "json"):
-        assert list(read_rows(str(tmp_path / f"t.{kind}"))) == [{"a": 1}]
-    for source in (str(tmp_path / "t.csv"), str(tmp_path), "owner/name"):
+    for kind in ("parquet", "jsonl", "json", "csv"):
+        assert list(read_rows(str(tmp_path / f"t.{kind}"))) == [{"a": "1"}]
+    for source in (str(tmp_path), "owner/name"):
         with pytest.raises(DataError, match="is read with the package datasets, which cannot be imported"):
             list(read_rows(source))
 

@@ -29,12 +29,14 @@ _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 def read_rows(source: str) -> Iterator[Any]:
     """Rows one by one, of a parquet, jsonl(.gz), json or csv file, of a folder, or of a data set `owner/name[:split]`.
 
-    Parquet goes through pyarrow, csv, folders and hub names through the package datasets. JSON goes through neither:
-    both read it into columns of one type each, where a key that one row has becomes a null in all others, and where
-    values of several types become their JSON text. All values of a csv file are texts. Of a folder, which holds files
-    as in a clone of a data set's repository, and of a name without a split the split is "train".
+    Parquet is read by pyarrow, folders and hub names by the package datasets. JSON and csv files are not: datasets and
+    pyarrow read them into columns of one type each, where a key of one row becomes a null in all others, values of
+    several types become their JSON text, and the texts 007 and NA become 7 and nothing. All values of a csv file are
+    texts. Of a folder, which holds files as a clone of a data set's repository does, and of a name without a split the
+    split is "train".
 
-    A line of a jsonl file that is not JSON comes as its DataError, for the reader of rows to raise or to count. Raises
+    A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
+    its DataError, for the reader of rows to raise or to count. Raises
     DataError for a file that is missing or is not what its name says.
     """
     path = Path(source)
@@ -118,11 +120,18 @@ def _one_line(error: BaseException) -> str:
 
 def _read_csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file), [])
-    if len(set(names)) != len(names) or not all(names):
-        raise ValueError(f"its first line does not name the columns: {', '.join(names) or 'it is empty'}")
-    features = {name: {"dtype": "string", "_type": "Value"} for name in names}  # or "007" would become 7
-    yield from _streamed(str(path), "csv", data_files=str(path), features=features, keep_default_na=False)
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            if not names or len(set(names)) != len(names) or not all(names):
+                raise ValueError(f"its first line does not name the columns: {', '.join(names) or 'it is empty'}")
+            for values in lines:
+                if len(values) == len(names):
+                    yield dict(zip(names, values, strict=True))
+                elif values:
+                    yield DataError(f"line {lines.line_num} has {len(values)} values", f"{len(names)}, one a column")
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
 
 
 def _read_dataset(source: str) -> Iterator[Any]:
@@ -140,21 +149,17 @@ def _read_dataset(source: str) -> Iterator[Any]:
     yield from _streamed(source, name, split or "train")
 
 
-def _streamed(
-    source: str, name: str, split: str = "train", features: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Any]:
+def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
     try:
-        import datasets  # heavy, and not needed for parquet, jsonl and json
+        import datasets  # heavy, and not needed for files
     except ImportError as error:
         raise DataError(
             f"is read with the package datasets, which cannot be imported ({error})",
-            mend="pip install datasets, or give a .parquet, .jsonl or .json file",
+            mend="pip install datasets, or give the path of a file",
             file=source,
         ) from error
-    if features is not None:
-        options["features"] = datasets.Features.from_dict(features)
     try:
-        yield from datasets.load_dataset(name, split=split, streaming=True, **options)
+        yield from datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # those of the network are its HTTP client's, which changes
         raise DataError(
             f"cannot be loaded ({_one_line(error)})", mend="Check the name, the files and the network", file=source
