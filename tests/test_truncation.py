@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT, real_data
 from tests.local_run import local_trainer
 from tests.test_episode import AskCodec, Echoes, Speaker
-from tests.tiny import MINI, save_tiny_model
+from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_probe
 from verl.data.chat import ChatCodec
 from verl.data.dialogue import Dialogue
@@ -109,26 +109,6 @@ def test_each_policy_counts_what_it_does(chat: ChatCodec, tmp_path: Path) -> Non
         read("error")
 
 
-def toolrl(algorithm: str, model: Path, out: Path, *more: str) -> list[str]:
-    """ToolRL's recipe with its published test rows for training; batches and replies are small."""
-    data = real_data("toolrl", "rlla_test.parquet")
-    return [
-        f"recipe=toolrl_{algorithm}",
-        f"model.path={model}",
-        f"data.train_files=[{data}]",
-        f"data.val_files=[{data}]",
-        "data.train_batch_size=4",
-        "data.max_response_length=16",
-        "actor.ppo_mini_batch_size=4",
-        "rollout.name=hf",
-        "trainer.device=cpu",
-        "trainer.total_training_steps=3",
-        f"trainer.default_local_dir={out}",
-        "trainer.experiment_name=run",
-        *more,
-    ]
-
-
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with room for ToolRL's prompts."""
@@ -141,7 +121,9 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_path: Path) -> None:
     """All 80 rows are used, the one whose gold calls a tool by half its name among them."""
-    config = load_config(toolrl(algorithm, roomy, tmp_path, "data.max_prompt_length=300", "data.val_files=[]"))
+    words = [*run_words(roomy, tmp_path, "hf", 3), f"data.train_files=[{real_data('toolrl', 'rlla_test.parquet')}]"]
+    words = [word for word in words if not word.startswith("rollout.n=")]
+    config = load_config([f"recipe=toolrl_{algorithm}", *words, "data.max_prompt_length=300"])
     inputs = load_inputs(config)
     (report,) = inputs.reports
     assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
@@ -158,19 +140,14 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_toolrls_scripts_train_smollm2_on_toolrls_rows(algorithm: str, tmp_path: Path) -> None:
-    """Word for word as README.md has it, but for the sizes; the sequences are whole."""
+    """Word for word as README.md has it, but for the sizes; prompts are as long as the recipe has them."""
     for split in ("train", "test"):
         (tmp_path / f"{split}.parquet").symlink_to(real_data("toolrl", "rlla_test.parquet"))
-    words = [word for word in toolrl(algorithm, Path(), tmp_path, "trainer.val_before_train=false") if "=[" not in word]
+    words = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "data.max_response_length=8", "rollout.name=hf"]
+    words += ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=0"]
+    words += ["trainer.device=cpu", "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]
     done = subprocess.run(
-        [
-            "bash",
-            f"train_{algorithm}.sh",
-            *words[2:],
-            "data.val_files=[]",
-            "trainer.test_freq=0",
-            "trainer.save_freq=0",
-        ],
+        ["bash", f"train_{algorithm}.sh", *words],
         env={**os.environ, "BASE_MODEL": "smollm2", "DATA_DIR": str(tmp_path), "EXPERIMENT_NAME": "run"},
         cwd=ROOT,
         capture_output=True,
