@@ -128,12 +128,12 @@ def kept_examples(
             report.add_bad(error.at(file=arguments.input, row=number), arguments.max_bad_share)
             continue
         if elsewhere and prompt_hash(example) in elsewhere:
-            report.dropped["that occur in " + ", ".join(arguments.drop_in)] += 1
+            report.drop(f"that occur in {', '.join(arguments.drop_in)}", number)
             continue
         if count:
             tokens = count(example)
             if arguments.max_prompt_tokens is not None and tokens > arguments.max_prompt_tokens:
-                report.dropped[f"longer than {arguments.max_prompt_tokens} tokens"] += 1
+                report.drop(f"longer than {arguments.max_prompt_tokens} tokens", number)
                 continue
             summary.prompt_tokens.append(tokens)
         unlisted = unlisted_call(task)

@@ -17,11 +17,13 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT, real_data
 from tests.local_run import local_trainer
 from tests.test_episode import AskCodec, Echoes, Speaker
+from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_probe
 from verl.data.chat import ChatCodec
 from verl.data.dialogue import Dialogue
 from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.rlla import to_row
 from verl.data.samples import to_samples
 from verl.data.sft import read_samples
 from verl.envs.base import Observation
@@ -31,7 +33,7 @@ from verl.rollout.episode import Budgets, Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.tracking.jsonl import read_rows
-from verl.trainer import main_generation
+from verl.trainer import main_eval, main_generation
 from verl.trainer.build import load_inputs
 from verl.trainer.build_env import opening_of, truncating
 from verl.trainer.plan import read_lengths
@@ -109,6 +111,14 @@ def test_each_policy_counts_what_it_does(chat: ChatCodec, tmp_path: Path) -> Non
         read("error")
 
 
+def test_a_dropped_row_has_no_note(chat: ChatCodec, tmp_path: Path) -> None:
+    stranger = to_row(example(name="get_news"), "train", 0)
+    data = str(write_rows(tmp_path / "rows.jsonl", [stranger, row(5)]))
+    used, dropped = (str(read_tasks(data, chat.task_prompt_ids, RowPolicy(length, "drop"))[1]) for length in (1000, 60))
+    assert used == "rows.jsonl: 2 rows, 2 used (1 with gold calls of unlisted tools, row 0), 0 dropped"
+    assert dropped == "rows.jsonl: 2 rows, 1 used, 1 dropped (1 longer than 60 tokens)"
+
+
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with room for ToolRL's prompts."""
@@ -168,6 +178,16 @@ def test_generation_cuts_and_counts_too(roomy: Path, tmp_path: Path, capfd: pyte
     assert "rows.jsonl, row 0: the prompt has" in capfd.readouterr().out
     assert main_generation.main([*words, "truncation=left"]) == 0
     assert "rows.jsonl: 1 rows, 1 used (1 cut to the last 64 tokens), 0 dropped" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("truncation", "too_long"), [("left", 0), ("drop", 1)])
+def test_a_probe_cuts_as_training_does_or_counts(truncation: str, too_long: int, roomy: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [row(300), row(5)])
+    words = ["probe=true", f"model={roomy}", f"data={data}", "n=2", "engine=hf", "device=cpu", "max_response_length=4"]
+    words += ["reward.name=search_r1", f"output={tmp_path / 'out'}", "max_prompt_length=64"]
+    assert main_eval.main([*words, f"truncation={truncation}"]) == 0
+    (found,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/probe.json"))
+    assert (found["rows"], found["rows_too_long"]) == (2 - too_long, too_long)
 
 
 def test_sft_counts_replies_that_are_too_long(chat: ChatCodec, tmp_path: Path) -> None:

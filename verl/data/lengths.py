@@ -62,24 +62,21 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
     """
     numbers = []
     for number, task in enumerate(tasks):
+        file, _, digits = task.id.rpartition("#")
+        row = int(digits) if digits.isdecimal() else None
         try:
             length = len(prompt_ids(task))
         except DataError as error:
-            report.add_bad(_placed(error, task), policy.max_bad_share)
+            report.add_bad(error.at(file=file, row=row), policy.max_bad_share)
             continue
         if length > policy.max_prompt_length:
             if policy.truncation == "error":
                 problem = f"the prompt has {length} tokens, more than max_prompt_length={policy.max_prompt_length}"
-                raise _placed(DataError(problem, mend="Raise it, or set truncation=left or truncation=drop"), task)
+                raise DataError(problem, mend="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
             if policy.truncation == "drop":
-                report.dropped[f"longer than {policy.max_prompt_length} tokens"] += 1
+                report.drop(f"longer than {policy.max_prompt_length} tokens", row)
                 continue
             report.notes[f"cut to the last {policy.max_prompt_length} tokens"] += 1
         numbers.append(number)
     report.check(policy.max_bad_share)
     return tasks if len(numbers) == len(tasks) else TaskSubset(tasks, numbers)
-
-
-def _placed(error: DataError, task: Task) -> DataError:
-    file, _, row = task.id.rpartition("#")
-    return error.at(file=file, row=int(row) if row.isdecimal() else None)

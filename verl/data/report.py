@@ -48,6 +48,15 @@ class RowReport:
             error.mend = error.mend or "Correct the row, or set max_bad_share to leave out some such rows"
             raise error
         self.bad.append(error)
+        self._forget(error.row)
+
+    def drop(self, reason: str, row: int | None) -> None:
+        """A row that could be used, but is left out."""
+        self.dropped[reason] += 1
+        self._forget(row)
+
+    def _forget(self, row: int | None) -> None:
+        self.unlisted = [error for error in self.unlisted if error.row != row]
 
     def check(self, max_bad_share: float) -> None:
         """Raises DataError, which names the first bad rows, if they are more than this share of the rows read."""

@@ -128,17 +128,18 @@ def to_samples(
     samples: list[Sample] = []
     report = report or RowReport("the demonstrations", len(demonstrations))
     for number, demonstration in enumerate(demonstrations):
+        file, _, digits = demonstration.id.rpartition("#")
+        row = int(digits) if digits.isdecimal() else None
         try:
             turns = _turns(demonstration, first_group + number, codec)
         except DataError as error:
-            file, _, row = demonstration.id.rpartition("#")
-            report.add_bad(error.at(file=file, row=int(row) if row.isdecimal() else None), max_bad_share)
+            report.add_bad(error.at(file=file, row=row), max_bad_share)
             continue
         fitting = [turn for turn in turns if len(turn.token_ids) <= max_length]
         samples += fitting
         too_long = f"longer than {max_length} tokens"
         if not fitting and turns:
-            report.dropped[too_long] += 1
+            report.drop(too_long, row)
         elif len(fitting) < len(turns):
             report.notes[f"with replies that are left out, as they are {too_long}"] += 1
     report.check(max_bad_share)
