@@ -34,7 +34,7 @@ CHECKED = 2  # rows, whose gradients are compared in float32
 
 def real_lengths(codec: ChatCodec, data: Path, rows: int) -> list[tuple[int, int]]:
     """(prompt, reply) tokens of rows drawn with a fixed seed."""
-    stream = TaskStream([TaskSet(str(data), on_bad_row="skip")], seed=0)
+    stream = TaskStream([TaskSet(str(data), max_bad_share=1.0)], seed=0)
     lengths = ((len(codec.prompt_ids(task.prompt)), len(codec.reply_ids(task.answer)[0]) + 1) for task in stream)
     return list(islice((each for each in lengths if each[0] <= MAX_PROMPT), rows))
 

@@ -38,7 +38,7 @@ Scorer = Callable[[str, str], tuple[float, ...]]
 def make_pairs(source: str) -> Pairs:
     """(whole ChatML sequence, gold answer), no pair twice."""
     pairs: dict[tuple[str, str], None] = {}
-    for task in TaskSet(source, on_bad_row="skip"):
+    for task in TaskSet(source, max_bad_share=1.0):
         prompt = "".join(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in task.prompt)
         replies = [task.answer, *(mutation.text for mutation in spoiled_replies(task, task.answer))]
         for reply in replies:

@@ -73,7 +73,7 @@ class Spec:
 
 def stream(spec: Spec, codec: ChatCodec) -> TaskStream:
     """The tasks in the order in which both sides train on them."""
-    tasks = TaskSet(spec.data, on_bad_row="skip")
+    tasks = TaskSet(spec.data, max_bad_share=1.0)
     return TaskStream([[task for task in tasks if len(codec.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
 
 

@@ -174,7 +174,7 @@ def fetch(arguments: argparse.Namespace, console: Console) -> None:
     console.print(escape(f"fetching {arguments.commit[:7]} of {arguments.repository}"))
     with checked_out(arguments.repository, arguments.commit) as clone:
         copy_all(clone, TEST_FILES, out, console)
-        tasks = TaskSet(str(out / "toolrl/rlla_test.parquet"), on_bad_row="skip")
+        tasks = TaskSet(str(out / "toolrl/rlla_test.parquet"), max_bad_share=1.0)
         target = out / "parity/reward_cases.json.gz"
         with replacing(target) as unfinished, gzip.open(unfinished, "wt") as file:
             json.dump(reward_cases(clone / REWARD_FILE, tasks), file)

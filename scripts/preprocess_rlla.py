@@ -5,7 +5,8 @@
     python scripts/preprocess_rlla.py --drop-in test.parquet --tokenizer MODEL --max-prompt-tokens 2048
 
 The raw file is a list of {"instruction", "input", "output"}. Shuffle and split are ToolRL's: numpy seed 31415, the last
-2 % are the test split. Rows pass through the disk, never all through memory.
+2 % are the test split. Rows are checked as training checks them, and one line says what became of them. Rows pass
+through the disk, never all through memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
+from verl.config.schema import DataConfig
 from verl.data.files import replacing
+from verl.data.report import RowReport
 from verl.data.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.data.rows import RowStore, read_rows
+from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.reward_score.parsing import parse_gold
 
@@ -45,11 +49,10 @@ CountTokens = Callable[[dict[str, str]], int]
 
 @dataclass
 class Summary:
-    """What went in and what was dropped, for the table at the end."""
+    """What the rows that are written are like, for the table at the end."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
     prompt_chars: array[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
 
@@ -104,34 +107,41 @@ def token_counter(name: str) -> CountTokens:
 
 
 def kept_examples(
-    arguments: argparse.Namespace, summary: Summary, progress: Callable[[Iterable[Any]], Iterable[Any]]
+    arguments: argparse.Namespace,
+    summary: Summary,
+    report: RowReport,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[dict[str, str]]:
     """The checked examples of the input file, less those that an option drops."""
     elsewhere = prompts_of(arguments.drop_in)
     count = token_counter(arguments.tokenizer) if arguments.tokenizer else None
     for number, row in enumerate(progress(read_rows(arguments.input))):
+        report.num_rows += 1
         try:
             example = check_example(row)
             if arguments.strip_thoughts:
                 example["output"] = strip_thought(example["output"])
-            parse_gold(example["output"])
+            task = to_task(to_row(example, "", number), "")
         except DataError as error:
-            if not arguments.skip_bad_rows:
-                error.mend = "Correct or drop the row, or leave out all such rows with --skip-bad-rows"
-                raise error.at(file=arguments.input, row=number) from error
-            summary.dropped[f"bad row: {error.field or 'output'} {error.problem.partition(' (')[0]}"] += 1
+            if error.field == GROUND_TRUTH:
+                error.field = "output"  # as the raw file calls it
+            report.add_bad(error.at(file=arguments.input, row=number), arguments.max_bad_share)
             continue
         if elsewhere and prompt_hash(example) in elsewhere:
-            summary.dropped["occurs in " + ", ".join(arguments.drop_in)] += 1
+            report.drop(f"that occur in {', '.join(arguments.drop_in)}", number)
             continue
         if count:
             tokens = count(example)
             if arguments.max_prompt_tokens is not None and tokens > arguments.max_prompt_tokens:
-                summary.dropped[f"prompt longer than {arguments.max_prompt_tokens} tokens"] += 1
+                report.drop(f"longer than {arguments.max_prompt_tokens} tokens", number)
                 continue
             summary.prompt_tokens.append(tokens)
+        unlisted = unlisted_call(task)
+        if unlisted is not None:
+            report.unlisted.append(unlisted.at(file=arguments.input, row=number))
         summary.add(example)
         yield example
+    report.check(arguments.max_bad_share)
 
 
 def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[int], list[int]]:
@@ -160,8 +170,6 @@ def show(summary: Summary, written: dict[Path, int], console: Console) -> None:
         table.add_row(kind, str(rows))
     for calls, rows in sorted(summary.calls.items()):
         table.add_row(f"{calls} call{'s' * (calls != 1)}", str(rows))
-    for why, rows in summary.dropped.most_common():
-        table.add_row(f"dropped: {escape(why)}", str(rows))
     for what, sizes in (("characters", summary.prompt_chars), ("tokens", summary.prompt_tokens)):
         if sizes:
             p50, p95, most = np.percentile(sizes, [50, 95, 100])
@@ -182,13 +190,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="folder or hub name; measures prompts under its chat template")
     parser.add_argument("--max-prompt-tokens", type=int, help="drop longer prompts (needs --tokenizer)")
     parser.add_argument(
-        "--skip-bad-rows", action="store_true", help="count rows that cannot be used instead of stopping"
+        "--max-bad-share", type=float, default=DataConfig.max_bad_share, help="as data.max_bad_share; 0: no bad row"
     )
     arguments = parser.parse_args(argv)
     if not 0.0 <= arguments.test_fraction < 1.0:
         parser.error(f"--test-fraction must lie in [0, 1), got {arguments.test_fraction}")
     if not 0 <= arguments.seed < 2**32:
         parser.error(f"--seed must lie in 0 .. 2**32 - 1, got {arguments.seed}")
+    if not 0.0 <= arguments.max_bad_share <= 1.0:
+        parser.error(f"--max-bad-share must lie in [0, 1], got {arguments.max_bad_share}")
     if arguments.max_prompt_tokens is not None and not arguments.tokenizer:
         parser.error("--max-prompt-tokens needs --tokenizer")
     if arguments.max_prompt_tokens is not None and arguments.max_prompt_tokens < 1:
@@ -212,22 +222,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
-    summary = Summary()
+    summary, report = Summary(), RowReport(arguments.input)
     folder = Path(arguments.local_dir)
     try:
         check_input(arguments.input)
         store = RowStore(
-            kept_examples(arguments, summary, lambda rows: track(rows, "Reading", total=None, console=console))
+            kept_examples(arguments, summary, report, lambda rows: track(rows, "Reading", total=None, console=console))
         )
-        if not len(store):
-            show(summary, {}, console)
-            raise DataError("has no usable row", "at least one", file=arguments.input)
         train, test = split_order(len(store), arguments.test_fraction, arguments.seed)
         for split, order in (("train", train), ("test", test)):
             write_split(folder / f"{split}.parquet", store, order, split, console)
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
+    Console().print(str(report), markup=False, highlight=False, soft_wrap=True)
     show(summary, {folder / "train.parquet": len(train), folder / "test.parquet": len(test)}, Console())
     return 0
 

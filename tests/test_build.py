@@ -332,25 +332,30 @@ def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) ->
         run_folder(load_config([*words, "trainer.resume_mode=disable"]).trainer)
 
 
-def test_prompts_that_are_too_long_are_bad_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_are_too_long_are_an_error_or_left_out(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     words = [*run_words(model, tmp_path, "hf", 1), f"data.val_files=[{MINI / 'test.parquet'}]"]
     codec = load_codec(load_config(words).model)
-    (train,), val = load_tasks(load_config(words), codec.task_prompt_ids)
+    (train,), val, reports = load_tasks(load_config(words), codec.task_prompt_ids)
     assert len(train) == 2400 and list(val) == ["test"]
+    assert [str(report) for report in reports] == [
+        "train.parquet: 2400 rows, 2400 used, 0 dropped",
+        "test.parquet: 200 rows, 200 used, 0 dropped",
+    ]
     with pytest.raises(
-        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
+        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than max_prompt_length=90"
     ):
         load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec.task_prompt_ids)
-    skipping = load_config([*words, "data.max_prompt_length=90", "data.on_bad_row=skip"])
-    (some,), _ = load_tasks(skipping, codec.task_prompt_ids)
+    skipping = load_config([*words, "data.max_prompt_length=90", "data.truncation=drop"])
+    (some,), _, (report, _) = load_tasks(skipping, codec.task_prompt_ids)
+    num_dropped = 2400 - len(some)
     assert 0 < len(some) < 2400 and all(len(codec.prompt_ids(task.prompt)) <= 90 for task in some)
-    assert "left out" in caplog.text
-    with pytest.raises(DataError, match="has no prompt of at most 9 tokens"):
-        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.on_bad_row=skip"]), codec.task_prompt_ids)
+    assert str(report).endswith(f"{len(some)} used, {num_dropped} dropped ({num_dropped} longer than 90 tokens)")
+    with pytest.raises(DataError, match=r"has no usable row \(2400 longer than 9 tokens\)"):
+        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.truncation=drop"]), codec.task_prompt_ids)
 
 
-def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     rows = [{"role": "user", "content": "Hi"}], [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}]
     data = tmp_path / "data.jsonl"
@@ -361,17 +366,19 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
     codec = load_codec(config.model)
     with pytest.raises(
-        DataError, match=r"data\.jsonl, row 1: the chat template refuses .* system, user \(No system role!\)"
+        DataError,
+        match=r"data\.jsonl: 1 of 2 rows .*row 1: the chat template refuses .* system, user \(No system role!\)",
     ):
         load_tasks(config, codec.task_prompt_ids)
-    (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec.task_prompt_ids)
-    assert len(kept) == 1 and "left out 1 of 2 prompts" in caplog.text
+    half = replace(config, data=replace(config.data, max_bad_share=0.5))
+    (kept,), _, (report,) = load_tasks(half, codec.task_prompt_ids)
+    assert len(kept) == 1 and "2 rows, 1 used, 1 dropped (1 unreadable, row 1: the chat template" in str(report)
     demonstrations = read_demonstrations(str(data))
-    with pytest.raises(DataError, match=r"data\.jsonl#1: the chat template refuses"):
+    with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template refuses"):
         to_demonstration_samples(demonstrations, codec, 99)
-    assert len(to_demonstration_samples(demonstrations, codec, 99, "skip")) == 1
+    assert len(to_demonstration_samples(demonstrations, codec, 99, 0.5)) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
-    with pytest.raises(DataError, match=r"data\.jsonl, row 0: the chat template refuses messages of the roles user"):
+    with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template refuses .* roles user"):
         load_tasks(config, load_codec(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
     with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):

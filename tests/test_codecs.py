@@ -287,7 +287,7 @@ def test_system_prompts_tell_of_the_tools() -> None:
 
 def test_toolrls_own_rows_stay_as_they_are_and_its_reward_reads_the_same_calls() -> None:
     codec, calls = codec_of("toolrl"), 0
-    for task in TaskSet(str(real_data("toolrl", "rlla_test.parquet")), on_bad_row="skip"):
+    for task in TaskSet(str(real_data("toolrl", "rlla_test.parquet")), max_bad_share=1.0):
         assert codec.opening(task.prompt, (TOOL,)) == task.prompt
         parsed = codec.parse(task.answer)
         if isinstance(parsed, Calls):

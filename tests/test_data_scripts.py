@@ -14,6 +14,7 @@ import pytest
 from scripts.data import math_problems, retool_sft, search_qa, tool_n1
 from tests.conftest import real_data
 from tests.test_recipe_rewards import episode
+from verl.data.codecs.prompt import load_template
 from verl.data.rows import read_rows
 from verl.data.sft import _quoted, read_demonstrations
 from verl.data.tasks import TaskSet
@@ -53,11 +54,11 @@ def test_math_in_both_forms(tmp_path: Path) -> None:
         ("aime24", "How many?", "204"),
         ("mine", "x?", "1, $3$"),
     ]
-    assert {each.prompt[0].content for each in tasks} == {math_problems.INSTRUCTION}
+    assert [[message.role for message in each.prompt] for each in tasks] == [["user"]] * 3
     assert [each.extra["id"] for each in tasks] == ["a", "7", "b"]
     assert offences("torl", tasks) == []
-    (bare, *_) = made_by(math_problems.main, tmp_path, rows, "--instruction", "")
-    assert [message.role for message in bare.prompt] == ["user"]
+    (told, *_) = made_by(math_problems.main, tmp_path, rows, "--instruction", "Box it.")
+    assert [(message.role, message.content) for message in told.prompt] == [("system", "Box it."), ("user", "1 + 1?")]
 
 
 def test_a_bad_row_stops_or_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +181,7 @@ def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: P
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
     assert retool_sft.main(["--input", str(source), "--output", str(output)]) == 0
     (shown,) = read_demonstrations(str(output))
-    assert [message.content for message in shown.messages] == ["How many?", reply]
+    assert [message.content for message in shown.messages] == [load_template("retool").fill("How many?", ""), reply]
     template = tmp_path / "prompt.txt"
     template.write_text("Solve: {question}\n")
     assert retool_sft.main(["--input", str(source), "--output", str(output), "--template", str(template)]) == 0

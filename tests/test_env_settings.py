@@ -19,7 +19,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
 from verl.data.codecs.prompt import load_template
-from verl.data.lengths import fitting
+from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import shop_tasks
@@ -183,9 +183,7 @@ TOOLRL = MINI / "test.parquet"
 
 
 @pytest.mark.parametrize("name", ["shop", "bfcl", "tau2"])
-def test_rows_of_another_environment_are_told_at_the_door(
-    name: str, chat: ChatCodec, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_another_environment_are_told_at_the_door(name: str, chat: ChatCodec, tmp_path: Path) -> None:
     """With file, row and what was expected; left out where bad rows are."""
     (tmp_path / "retail").mkdir()
     options = f"env.options={{data: {tmp_path}}}" if name == "tau2" else "env.options={}"
@@ -198,8 +196,9 @@ def test_rows_of_another_environment_are_told_at_the_door(
         setting.envs._domains["retail"] = small_domain()
     tasks, prompt_ids = TaskSet(str(own)), opening_of(setting, chat)
     with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is no task of env.name={name}: .*; expected"):
-        fitting(tasks, prompt_ids, 100_000)
-    assert len(fitting(tasks, prompt_ids, 100_000, "skip")) == 1 and "row 1" in caplog.text
+        fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
+    assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1
+    assert [error.row for error in tasks.report.bad] == [1]
     spoiled = replace(tasks[0], answer='{"half": ')
     with pytest.raises(DataError, match=r"reward_model\.ground_truth"):
         prompt_ids(spoiled)

@@ -67,11 +67,11 @@ def configured(*words: str) -> Config:
     return load_config(["trainer.eval_benchmarks=[tests.test_exams:sums]", "data.max_prompt_length=256", *words])
 
 
-def run(exams: Exams, breaks: str = "never") -> Mapping[str, float]:
+def run(exams: Exams, breaks: str = "never", codec: ChatCodec = CHAT) -> Mapping[str, float]:
     engine = Sometimes(reply)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(exams.run(GroupRollout(engine, CHAT, scorer, Sampling(64, temperature=0.0))))
+    return asyncio.run(exams.run(GroupRollout(engine, codec, scorer, Sampling(64, temperature=0.0))))
 
 
 def test_figures_of_categories_and_aggregates() -> None:
@@ -83,6 +83,13 @@ def test_figures_of_categories_and_aggregates() -> None:
         "eval/sums/mean/figure": pytest.approx((2 / 3 + 1 / 2) / 2),
     }
     assert all(known(name) for name in metrics)
+
+
+def test_a_run_that_cuts_its_prompts_does_not_cut_those_of_benchmarks() -> None:
+    """Half of a question is another question."""
+    assert run(build_exams(configured(), CHAT), codec=replace(CHAT, max_prompt_tokens=8)) == run(
+        build_exams(configured(), CHAT)
+    )
 
 
 def test_a_limit_holds_for_every_category() -> None:

@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_read_offend_and_are_listed(tmp_path: Path, capsys: 
     bad = [row(prompt=[])] * 30
     assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row(), *bad]), "--show", "25"]) == 1
     said = capsys.readouterr()
-    assert said.out.count("unreadable: ") == 25 and "and 5 more (--show 30 lists all)" in said.out and not said.err
+    assert said.out.count("unusable: ") == 25 and "and 5 more (--show 30 lists all)" in said.out and not said.err
     assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
 
 
@@ -188,5 +188,5 @@ def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.Cap
     """Row 9 calls a tool by half its name; the nine response rows let a call hide in the response."""
     assert main(["--data", str(real_data("toolrl", "rlla_test.parquet"))]) == 1
     said = capsys.readouterr().out
-    assert "79 rows tried, 9 with offences; 1 rows unreadable" in said
+    assert "80 rows tried, 9 with offences; 0 rows unusable, 1 call unlisted tools" in said
     assert said.count("call inside response scores 1, expected less than 1") == 9

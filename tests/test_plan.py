@@ -309,10 +309,10 @@ def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> No
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
     words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
     config, tasks = load_config(words), TaskSet(str(MINI / "train.parquet"))
-    with pytest.raises(DataError, match=r"more than data.max_prompt_length=100"):
+    with pytest.raises(DataError, match=r"more than max_prompt_length=100"):
         lengths_of(config, tasks)
-    skipping = load_config([*words, "data.on_bad_row=skip"])
-    assert lengths_of(skipping, tasks).prompt <= 100
+    dropping, cutting = (load_config([*words, f"data.truncation={name}"]) for name in ("drop", "left"))
+    assert lengths_of(dropping, tasks).prompt < lengths_of(cutting, tasks).prompt < 100
 
 
 def test_old_logprobs_of_the_engine_cost_no_pass_and_a_critic_has_no_head_to_pay_for() -> None:

@@ -63,7 +63,7 @@ def test_rows_that_occur_elsewhere_are_dropped(tmp_path: Path, capsys: pytest.Ca
     source = raw_file(tmp_path / "r.json", [example("Rome"), example("Oslo")])
     assert main(["--input", source, "--drop-in", other, "--local_dir", str(tmp_path)]) == 0
     assert [row["extra_info"]["input"] for row in split_rows(tmp_path, "train")] == [example("Rome")["input"]]
-    assert "dropped: occurs in" in capsys.readouterr().out
+    assert "1 dropped (1 that occur in" in capsys.readouterr().out
 
 
 def test_strip_thoughts_makes_rl_rows_of_sft_rows() -> None:
@@ -83,6 +83,26 @@ def test_real_sft_rows_become_rl_rows(tmp_path: Path) -> None:
     assert not {row["extra_info"]["input"] for row in rows} & {row["extra_info"]["input"] for row in read_rows(test)}
 
 
+def test_every_published_row_is_used_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 80 test rows in their raw form, and the SFT rows with the thoughts that quote a tag."""
+    rows = [row["extra_info"] for row in read_rows(str(real_data("toolrl", "rlla_test.parquet")))]
+    raw = raw_file(tmp_path / "rlla_rl.json", [{name: row[name] for name in example()} for row in rows])
+    sft = str(real_data("toolrl", "rlla_sft.json"))
+    told = {
+        raw: "rlla_rl.json: 80 rows, 80 used (1 with gold calls of unlisted tools, row 9), 0 dropped",
+        sft: "rlla_sft.json: 400 rows, 383 used (1 with gold calls of unlisted tools, row 130), "
+        "17 dropped (17 with a bad output, rows 10, 44, 73, ..: line 1 of the gold calls is not JSON",
+    }
+    for source, line in told.items():
+        assert main(["--input", source, "--local_dir", str(tmp_path)]) == 0
+        assert line in " ".join(capsys.readouterr().out.split())
+        numbers = [sum(1 for _ in split_rows(tmp_path, split)) for split in ("train", "test")]
+        assert f"{sum(numbers)} used" in line
+    assert main(["--input", sft, "--local_dir", str(tmp_path / "none"), "--max-bad-share", "0.04"]) == 2
+    assert "17 of 400 rows cannot be used, more than max_bad_share=0.04" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "none").exists()
+
+
 def test_long_prompts_are_dropped_under_the_tokenizers_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +113,7 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     said = capsys.readouterr().out
     assert len(split_rows(tmp_path, "train")) == 1
     assert (
-        "dropped: prompt longer than 500 tokens" in said
+        "1 dropped (1 longer than 500 tokens)" in said
         and "prompt tokens: p50" in said
         and "prompt characters: p50" in said
     )
@@ -105,7 +125,10 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
         ([{"instruction": "a", "input": "b"}], "row 0, field 'output': is missing; expected a text"),
         ([example(), {**example(), "input": 3}], "row 1, field 'input': is of type int; expected a text"),
         ([example(), "text"], "row 1: is of type str"),
-        ([{**example(), "output": "<tool_call>\n{\n</tool_call>"}], "row 0: line 1 of the gold calls is not JSON"),
+        (
+            [{**example(), "output": "<tool_call>\n{\n</tool_call>"}],
+            "row 0, field 'output': line 1 of the gold calls is not JSON",
+        ),
         ([example(), {**example(), "input": " "}], "row 1, field 'input': is empty"),
         ([{**example(), "input": "\ud800"}], "row 0, field 'input': holds half a surrogate pair"),
         ([], "has no usable row"),
@@ -127,6 +150,7 @@ def test_bad_raw_rows_stop_with_their_place(
         ["--seed", str(2**32)],
         ["--test-fraction", "1"],
         ["--max-prompt-tokens", "5"],
+        ["--max-bad-share", "2"],
         ["--max-prompt-tokens", "0", "--tokenizer", "x"],
     ],
 )
@@ -161,8 +185,9 @@ def test_the_summary_counts_kinds_calls_and_brackets_in_paths(
 
 def test_bad_raw_rows_can_be_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = raw_file(tmp_path / "r.json", [example(), {"input": "b"}])
-    assert main(["--input", source, "--local_dir", str(tmp_path), "--skip-bad-rows"]) == 0
-    assert "dropped: bad row: instruction is missing" in capsys.readouterr().out
+    assert main(["--input", source, "--local_dir", str(tmp_path), "--max-bad-share", "0.5"]) == 0
+    told = "r.json: 2 rows, 1 used, 1 dropped (1 with a bad instruction, row 1: is missing)"
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_input_says_how_to_get_one(

@@ -274,6 +274,7 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     words += ["device=cpu", "max_response_length=4", "max_prompt_length=256", f"output={tmp_path / 'out'}"]
     assert main_eval.main([*words, "limit=2"]) == 0
     said = capfd.readouterr().out
+    assert "test.parquet: 200 rows, 200 used, 0 dropped" in said
     assert "SFT first: 100 % of the replies have no valid format" in said
     assert "raise max_response_length" in said
     (folder,) = (tmp_path / "out").iterdir()

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
+from verl.data.report import RowReport
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
 from verl.errors import DataError
 from verl.types import Message, Sample
@@ -96,16 +97,19 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
         path.write_text("\n".join(map(json.dumps, [good, row])))
         with pytest.raises(DataError, match="row 1"):
             read_demonstrations(str(path))
-        assert len(read_demonstrations(str(path), "skip")) == 1
+        assert len(read_demonstrations(str(path), 1.0)) == 1
 
 
 def test_long_demonstrations_are_left_out_and_never_cut(codec: ChatCodec) -> None:
     short, long = Demonstration(conversation("Hi", "Ho")), Demonstration(conversation("Hi", "Ho " * 200))
     assert len(to_samples([short, long], codec, 60)) == 1
-    with pytest.raises(DataError, match="no demonstration has at most 60 tokens"):
+    with pytest.raises(DataError, match=r"has no usable row \(1 longer than 60 tokens\)"):
         to_samples([long], codec, 60)
 
 
-def test_toolrls_own_file_is_read(codec: ChatCodec) -> None:
-    found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")))
+def test_toolrls_own_file_is_read() -> None:
+    """All of it: golds that the reward could not read are demonstrations all the same."""
+    report = RowReport("rlla_sft.json")
+    found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")), report=report)
+    assert str(report) == "rlla_sft.json: 400 rows, 400 used, 0 dropped"
     assert len(found) == 400 and all(each.messages[-1].role == "assistant" for each in found)

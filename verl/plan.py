@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -65,8 +64,7 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.trainer.plan_show import show
 
     place = find_place(config, gpu)  # a wrong name is told before anything is read
-    policy: Any = config.data.on_bad_row
-    tasks = [TaskSet(source, policy) for source in config.data.train_files]
+    tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec) if tasks else None
     try:

@@ -1,18 +1,28 @@
-r"""Problems of mathematics with short answers: {id, problem, answer}, or rows of ToRL's published parquet files.
+r"""Problems of mathematics with short answers, as tasks that hold the bare question.
 
     python scripts/data/math_problems.py --input math_train.jsonl.gz --output dataset/math/train.parquet
     python scripts/data/math_problems.py --input torl/train.parquet --output dataset/torl/train.parquet
 
-ToRL's rows hold a system message and the gold answer under reward_model.ground_truth (beside `stype`, sic); its loader
-reads the question alone. The system message here asks for a boxed answer, as ToRL's does; --instruction is another, and
-"" leaves it out. A list of answers becomes one answer, separated by commas.
+Forms:
+
+    {problem or question, answer or final_answer}     final_answer is DeepMath-103K's
+    [{from, value}, {from, ground_truth: {value}}]    Open-Reasoner-Zero's files, ORZ-57k among them
+    {prompt, reward_model: {ground_truth}}            veRL's, ToRL's published parquet files among them
+
+Of veRL's rows the user's message is the question; other messages, such as ToRL's system message, are left out, as its
+loader does. The recipes with tools bring prompts of their own. For a run without (env.codec not set), --instruction
+puts a system message in front:
+
+    --instruction 'Please reason step by step, and put your final answer within \boxed{}.'
+
+A list of answers becomes one answer, separated by commas.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.common import Row, parser, run, task, text
 from verl.errors import DataError
 
-INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     """The one task of a row."""
-    if "prompt" in row:  # ToRL's
+    about = row if isinstance(row, Mapping) else {}
+    if isinstance(row, list):
+        if len(row) != 2:
+            raise DataError(f"is a list of {len(row)} messages", "a question and its answer")
+        question, answer, number = text(row[0], "value"), text(row[1]["ground_truth"], "value"), ""
+    elif "prompt" in row:
         questions = [message["content"] for message in row["prompt"] if message["role"] == "user"]
         if len(questions) != 1:
             raise DataError(f"has {len(questions)} messages of role user", "one", field="prompt")
@@ -34,18 +47,19 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
         number = str((row.get("extra_info") or {}).get("id", ""))
     else:
         question, number = text(row, "problem", "question"), str(row.get("id", ""))
-        answer = ", ".join(row["answer"]) if isinstance(row["answer"], list) else text(row, "answer")
+        answers = row.get("answer")
+        answer = ", ".join(answers) if isinstance(answers, list) else text(row, "answer", "final_answer")
     asked = [{"role": "user", "content": question}]
     if arguments.instruction:
         asked.insert(0, {"role": "system", "content": arguments.instruction})
-    yield task(row.get("data_source") or arguments.data_source, "math", asked, answer, number)
+    yield task(about.get("data_source") or arguments.data_source, "math", asked, answer, number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     options = parser(__doc__)
     options.add_argument("--data-source", default="math", help="where rows do not say it themselves")
-    options.add_argument("--instruction", default=INSTRUCTION)
+    options.add_argument("--instruction", default="", help="a system message; none if left out")
     return run(options.parse_args(argv), convert)
 
 

@@ -9,6 +9,9 @@ A calculation that a solution notes as <<48/2=24>> becomes code and what Python 
 (with the fence and the line breaks that ReTool's rollouts have). What the interpreter says is masked in training
 (verl/data/sft.py). Left out are solutions without such notes, those whose notes are not what Python computes, and those
 of which no result is the answer. ReTool's own data was rewritten by a language model; this is done by rule.
+
+The prompt is the one that recipe=retool shows in reinforcement learning. With another data.prompt_template there, give
+the same as --template.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from scripts.data.common import DEMONSTRATIONS, Row, parser, run, text
-from verl.errors import DataError
+from verl.data.codecs.prompt import PromptTemplate, load_template
+from verl.errors import ConfigError, DataError
 from verl.utils.reward_score.math import math_correct
 
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
@@ -82,24 +86,22 @@ def _number(answer: str) -> float:
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     """The one conversation of a row."""
     reply = demonstration(text(row, "solution"), text(row, "answer"))
-    asked = text(row, "problem")
-    if arguments.template:
-        asked = arguments.template.replace("{question}", asked)
+    asked = arguments.template.fill(text(row, "problem"), "")
     yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     options = parser(__doc__)
-    options.add_argument("--template", type=_text_of, help="file with {question}: the prompt that RL will use")
+    options.add_argument("--template", type=_template, default="retool", help="as data.prompt_template")
     return run(options.parse_args(argv), convert, DEMONSTRATIONS)
 
 
-def _text_of(path: str) -> str:
+def _template(path_or_name: str) -> PromptTemplate:
     try:
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+        return load_template(path_or_name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

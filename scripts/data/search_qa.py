@@ -5,7 +5,9 @@
 
 With --passages the input is a corpus of {title, contents}, and rows are labelled "templated": who directed a film that
 a passage tells of, and when that director was born where another passage tells it. The gold answer of a row is a JSON
-list of texts of which any will do. Bamboogle's {Question, Answer} rows are read, too.
+list of texts of which any will do. Bamboogle's {Question, Answer} rows are read, too, and Search-R1's published rows
+{prompt, reward_model: {ground_truth: {target}}}, whose prompt is an instruction and the question. Of these the question
+is kept, for the codec's own words; training reads them as they are published, too, and then keeps the published words.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.common import Row, parser, read, run, task, text
 
 TEMPLATED = "templated"
+_QUESTION = "Question: "  # the last word of Search-R1's instruction
 _NAME = r"[^\W\d_][\w.'\u2019-]*(?: [^\W\d_][\w.'\u2019-]*){1,3}?"
 _DIRECTED = re.compile(rf"\bfilm directed by ({_NAME})(?=\s*(?:[,.(]|and\b|starring\b|with\b|for\b|based\b|from\b|$))")
 _DATE = r"\d{1,2} [A-Z][a-z]+ \d{4}|[A-Z][a-z]+ \d{1,2}, \d{4}"
@@ -34,8 +37,14 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.passages:
         yield from _of_passage(row, arguments.births)
         return
+    source, id = row.get("data_source") or arguments.data_source, str(row.get("id", ""))
+    if "golden_answers" not in row and "prompt" in row:
+        prompt, target = text(row["prompt"][-1], "content"), row["reward_model"]["ground_truth"]["target"]
+        question = (prompt.partition(_QUESTION)[2] or prompt).strip()
+        yield _task(question, [target] if isinstance(target, str) else target, id, source)
+        return
     golden = row.get("golden_answers") or [text(row, "answer", "Answer")]
-    yield _task(text(row, "question", "Question"), golden, str(row.get("id", "")), arguments.data_source)
+    yield _task(text(row, "question", "Question"), golden, id, source)
 
 
 def _of_passage(row: Any, births: dict[str, str]) -> Iterator[Row]:
@@ -72,7 +81,7 @@ def _task(question: str, golden: Sequence[str], id: str, data_source: str) -> Ro
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     options = parser(__doc__)
-    options.add_argument("--data-source", default="search")
+    options.add_argument("--data-source", default="search", help="where rows do not say it themselves")
     options.add_argument("--passages", action="store_true", help="the input is a corpus; cut questions from it")
     arguments = options.parse_args(argv)
     arguments.births = births_in(arguments.input) if arguments.passages else {}

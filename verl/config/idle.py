@@ -135,7 +135,10 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")
-    for key in ("files", "output", "limit", "on_bad_row", "n", "prompt_template", "reward", "env", "sandbox")
+    for key in (
+        *("files", "output", "limit", "truncation", "max_bad_share", "n"),
+        *("prompt_template", "reward", "env", "sandbox"),
+    )
 )
 
 

@@ -29,6 +29,8 @@ _EPISODE_GROUPS = ("env.", "reward.", "sandbox.", "model.path", "model.tokenizer
 _EPISODE_KEYS = {
     "data.max_prompt_length": "max_prompt_length",
     "data.max_response_length": "max_response_length",
+    "data.truncation": "truncation",
+    "data.max_bad_share": "max_bad_share",
     "data.prompt_template": "prompt_template",
     "model.compute_dtype": "dtype",
     "rollout.n": "n",

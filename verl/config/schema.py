@@ -13,7 +13,8 @@ from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
 _SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
-_ON_BAD_ROW, _ENGINES, _DTYPES = ("error", "skip"), ("vllm", "hf"), ("bfloat16", "float32")
+_ENGINES, _DTYPES = ("vllm", "hf"), ("bfloat16", "float32")
+_TRUNCATIONS = ("error", "left", "drop")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -23,6 +24,10 @@ def _require(condition: bool, key: str, expected: str, got: object) -> None:
 
 def _one_of(known: tuple[str, ...], key: str, value: str) -> None:
     _require(value in known, key, " or ".join(known), value)
+
+
+def _a_share(key: str, value: float) -> None:
+    _require(0 <= value <= 1, key, "between 0 and 1", value)
 
 
 def _at_least(least: int, config: object, group: str, *names: str) -> None:
@@ -45,11 +50,13 @@ class DataConfig:
     max_prompt_length: int = 2048
     max_response_length: int = 1024
     prompt_template: str | None = None  # a text with {question}, by path or name; the codec's own if left out
-    on_bad_row: str = "error"  # error | skip
+    truncation: str = "error"  # error | left (keep the last tokens) | drop (the row): prompts that are too long
+    max_bad_share: float = 0.05  # of a file's rows that may be left out as unusable before the run stops; 0: none may
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of(_ON_BAD_ROW, "data.on_bad_row", self.on_bad_row)
+        _one_of(_TRUNCATIONS, "data.truncation", self.truncation)
+        _a_share("data.max_bad_share", self.max_bad_share)
         if self.weights is not None:
             expected = f"one positive number for each of the {len(self.train_files)} data.train_files"
             ok = len(self.weights) == len(self.train_files) and all(weight > 0 for weight in self.weights)
@@ -493,11 +500,11 @@ class SFTDataConfig:
     val_files: list[str] = field(default_factory=list)
     train_batch_size: int = 32  # replies per optimizer step
     max_length: int = 4096  # tokens of a prompt and its reply
-    on_bad_row: str = "error"  # error | skip
+    max_bad_share: float = 0.05  # as data.max_bad_share of a reinforcement learning run
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of(_ON_BAD_ROW, "data.on_bad_row", self.on_bad_row)
+        _a_share("data.max_bad_share", self.max_bad_share)
         _at_least(1, self, "data.", "train_batch_size", "max_length")
 
 
@@ -565,12 +572,15 @@ class GenerationConfig(LoneEngineConfig):
     files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
     output: str = "transcripts.jsonl"
     limit: int | None = None  # rows of each file; all if left out
-    on_bad_row: str = "error"  # error | skip
+    truncation: str = "error"  # as data.truncation
+    max_bad_share: float = 0.05  # as data.max_bad_share
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _one_of(_TRUNCATIONS, "truncation", self.truncation)
+        _a_share("max_bad_share", self.max_bad_share)
         _at_least(1, self, "", "limit")
         check_env_judges(self.reward, self.env)
 
@@ -614,7 +624,8 @@ class ProbeConfig(LoneEngineConfig):
     n: int = 8  # rollouts of each prompt
     temperature: float = 1.0
     limit: int | None = 64  # rows, drawn with the seed; null: all
-    on_bad_row: str = "error"  # error | skip
+    truncation: str = "error"  # of prompts that are too long: left, as in training; else they are counted, not sampled
+    max_bad_share: float = 0.05  # as data.max_bad_share
     output: str = "outputs/probe"  # one folder in it for each model, file and setting
     bootstrap: int = 2000  # resamples behind an interval
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -625,5 +636,6 @@ class ProbeConfig(LoneEngineConfig):
         _at_least(1, self, "", "limit", "bootstrap")
         _require(2 <= self.n <= 256, "n", "from 2 (a group of one has nothing to compare) to 256", self.n)
         _require(self.temperature > 0, "temperature", "positive, as in training", self.temperature)
-        _one_of(_ON_BAD_ROW, "on_bad_row", self.on_bad_row)
+        _one_of(_TRUNCATIONS, "truncation", self.truncation)
+        _a_share("max_bad_share", self.max_bad_share)
         check_env_judges(self.reward, self.env)

@@ -29,10 +29,12 @@ class ChatCodec:
     """A tokenizer with a chat template.
 
     more_stops: tokens that end the assistant's turn as the tokenizer's eos_token does, where the model has several
+    max_prompt_tokens: of a longer prompt of an episode the last ones are kept (data.truncation=left); None: all are
     """
 
     tokenizer: Any
     more_stops: tuple[int, ...] = ()
+    max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         where = f"the tokenizer in {self.tokenizer.name_or_path!r}"
@@ -63,8 +65,8 @@ class ChatCodec:
         A text gets what the tokenizer puts before every text (a bos_token, if any). Raises as `prompt_ids` does.
         """
         if isinstance(opening, str):
-            return tuple(self.tokenizer(opening)["input_ids"])
-        return self.prompt_ids(opening, tools)
+            return self._cut(tuple(self.tokenizer(opening)["input_ids"]))
+        return self._cut(self.prompt_ids(opening, tools))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The messages under the chat template, with the head of the assistant's turn.
@@ -150,8 +152,11 @@ class ChatCodec:
         return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """The task's prompt."""
-        return self.prompt_ids(task.prompt)
+        """The prompt of an episode that is one reply."""
+        return self._cut(self.prompt_ids(task.prompt))
+
+    def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
 
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""

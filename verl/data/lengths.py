@@ -1,23 +1,39 @@
-"""Prompts that are too long, or that the chat template refuses, are bad rows: named or left out, never cut.
+"""Prompts that are too long are cut, left out or an error; prompts that the chat template refuses are bad rows.
 
-What counts is what is put before the policy: `prompt_ids` gives its tokens (verl.trainer.build_env.opening_of).
+What counts is the observation that the policy gets first: `prompt_ids` gives its tokens before any cut
+(verl.trainer.build_env.opening_of).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from verl.data.tasks import BadRowPolicy
+from verl.data.report import RowReport
+from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.types import Task
 
-_log = logging.getLogger(__name__)
 PromptIds = Callable[[Task], Sequence[int]]
 
 
-class Chosen(Sequence[Task]):
+@dataclass(frozen=True, slots=True)
+class RowPolicy:
+    """Which rows of a file are used.
+
+    max_prompt_length: in tokens
+    truncation: of longer prompts: "left" keeps their last tokens (`ChatCodec.max_prompt_tokens` does so wherever a
+        prompt is used), "drop" leaves them out, "error" raises
+    max_bad_share: the largest share of a file's rows that may be left out because they cannot be used
+    """
+
+    max_prompt_length: int
+    truncation: str = "error"
+    max_bad_share: float = 0.0
+
+
+class TaskSubset(Sequence[Task]):
     """Some tasks of a set, in its order."""
 
     def __init__(self, tasks: Sequence[Task], numbers: Sequence[int]) -> None:
@@ -32,40 +48,35 @@ class Chosen(Sequence[Task]):
         return self._tasks[self._numbers[place]]
 
 
-def fitting(
-    tasks: Sequence[Task], prompt_ids: PromptIds, max_prompt_length: int, on_bad_row: BadRowPolicy = "error"
-) -> Sequence[Task]:
-    """The tasks whose prompts have at most `max_prompt_length` tokens, and that the chat template takes.
+def read_tasks(source: str, prompt_ids: PromptIds, policy: RowPolicy) -> tuple[Sequence[Task], RowReport]:
+    """The tasks of a file that are used, and what became of its rows. Raises DataError as `TaskSet` and `fitting`."""
+    tasks = TaskSet(source, policy.max_bad_share)
+    return fitting(tasks, prompt_ids, policy, tasks.report), tasks.report
 
-    Raises DataError for the first other one, or if none is left; with on_bad_row="skip" they are left out and counted.
+
+def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, report: RowReport) -> Sequence[Task]:
+    """The tasks whose prompts the chat template takes and that have room for them, counted in `report`.
+
+    Raises DataError for a prompt that is too long where `policy.truncation` is "error", for more refused prompts than
+    `policy.max_bad_share` allows, and if no task is left.
     """
-    numbers, bad = [], []
+    numbers = []
     for number, task in enumerate(tasks):
+        file, _, digits = task.id.rpartition("#")
+        row = int(digits) if digits.isdecimal() else None
         try:
-            _check(task, prompt_ids, max_prompt_length)
+            length = len(prompt_ids(task))
         except DataError as error:
-            if on_bad_row == "error":
-                raise
-            bad.append(error)
-        else:
-            numbers.append(number)
-    if not bad:
-        return tasks
-    source = tasks[0].id.partition("#")[0]
-    if not numbers:
-        raise DataError(f"has no prompt of at most {max_prompt_length} tokens; the first: {bad[0]}", file=source)
-    _log.warning("%s: left out %d of %d prompts, the first: %s", source, len(bad), len(tasks), bad[0])
-    return Chosen(tasks, numbers)
-
-
-def _check(task: Task, prompt_ids: PromptIds, max_prompt_length: int) -> None:
-    try:
-        length = len(prompt_ids(task))
-        if length > max_prompt_length:
-            raise DataError(
-                f"the prompt has {length} tokens, more than data.max_prompt_length={max_prompt_length}",
-                mend="Raise it, or set data.on_bad_row=skip",
-            )
-    except DataError as error:
-        file, _, row = task.id.rpartition("#")
-        raise error.at(file=file, row=int(row) if row.isdecimal() else None) from error
+            report.add_bad(error.at(file=file, row=row), policy.max_bad_share)
+            continue
+        if length > policy.max_prompt_length:
+            if policy.truncation == "error":
+                problem = f"the prompt has {length} tokens, more than max_prompt_length={policy.max_prompt_length}"
+                raise DataError(problem, mend="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
+            if policy.truncation == "drop":
+                report.drop(f"longer than {policy.max_prompt_length} tokens", row)
+                continue
+            report.notes[f"cut to the last {policy.max_prompt_length} tokens"] += 1
+        numbers.append(number)
+    report.check(policy.max_bad_share)
+    return tasks if len(numbers) == len(tasks) else TaskSubset(tasks, numbers)

@@ -5,6 +5,7 @@ Nothing here holds a file in memory: 1,000,000 rows cost 8 MB plus one batch.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -22,20 +23,27 @@ from verl.errors import DataError
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
-_FORMATS = ".parquet, .jsonl, .jsonl.gz or .json (a list of objects)"
+_FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
 
 def read_rows(source: str) -> Iterator[Any]:
-    """The rows of a parquet, jsonl(.gz) or json file, or of a data set named as `owner/name[:split]`, one by one.
+    """Rows one by one, of a parquet, jsonl(.gz), json or csv file, of a folder, or of a data set `owner/name[:split]`.
 
-    A line of a jsonl file that is not JSON comes as its DataError, for the reader of rows to raise or to count. Raises
+    Parquet is read by pyarrow, folders and hub names by the package datasets. JSON and csv files are not: datasets and
+    pyarrow read them into columns of one type each, where a key of one row becomes a null in all others, values of
+    several types become their JSON text, and the texts 007 and NA become 7 and nothing. All values of a csv file are
+    texts. Of a folder, which holds files as a clone of a data set's repository does, and of a name without a split the
+    split is "train".
+
+    A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
+    its DataError, for the reader of rows to raise or to count. Raises
     DataError for a file that is missing or is not what its name says.
     """
     path = Path(source)
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     suffix = ".jsonl" if path.name.endswith(".jsonl.gz") else path.suffix
-    if suffix not in readers:
-        yield from _read_hub(source)
+    if suffix not in readers or os.path.isdir(source):  # noqa: PTH112  as below
+        yield from _read_dataset(source)
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises for a name that is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
@@ -110,27 +118,52 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _read_hub(source: str) -> Iterator[Any]:
-    if Path(source).exists() or not _HUB_NAME.fullmatch(source):
+def _read_csv(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines, [])
+            if not names or len(set(names)) != len(names) or not all(names):
+                raise ValueError(f"its first line does not name the columns: {', '.join(names) or 'it is empty'}")
+            for values in lines:
+                if len(values) == len(names):
+                    yield dict(zip(names, values, strict=True))
+                elif values:
+                    yield DataError(f"line {lines.line_num} has {len(values)} values", f"{len(names)}, one a column")
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
+
+
+def _read_dataset(source: str) -> Iterator[Any]:
+    if os.path.isdir(source):  # noqa: PTH112  Path.is_dir raises for a name that is too long
+        yield from _streamed(source, source)
+        return
+    if os.path.exists(source) or not _HUB_NAME.fullmatch(source):  # noqa: PTH110  as above
         raise DataError(
             "is neither a data file nor a data set's name",
-            f"{_FORMATS}, or owner/name[:split]",
+            f"{_FORMATS}, a folder, or owner/name[:split]",
             "Check it",
             file=source,
         )
+    name, _, split = source.partition(":")
+    yield from _streamed(source, name, split or "train")
+
+
+def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
     try:
-        import datasets  # not a requirement: only data sets by name need it
+        import datasets  # heavy, and not needed for files
     except ImportError as error:
         raise DataError(
-            "reads as a data set's name, which needs the package datasets",
-            mend="pip install datasets, or give the path of a local file",
+            f"is read with the package datasets, which cannot be imported ({error})",
+            mend="pip install datasets, or give the path of a file",
             file=source,
         ) from error
-    name, _, split = source.partition(":")
     try:
-        yield from datasets.load_dataset(name, split=split or "train", streaming=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be loaded ({error})", mend="Check the name and the network", file=source) from error
+        yield from datasets.load_dataset(name, split=split, streaming=True)
+    except Exception as error:  # those of the network are its HTTP client's, which changes
+        raise DataError(
+            f"cannot be loaded ({_one_line(error)})", mend="Check the name, the files and the network", file=source
+        ) from error
 
 
 @contextmanager

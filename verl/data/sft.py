@@ -8,7 +8,6 @@ their common beginning once.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.chat import ChatCodec
+from verl.data.report import RowReport
 from verl.data.rows import read_rows
-from verl.data.tasks import BadRowPolicy
 from verl.errors import DataError
 from verl.types import Message, Sample
 
-_log = logging.getLogger(__name__)
 # What a tool said, where a reply quotes it: never to be learned as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
     r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
@@ -37,24 +35,34 @@ class Demonstration:
     id: str = ""  # file#row, for messages
 
 
-def read_demonstrations(source: str, on_bad_row: BadRowPolicy = "error") -> list[Demonstration]:
-    """The demonstrations of a file. Raises DataError with file, row and field; "skip" leaves bad rows out.
+def read_samples(
+    source: str, codec: ChatCodec, max_length: int, max_bad_share: float = 0.0, first_group: int = 0
+) -> tuple[list[Sample], RowReport]:
+    """The samples of a file, and what became of its rows. Raises DataError as the two functions below.
+
+    first_group: the group of the first row's samples
+    """
+    report = RowReport(source)
+    demonstrations = read_demonstrations(source, max_bad_share, report)
+    return to_samples(demonstrations, codec, max_length, max_bad_share, report, first_group), report
+
+
+def read_demonstrations(
+    source: str, max_bad_share: float = 0.0, report: RowReport | None = None
+) -> list[Demonstration]:
+    """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows cannot be used.
 
     Rows are of one of three kinds: {messages: [{role, content}]}, ToolRL's SFT file {instruction, input, output}, or
     ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}.
     """
-    found, bad = [], []
+    found, report = [], report or RowReport(source)
     for number, row in enumerate(read_rows(source)):
+        report.num_rows += 1
         try:
             found.append(replace(to_demonstration(row), id=f"{Path(source).name}#{number}"))
         except DataError as error:
-            bad.append(error.at(file=source, row=number))
-            if on_bad_row == "error":
-                raise bad[0] from None
-    if bad:
-        _log.warning("%s: left out %d bad rows of %d, the first: %s", source, len(bad), len(bad) + len(found), bad[0])
-    if not found:
-        raise DataError("has no usable row", "at least one", file=source)
+            report.add_bad(error.at(file=source, row=number), max_bad_share)
+    report.check(max_bad_share)
     return found
 
 
@@ -106,36 +114,35 @@ def _messages(value: Any, field: str) -> tuple[Message, ...]:
 
 
 def to_samples(
-    demonstrations: Sequence[Demonstration], codec: ChatCodec, max_length: int, on_bad_row: BadRowPolicy = "error"
+    demonstrations: Sequence[Demonstration],
+    codec: ChatCodec,
+    max_length: int,
+    max_bad_share: float = 0.0,
+    report: RowReport | None = None,
+    first_group: int = 0,
 ) -> list[Sample]:
     """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut.
 
-    Raises DataError for a demonstration that the chat template refuses; "skip" leaves it out.
+    Raises DataError if the chat template refuses more demonstrations than `max_bad_share` allows.
     """
     samples: list[Sample] = []
-    bad: list[DataError] = []
-    too_long = 0
-    for group, demonstration in enumerate(demonstrations):
+    report = report or RowReport("the demonstrations", len(demonstrations))
+    for number, demonstration in enumerate(demonstrations):
+        file, _, digits = demonstration.id.rpartition("#")
+        row = int(digits) if digits.isdecimal() else None
         try:
-            turns = _turns(demonstration, group, codec)
+            turns = _turns(demonstration, first_group + number, codec)
         except DataError as error:
-            bad.append(error.at(file=demonstration.id))
-            if on_bad_row == "error":
-                raise bad[0] from error
-        else:
-            fitting = [turn for turn in turns if len(turn.token_ids) <= max_length]
-            samples += fitting
-            too_long += len(turns) - len(fitting)
-    if bad:
-        _log.warning("left out %d demonstrations of %d, the first: %s", len(bad), len(demonstrations), bad[0])
-    if too_long:
-        _log.warning("left out %d replies that end beyond data.max_length=%d tokens", too_long, max_length)
-    if not samples:
-        raise (
-            bad[0]
-            if bad
-            else DataError(f"no demonstration has at most {max_length} tokens", mend="Raise data.max_length")
-        )
+            report.add_bad(error.at(file=file, row=row), max_bad_share)
+            continue
+        fitting = [turn for turn in turns if len(turn.token_ids) <= max_length]
+        samples += fitting
+        too_long = f"longer than {max_length} tokens"
+        if not fitting and turns:
+            report.drop(too_long, row)
+        elif len(fitting) < len(turns):
+            report.notes[f"with replies that are left out, as they are {too_long}"] += 1
+    report.check(max_bad_share)
     return samples
 
 

@@ -6,14 +6,15 @@ files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> tasks, 
 from __future__ import annotations
 
 import hashlib
-import logging
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
+from verl.data.report import RowReport
 from verl.data.rlla import DATA_SOURCE
 from verl.data.rows import RowStore, read_rows
 from verl.errors import ConfigError, DataError
@@ -21,17 +22,12 @@ from verl.types import Message, Task
 from verl.utils.reward_score.parsing import parse_gold
 from verl.utils.reward_score.prompt import listed_tools
 
-_log = logging.getLogger(__name__)
-_SHOWN_BAD_ROWS = 10
-
-BadRowPolicy = Literal["error", "skip"]
-
 
 def to_task(row: Any, id: str) -> Task:
     """One checked row as a Task. Raises DataError with the field and what was expected.
 
     Columns: data_source, prompt [{role, content}], reward_model {ground_truth}; optional extra_info, env, reward.
-    Rows of ToolRL's kind must also have a gold answer that parses and calls listed tools only.
+    A ground truth that is no text becomes its JSON text. Rows of ToolRL's kind must have one that parses.
     """
     if isinstance(row, DataError):
         raise row  # a line that could not even be decoded
@@ -41,17 +37,34 @@ def to_task(row: Any, id: str) -> Task:
     task = Task(
         id=id,
         prompt=prompt,
-        answer=_text(_value(row, "reward_model", "an object"), "ground_truth", "reward_model.ground_truth"),
+        answer=_answer(_value(row, "reward_model", "an object")),
         data_source=_text(row, "data_source"),
         env=_text(row, "env") if row.get("env") is not None else "single_turn",
         reward=_text(row, "reward") if row.get("reward") is not None else None,
         extra=dict(_value(row, "extra_info", "an object")) if row.get("extra_info") is not None else {},
     )
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
-        _check_gold_calls(task)
+        _gold_calls(task)
     return _without_repeats(task)
 
 
+def unlisted_call(task: Task) -> DataError | None:
+    """The first gold call of a tool that a ToolRL prompt does not list, if there is one.
+
+    No policy could know of such a tool. ToolRL trains on such rows all the same.
+    """
+    tools = listed_tools(task.prompt)
+    if tools is None:
+        return None
+    for call in _gold_calls(task):
+        if call["name"].strip() not in tools:
+            listed = ", ".join(map(repr, tools)) or "none"
+            problem = f"calls {call['name']!r}, which the prompt does not list"
+            return DataError(problem, f"one of {listed}", field=GROUND_TRUTH)
+    return None
+
+
+GROUND_TRUTH = "reward_model.ground_truth"
 _KINDS = {"an object": Mapping, "a text": str, "a list": list}
 
 
@@ -87,19 +100,25 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(prompt)
 
 
-def _check_gold_calls(task: Task) -> None:
-    field = "reward_model.ground_truth"
+def _answer(reward_model: Mapping[str, Any]) -> str:
+    truth = reward_model.get("ground_truth")
+    if truth is None:
+        raise DataError("is missing", "a text, or another JSON value", field=GROUND_TRUTH)
+    if isinstance(truth, str):
+        return _text(reward_model, "ground_truth", GROUND_TRUTH)
     try:
-        calls = parse_gold(task.answer).calls or []
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot be written as JSON ({error})", "a text, or another JSON value", field=GROUND_TRUTH
+        ) from error
+
+
+def _gold_calls(task: Task) -> list[dict[str, Any]]:
+    try:
+        return parse_gold(task.answer).calls or []
     except DataError as error:
-        raise error.at(field=field) from error
-    tools = listed_tools(task.prompt)
-    if tools is None:
-        return
-    for call in calls:
-        if call["name"].strip() not in tools:
-            listed = ", ".join(map(repr, tools)) or "none"
-            raise DataError(f"calls {call['name']!r}, which the prompt does not list", f"one of {listed}", field=field)
+        raise error.at(field=GROUND_TRUTH) from error
 
 
 def _without_repeats(task: Task) -> Task:
@@ -115,38 +134,33 @@ def _from_stored(stored: dict[str, Any]) -> Task:
 
 
 class TaskSet(Sequence[Task]):
-    """The good rows of one file, in file order, on disk. `bad_rows` holds what was skipped."""
+    """The rows of one file that can be used, in file order, on disk; `report` says what became of the others."""
 
-    def __init__(self, source: str, on_bad_row: BadRowPolicy = "error") -> None:
+    def __init__(self, source: str, max_bad_share: float = 0.0) -> None:
         """Read and check the whole file once.
 
-        source: a .parquet, .jsonl or .json file, or a data set's name `owner/name[:split]`
-        on_bad_row: "error" raises DataError at the first bad row, "skip" counts and lists them
+        source: a data file or data set as `read_rows` takes it
+        max_bad_share: the largest share of its rows that may be left out because they cannot be used; 0: none may,
+            and the first raises its own DataError. Beyond it the DataError names the first ones.
         """
-        if on_bad_row not in ("error", "skip"):
-            raise ConfigError(f"data.on_bad_row must be error or skip, got {on_bad_row!r}")
         self.source = source
-        self.bad_rows: list[DataError] = []
-        self._store = RowStore(asdict(task) for task in self._good_tasks(on_bad_row))
-        if self.bad_rows:
-            shown = "\n".join(f"  {error}" for error in self.bad_rows[:_SHOWN_BAD_ROWS])
-            more = len(self.bad_rows) - _SHOWN_BAD_ROWS
-            tail = f"\n  ... and {more} more" if more > 0 else ""
-            _log.warning("%s: skipped %d bad rows, kept %d:\n%s%s", source, len(self.bad_rows), len(self), shown, tail)
-        if not len(self):
-            raise DataError("has no usable row", "at least one", file=source)
+        self.report = RowReport(source)
+        self._store = RowStore(asdict(task) for task in self._usable_tasks(max_bad_share))
+        self.report.check(max_bad_share)
 
-    def _good_tasks(self, on_bad_row: BadRowPolicy) -> Iterator[Task]:
+    def _usable_tasks(self, max_bad_share: float) -> Iterator[Task]:
         name = Path(self.source).name
         for number, row in enumerate(read_rows(self.source)):
+            self.report.num_rows += 1
             try:
-                yield to_task(row, f"{name}#{number}")
+                task = to_task(row, f"{name}#{number}")
             except DataError as error:
-                placed = error.at(file=self.source, row=number)
-                if on_bad_row == "error":
-                    placed.mend = placed.mend or "Correct the row, or set data.on_bad_row=skip"
-                    raise placed from None
-                self.bad_rows.append(placed)
+                self.report.add_bad(error.at(file=self.source, row=number), max_bad_share)
+                continue
+            unlisted = unlisted_call(task)
+            if unlisted is not None:
+                self.report.unlisted.append(unlisted.at(file=self.source, row=number))
+            yield task
 
     def __len__(self) -> int:
         return len(self._store)

@@ -106,3 +106,4 @@ class Benchmark:
     categories: tuple[Category, ...]
     aggregates: tuple[Aggregate, ...] = ()
     notes: tuple[str, ...] = ()
+    files: Callable[[], tuple[str, ...]] = tuple  # what became of the rows of each data file, a line each

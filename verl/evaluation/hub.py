@@ -29,7 +29,7 @@ class HubSet:
         Raises ConfigError for what cannot be loaded.
         """
         try:
-            import datasets  # not a requirement: only data sets by name need it
+            import datasets  # heavy
         except ImportError as error:
             raise ConfigError(f"{self.name} needs the package datasets (pip install datasets)") from error
         copy = data_dir / self.name

@@ -18,8 +18,9 @@ from verl.config.load import flattened
 from verl.config.schema import Config, ModelConfig, RunConfig
 from verl.daemon import run_async
 from verl.data.chat import ChatCodec
-from verl.data.lengths import PromptIds, fitting
-from verl.data.tasks import TaskCursor, TaskSet, TaskStream
+from verl.data.lengths import PromptIds, RowPolicy, read_tasks
+from verl.data.report import RowReport
+from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
@@ -35,7 +36,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record, truncating
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, signs_of
@@ -83,6 +84,7 @@ class Inputs:
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
     exams: Exams
+    reports: list[RowReport]  # one per data file
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -93,8 +95,10 @@ def load_inputs(config: Config) -> Inputs:
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
     run_async(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
-    train, val = load_tasks(config, opening_of(interaction, codec))
-    return Inputs(codec, interaction, train, val, build_exams(config, codec))
+    train, val, reports = load_tasks(config, opening_of(interaction, codec))
+    exams = build_exams(config, codec)
+    codec, interaction = truncating(config.data.truncation, config.data.max_prompt_length, codec, interaction)
+    return Inputs(codec, interaction, train, val, exams, reports)
 
 
 def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
@@ -241,20 +245,25 @@ def end_tokens(model: str) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 
-def load_tasks(config: Config, prompt_ids: PromptIds) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]]]:
-    """(training sets, validation sets by name); prompts beyond data.max_prompt_length are bad rows like any other."""
+def load_tasks(
+    config: Config, prompt_ids: PromptIds
+) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
+    """(training sets, validation sets by name, what became of the rows of each file).
+
+    prompt_ids: the tokens of a task's prompt before any cut
+    """
     data = config.data
-
-    def load(source: str) -> Sequence[Task]:
-        return fitting(TaskSet(source, data.on_bad_row), prompt_ids, data.max_prompt_length, data.on_bad_row)  # type: ignore[arg-type]
-
+    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
     unique = (
         names
         if len(set(names)) == len(names)
         else ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
     )
-    return [load(source) for source in data.train_files], dict(zip(unique, map(load, data.val_files), strict=True))
+    read = [read_tasks(source, prompt_ids, policy) for source in (*data.train_files, *data.val_files)]
+    sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
+    num_train = len(data.train_files)
+    return sets[:num_train], dict(zip(unique, sets[num_train:], strict=True)), reports
 
 
 def step_settings(config: Config) -> StepSettings:
@@ -305,7 +314,7 @@ def build_publisher(
     """The way of the weights, with a canary on the beginnings of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
     coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
-    prompts = (codec.prompt_ids(tasks[number].prompt) for number in range(min(_NUM_PROBES, len(tasks))))
+    prompts = (codec.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     probing = replace(sampling, max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
     return Publisher(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])

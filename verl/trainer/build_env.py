@@ -108,6 +108,18 @@ def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
     return opening
 
 
+def truncating(
+    truncation: str, max_prompt_length: int, chat: ChatCodec, interaction: Interaction | None
+) -> tuple[ChatCodec, Interaction | None]:
+    """What makes the prompts of episodes: with truncation=left none is longer than `max_prompt_length` tokens."""
+    if truncation != "left":
+        return chat, interaction
+    chat = replace(chat, max_prompt_tokens=max_prompt_length)
+    if interaction is not None:
+        interaction = replace(interaction, dialogue=replace(interaction.dialogue, chat=chat))
+    return chat, interaction
+
+
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:
     """The prompt template's digest, for the run's record; empty where there is none."""
     codec = interaction.dialogue.codec if interaction else None

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from verl.config.schema import SFTConfig
 from verl.data.chat import ChatCodec
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.sft import read_samples
 from verl.errors import ConfigError
 from verl.single_controller.group import Member
 from verl.single_controller.ray import Bundle, Cluster
@@ -36,7 +35,7 @@ from verl.workers.rank import RankSpec, build_rank
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Everything that a supervised run needs, started; ended with the block."""
     device, codec, trainer = choose_device(config.trainer), load_codec(config.model), config.trainer
-    train, val = _load(config, config.data.train_files, codec), _load(config, config.data.val_files, codec)
+    train, val = (_load(config, files, codec, console) for files in (config.data.train_files, config.data.val_files))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     shared = made_with(asdict(config))
     saved = find_saved(store, COMMAND, shared)
@@ -76,8 +75,12 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
             workers.close()
 
 
-def _load(config: SFTConfig, files: list[str], codec: ChatCodec) -> list[Sample]:
+def _load(config: SFTConfig, files: list[str], codec: ChatCodec, console: Console) -> list[Sample]:
     """The samples of all files; groups are numbered through."""
-    policy: Any = config.data.on_bad_row
-    demonstrations = [each for source in files for each in read_demonstrations(source, policy)]
-    return to_samples(demonstrations, codec, config.data.max_length, policy) if demonstrations else []
+    samples: list[Sample] = []
+    for source in files:
+        first_group = samples[-1].group + 1 if samples else 0
+        found, report = read_samples(source, codec, config.data.max_length, config.data.max_bad_share, first_group)
+        console.print(str(report), markup=False, soft_wrap=True)
+        samples += found
+    return samples

@@ -23,7 +23,7 @@ from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, DataError, VerlError
 from verl.utils.versions import SET_UP, missing_package
 
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def check_engine(key: str, name: str) -> None:
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
     """Raises ConfigError for a file that is not there."""
     if needed and not files:
-        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl or .json file, or several as [a,b]")
+        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
         if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
             raise ConfigError(f"{key}: there is no file {source!r}; embedded:train.parquet names an embedded one")

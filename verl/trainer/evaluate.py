@@ -63,6 +63,8 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
     asked: Asked = [
         (category, category.first(config.limit)) for benchmark in benchmarks for category in benchmark.categories
     ]
+    for line in (line for benchmark in benchmarks for line in benchmark.files()):
+        console.print(line, markup=False, soft_wrap=True)
     *bases, model = [await _judge(player, asked, console) for player in players]
     for benchmark in benchmarks:
         for judged in {each.folder: each for each in (*bases, model)}.values():  # one, if they are the same

@@ -12,15 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl.config.schema import GenerationConfig
-from verl.data.lengths import PromptIds, fitting
-from verl.data.tasks import TaskSet
+from verl.data.lengths import RowPolicy, read_tasks
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
 from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, opening_of, truncating
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task
@@ -32,8 +31,13 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     codec, lengths = load_codec(config.model), reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
     await check_services([interaction, build_reward(config.reward.name, config.reward.options)])
-    prompt_ids = opening_of(interaction, codec)
-    tasks = [task for source in config.files for task in _tasks(source, config, prompt_ids)]
+    prompt_ids, policy = opening_of(interaction, codec), RowPolicy(lengths[0], config.truncation, config.max_bad_share)
+    tasks: list[Task] = []
+    for source in config.files:
+        found, report = read_tasks(source, prompt_ids, policy)
+        console.print(str(report), markup=False, soft_wrap=True)
+        tasks += islice(found, config.limit)
+    codec, interaction = truncating(config.truncation, lengths[0], codec, interaction)
     reward = config.reward
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
         async with lone_engine(config, codec, config.env) as (engine, sampling):
@@ -66,13 +70,6 @@ def _means(scores: Sequence[Score]) -> str:
         f"{name} {sum(score.parts.get(name, 0.0) for score in scores) / len(scores):.3f}" for name in names
     )
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
-
-
-def _tasks(source: str, config: GenerationConfig, prompt_ids: PromptIds) -> list[Task]:
-    """The rows to answer, checked before an engine is started."""
-    policy = config.on_bad_row
-    tasks = fitting(TaskSet(source, policy), prompt_ids, reply_lengths(config)[0], policy)  # type: ignore[arg-type]
-    return list(islice(tasks, config.limit))
 
 
 async def chat(config: GenerationConfig, console: Console) -> None:

@@ -60,6 +60,9 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     folder = run_folder(config.trainer)
     wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
+    of_benchmarks = (line for benchmark in inputs.exams.benchmarks for line in benchmark.files())
+    for line in (*map(str, inputs.reports), *of_benchmarks):
+        console.print(line, markup=False, soft_wrap=True)
     prompt_ids = opening_of(inputs.interaction, inputs.codec)
     plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train, prompt_ids), find_place(config))
     if wanted or only_preflight:

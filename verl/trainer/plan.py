@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
-from verl.data.lengths import PromptIds, fitting
+from verl.data.lengths import PromptIds, RowPolicy, fitting
+from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
@@ -445,16 +446,18 @@ def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task
     Of episodes of several turns no golden one is known: they are as long as they may be.
     prompt_ids: how training opens (verl.trainer.build_env.opening_of)
 
-    Raises DataError for a row that is looked at and does not fit, unless data.on_bad_row=skip.
+    Raises DataError for rows that are looked at and cannot be used, as training would.
     """
     data = config.data
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
     prompts, replies = [], []
-    policy: Any = data.on_bad_row
+    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     for tasks in files:
-        for task in fitting(tasks[:: max(1, len(tasks) // _NUM_ROWS)], prompt_ids, data.max_prompt_length, policy):
-            prompts.append(len(prompt_ids(task)))
+        sample = tasks[:: max(1, len(tasks) // _NUM_ROWS)]
+        report = RowReport(sample[0].id.partition("#")[0], len(sample))
+        for task in fitting(sample, prompt_ids, policy, report):
+            prompts.append(min(len(prompt_ids(task)), data.max_prompt_length))
             golden = len(codec.reply_ids(task.answer.strip())[0]) + 1
             longest = config.env.several_turns
             replies.append(data.max_response_length if longest else min(golden, data.max_response_length))

@@ -92,7 +92,7 @@ def check_round_trip(codec: ChatCodec, reward: Reward, tasks: Sequence[Task], ma
             raise ConfigError(
                 f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
             )
-        if not codec.prompt_ids(task.prompt):
+        if not codec.task_prompt_ids(task):
             raise ConfigError(f"the chat template makes nothing of the prompt of {task.id}")
     too_long = sum(length > max_response_length for length in lengths)
     if too_long > len(tasks) / 2:
@@ -117,7 +117,7 @@ def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks:
     """Golden and spoiled replies through scoring, advantages, packing, one update: the golden ones must gain."""
     if config.env.several_turns and not isinstance(reward, LabReward):
         return "not tried: the reward knows no golden replies, and an episode is more than one"
-    by_prompt = {codec.prompt_ids(task.prompt): task for task in tasks[:4]}
+    by_prompt = {codec.task_prompt_ids(task): task for task in tasks[:4]}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]

@@ -33,7 +33,7 @@ from verl.rollout.scoring import ScoringPool
 from verl.services import check_services
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record, truncating
 from verl.trainer.evaluate import check_faults, write
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.types import Task, TrajectoryGroup
@@ -44,7 +44,7 @@ from verl.utils.reward_score.rlla import TOGGLES
 _STEP = 0  # of rewards that follow a schedule: training's first
 _TOLERANCE = 1e-9
 _FREE = {  # what rollouts do not depend on
-    *("limit", "bootstrap", "output", "on_bad_row"),
+    *("limit", "bootstrap", "output", "max_bad_share"),
     *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
 }
 
@@ -55,7 +55,10 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     chat, reward = load_codec(config.model), build_reward(config.reward.name, config.reward.options)
     lengths = reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
-    tasks = _drawn(TaskSet(config.data, config.on_bad_row), config)  # type: ignore[arg-type]  # checked before
+    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
+    rows = TaskSet(config.data, config.max_bad_share)
+    console.print(str(rows.report), markup=False, soft_wrap=True)
+    tasks = _drawn(rows, config)
     settings = _settings(config, chat, interaction)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
@@ -69,10 +72,10 @@ async def probe(config: ProbeConfig, console: Console) -> None:
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif interaction is not None:
             await interaction.close()
-    found, rows = _found(tasks, records, judge_of(reward, tasks[0]), _cost(folder), config)
+    found, lines = _found(tasks, records, judge_of(reward, tasks[0]), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.several_turns)
-    _tell(found, rows, folder, console)
+    _tell(found, lines, folder, console)
 
 
 def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:

@@ -9,7 +9,7 @@ from functools import partial
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
 from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.text import find_spoken, speech_start
-from verl.types import ToolCall
+from verl.types import Message, ToolCall, ToolSpec
 
 ANSWER, ANSWER_END = "<answer>", "</answer>"
 _FENCE, _FENCE_END = "```python", "```"
@@ -40,6 +40,16 @@ class TagsCodec(InlineCodec):
     @property
     def _closing(self) -> str:
         return f"</{self.call_tag}>"
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """See InlineCodec. A question that explains calls and answers already, as Search-R1's published rows do, stays.
+
+        It is told by the tags that it shows: both of a call, and both of an answer.
+        """
+        question = messages[-1].content
+        if all(tag in question for tag in (self._opening, self._closing, ANSWER, ANSWER_END)):
+            return question if self.raw else tuple(messages)
+        return super().opening(messages, tools)
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """The closing tags."""

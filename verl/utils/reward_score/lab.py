@@ -10,7 +10,6 @@ that cannot be read offend too. Prints a table per mutation and the offending ro
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import sys
 from collections import defaultdict
@@ -122,9 +121,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="rlla", help="a known reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--limit", type=_count, help="try the first N readable rows only")
+    parser.add_argument("--limit", type=_count, help="try the first N usable rows only")
     parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
-    parser.add_argument("--show", type=_count, default=20, help="how many offending and unreadable rows to list")
+    parser.add_argument("--show", type=_count, default=20, help="how many offending and unusable rows to list")
     return parser.parse_args(argv)
 
 
@@ -142,18 +141,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         reward = build_reward(arguments.reward, dict(arguments.option))
         if not isinstance(reward, LabReward):
             raise ConfigError(f"reward {arguments.reward!r} brings no maximum(), gold() and mutations() to try")
-        tasks = TaskSet(embedded_path(arguments.data), on_bad_row="skip")
+        tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0)
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
         report = try_reward(reward, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
         return 2
     console.print(_table(report))
-    _list("unreadable: ", tasks.bad_rows, arguments.show, console)
+    unusable, unlisted = tasks.report.bad, tasks.report.unlisted
+    _list("unusable: ", unusable, arguments.show, console)
+    _list("unlisted tool: ", unlisted, arguments.show, console)
     _list("", report.offences, arguments.show, console)
     rows = len({offence.task_id for offence in report.offences})
-    console.print(f"{count} rows tried, {rows} with offences; {len(tasks.bad_rows)} rows unreadable")
-    return 1 if report.offences or tasks.bad_rows else 0
+    console.print(
+        f"{count} rows tried, {rows} with offences; {len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
+    )
+    return 1 if report.offences or unusable or unlisted else 0
 
 
 def _list(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
@@ -164,5 +167,4 @@ def _list(prefix: str, items: Sequence[object], show: int, console: Console) -> 
 
 
 if __name__ == "__main__":
-    logging.getLogger("verl.data.tasks").setLevel(logging.ERROR)  # the lab lists skipped rows itself
     sys.exit(main())

@@ -7,7 +7,8 @@ enough; the published code also reads the prompt, whose example it has to skip.
     exact match (the paper)   right 1, else 0
     with form (v0.3)          right 1, or 0.8 in bad form; wrong 0.2 in good form, 0.1 with an answer block, else 0
 
-Gold answers are a text, or a JSON list of texts of which any will do.
+Gold answers are a text, or a JSON list of texts of which any will do, or the JSON of the published rows' object
+{"target": that list}.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ def normalised(answer: str) -> str:
 
 def accepted_answers(answer: str) -> list[str]:
     """The texts that count as right."""
-    if answer.startswith("["):
+    if answer.startswith(("[", "{")):
         try:
             found = json.loads(answer)
         except ValueError:
             return [answer]
-        if found and all(isinstance(each, str) for each in found):
-            return list(found)
+        if isinstance(found, dict):
+            target = found.get("target")
+            found = [target] if isinstance(target, str) else target
+        if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+            return found
     return [answer]
 
 

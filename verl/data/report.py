@@ -1,0 +1,106 @@
+"""What became of the rows of a data file, in one line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from verl.errors import DataError
+
+_SHOWN_BAD_ROWS = 3
+_SHOWN_CHARS = 100
+_INDEX = re.compile(r"\[\d+\]")
+
+
+@dataclass
+class RowReport:
+    """The rows of one file: those used, perhaps with a note, and those dropped, with the reason.
+
+    num_rows: rows read
+    bad:      errors of the rows that cannot be used
+    unlisted: errors of the rows that are used although their gold answer calls a tool that the prompt does not list
+    notes:    {note: rows}, of other rows that are used
+    dropped:  {reason: rows}, of rows that could be used, but are left out
+    """
+
+    source: str
+    num_rows: int = 0
+    bad: list[DataError] = field(default_factory=list)
+    unlisted: list[DataError] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are used."""
+        return self.num_rows - self.num_dropped
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are not used, for whatever reason."""
+        return len(self.bad) + self.dropped.total()
+
+    def add_bad(self, error: DataError, max_bad_share: float) -> None:
+        """A row that cannot be used. Raises its error where no such row is allowed."""
+        if max_bad_share == 0:
+            error.mend = error.mend or "Correct the row, or set max_bad_share to leave out some such rows"
+            raise error
+        self.bad.append(error)
+        self._forget(error.row)
+
+    def drop(self, reason: str, row: int | None) -> None:
+        """A row that could be used, but is left out."""
+        self.dropped[reason] += 1
+        self._forget(row)
+
+    def _forget(self, row: int | None) -> None:
+        self.unlisted = [error for error in self.unlisted if error.row != row]
+
+    def check(self, max_bad_share: float) -> None:
+        """Raises DataError, which names the first bad rows, if they are more than this share of the rows read."""
+        if len(self.bad) > max_bad_share * self.num_rows:
+            first = "; ".join(_without_file(error) for error in self.bad[:_SHOWN_BAD_ROWS])
+            raise DataError(
+                f"{len(self.bad)} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "
+                f"allows; the first: {first}",
+                mend="Correct them, or raise max_bad_share",
+                file=self.source,
+            )
+        if not self.num_used:
+            raise DataError(f"has no usable row{_in_brackets(self._reasons())}", "at least one", file=self.source)
+
+    def __str__(self) -> str:
+        """As in `train.parquet: 80 rows, 79 used (17 cut to the last 1024 tokens), 1 dropped (..)`."""
+        notes = [f"{count} {note}" for note, count in self.notes.items()]
+        if self.unlisted:
+            notes.append(f"{len(self.unlisted)} with gold calls of unlisted tools, {_rows(self.unlisted)}")
+        used = f"{self.num_used} used{_in_brackets(notes)}"
+        dropped = f"{self.num_dropped} dropped{_in_brackets(self._reasons())}"
+        return f"{Path(self.source).name}: {self.num_rows} rows, {used}, {dropped}"
+
+    def _reasons(self) -> list[str]:
+        reasons = [f"{count} {reason}" for reason, count in self.dropped.items()]
+        by_field: dict[str, list[DataError]] = {}
+        for error in self.bad:
+            by_field.setdefault(_INDEX.sub("", error.field), []).append(error)
+        for name, errors in by_field.items():
+            problem = " ".join(errors[0].problem.split())
+            shown = problem if len(problem) <= _SHOWN_CHARS else f"{problem[:_SHOWN_CHARS]}.."
+            what = f"with a bad {name}" if name else "unreadable"
+            reasons.append(f"{len(errors)} {what}, {_rows(errors)}: {shown}")
+        return reasons
+
+
+def _rows(errors: list[DataError]) -> str:
+    shown = ", ".join(str(error.row) for error in errors[:_SHOWN_BAD_ROWS])
+    return f"row{'s' * (len(errors) > 1)} {shown}{', ..' * (len(errors) > _SHOWN_BAD_ROWS)}"
+
+
+def _in_brackets(parts: list[str]) -> str:
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _without_file(error: DataError) -> str:
+    return str(replace(error, file="", mend=""))
