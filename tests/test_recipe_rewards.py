@@ -231,7 +231,7 @@ NAMES = '[{"name": "f", "arguments": {"a": 2}}, {"name": "g", "arguments": {}}]'
         (f"<think>t</think><tool_call>x</tool_call><tool_call>{CALLS}</tool_call>", [1, 1.2, 1, 1, 1, 1]),
         (f"<think>t</think><tool_call>{CALLS}</tool_call><tool_call>[]</tool_call>", [0, -0.2, 0, 0.2, 0.2, 0]),
         ("<think>t</think><tool_call>7</tool_call>", [0, -0.2, 0, 0.2, 0.2, 0]),  # published code raises
-        ("<think>t</think>", [0, -0.2, 0, 0.2, 0.2, 0]),
+        ("<think>t</think>", [0, 0, 0, 0.2, 0.2, 0]),
         ("", [0, 0, 0, 0, 0, 0]),
     ],
 )

@@ -22,7 +22,7 @@ from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 from verl.utils.reward_score.math import boxed, math_correct, spoiled_boxes
-from verl.utils.reward_score.search_r1 import answer_reply, exact_match, spoiled_answers
+from verl.utils.reward_score.search_r1 import answer_reply, episode_text, exact_match, spoiled_answers
 
 
 def frugality(calls: int, smoothing: float) -> float:
@@ -58,8 +58,9 @@ class _OtcReward:
 
     def correct(self, trajectory: Trajectory, task: Task) -> bool:
         """r_phi."""
-        judge = math_correct if self.answers == "math" else exact_match
-        return judge(written(trajectory), task.answer)
+        if self.answers == "math":
+            return math_correct(written(trajectory), task.answer)
+        return exact_match(episode_text(trajectory), task.answer)
 
     def maximum(self, task: Task, step: int) -> float:
         return self.scale
