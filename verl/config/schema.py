@@ -335,6 +335,14 @@ def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={env.name} does not")
 
 
+def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
+    """Raises ConfigError where OTC's smoothing c is not the limit on tool calls that the paper takes it for."""
+    if reward.name in ("otc_ppo", "otc_grpo") and env.several_turns:
+        told = reward.options.get("max_calls")
+        expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
+        _require(told == env.max_tool_calls, "reward.options.max_calls", expected, told)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long, how often, where: what every kind of training has."""
@@ -436,6 +444,7 @@ class Config:
                 "trainer.total_training_steps"
             )
         check_env_judges(self.reward, self.env)
+        check_call_limit(self.reward, self.env)
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
             raise ConfigError(
                 "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has none of what it did "
