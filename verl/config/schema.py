@@ -391,6 +391,7 @@ class TrainerConfig(RunConfig):
     eval_limit: int | None = None  # rows of each category; all if left out
     eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
     eval_hub: bool = True  # as hub of main_eval
+    allow_train_overlap: bool = False  # play benchmark tasks that are trained on, too
     on_collapse: str = "warn"  # warn | stop | rollback (to the last checkpoint); docs/collapse.md
     record: bool = False  # write what every step learned from, so that it can be run again (docs/replay.md)
 
@@ -600,6 +601,7 @@ class EvalConfig(LoneEngineConfig):
     num_scorers: int = 1  # processes that score
     max_fault_share: float = 0.1  # of a category's tasks that may fail for no fault of the model before the run stops
     bootstrap: int = 2000  # resamples behind an interval
+    allow_train_overlap: bool = False  # judge by tasks that the model was trained on, too
 
     def __post_init__(self) -> None:
         super().__post_init__()

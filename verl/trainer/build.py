@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from verl.data.chat import ChatCodec
 from verl.data.lengths import PromptIds, fitting
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream
 from verl.errors import ConfigError
+from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
@@ -56,6 +59,7 @@ from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
+_log = logging.getLogger(__name__)
 _NUM_PROBES = 2
 _PROBE_PROMPT_TOKENS = 64  # of a prompt: wrong weights show on any text
 _PROBE_TOKENS = 8
@@ -83,6 +87,7 @@ class Inputs:
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
     exams: Exams
+    train_tasks: TrainTasks
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -94,7 +99,12 @@ def load_inputs(config: Config) -> Inputs:
     interaction = interaction_of(config, codec)
     asyncio.run(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val = load_tasks(config, opening_of(interaction, codec))
-    return Inputs(codec, interaction, train, val, build_exams(config, codec))
+    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
+    asked = [(exam.category, exam.tasks) for exam in exams.exams]
+    allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
+    for known in check_overlap(train_tasks, asked, "this run", allow):
+        _log.warning("%s", known)
+    return Inputs(codec, interaction, train, val, exams, train_tasks)
 
 
 def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
@@ -162,6 +172,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 saved,
                 CollapseWatch(signs_of(algorithm.compares_replies)),
                 recorder if config.trainer.record else None,
+                train_tasks=inputs.train_tasks,
             )
         finally:
             trackers.close()
