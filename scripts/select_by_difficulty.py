@@ -1,12 +1,19 @@
-"""Keep the rows of a data file that a model sometimes gets right, by what a probe of it has seen.
+"""Keep the rows of a data file that are worth training on: by what a probe of a model has seen, or a run over them.
 
     python -m verl.trainer.main_eval probe=true data=FILE model=PATH limit=null
     python scripts/select_by_difficulty.py outputs/probe/NAME/probe.jsonl --data FILE --out OUT --least 0.2 --most 0.8
 
 A row is kept if its success rate lies between --least and --most; both ends are left out unless --inclusive is given,
 so that the defaults, 0 and 1, drop what was never or always right. --balanced then keeps as many rows below the middle
-of that window as above it, drawn with --seed. Rows keep their form and order; those that were not probed are dropped.
-Both files are .parquet or both .jsonl.
+of that window as above it, drawn with --seed.
+
+    python scripts/select_by_difficulty.py outputs/RUN --data FILE --out OUT --impact 0.6
+
+LIMR's learning impact (arXiv 2502.11886), from the transcripts of a training over several epochs without filters: a row
+is kept if its success rate went the way that the mean over all rows went, by at least --impact (scripts/limr.py).
+
+Rows keep their form and order; those that were not probed, or not seen in every epoch, are dropped. Both files are
+.parquet or both .jsonl.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
+from scripts.limr import learning_impact, read_epochs  # noqa: E402
 from verl.data.files import replacing  # noqa: E402
 from verl.data.rows import read_rows  # noqa: E402
 from verl.data.tasks import to_task  # noqa: E402
@@ -36,7 +44,7 @@ from verl.errors import DataError, VerlError  # noqa: E402
 from verl.evaluation.probe import prompt_sha256  # noqa: E402
 
 _BATCH_ROWS = 512
-Probed = dict[int, tuple[float, str]]  # row -> (success rate, the prompt's digest)
+Probed = dict[int, tuple[float, str]]  # row -> (success rate or learning impact, the prompt's digest)
 
 
 def read_probe(path: Path, data: Path) -> Probed:
@@ -80,6 +88,16 @@ def choose(probed: Probed, options: argparse.Namespace) -> tuple[set[int], Count
         dropped["for the balance"] += len(window) - len(kept)
         return kept, +dropped
     return set(window), dropped
+
+
+def choose_by_impact(run: Path, data: Path, options: argparse.Namespace) -> tuple[Probed, set[int], Counter[str]]:
+    """(rows that the run has seen, those to keep, how many of the others are dropped for what reason)."""
+    seen = read_epochs(run, data.name, options.right_at)
+    impact = learning_impact(seen.rates, seen.num_epochs)
+    kept = {row for row, value in impact.items() if value >= options.impact}
+    dropped = Counter({f"learning impact below {options.impact:g}": len(impact) - len(kept)})
+    dropped[f"seen in fewer than {seen.num_epochs} epochs"] = len(seen.rates) - len(impact)
+    return {row: (impact.get(row, 0.0), digest) for row, digest in seen.prompts.items()}, kept, +dropped
 
 
 def _why(rate: float) -> str:
@@ -140,11 +158,16 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
         raise DataError("would be written over", mend="Give --out another name", file=str(data))
     if not data.is_file():
         raise DataError("there is no such file", file=str(data))
-    probed = read_probe(Path(options.probe), data)
-    kept, dropped = choose(probed, options)
+    source = Path(options.source)
+    if options.impact is None:
+        probed = read_probe(source, data)
+        kept, dropped = choose(probed, options)
+    else:
+        probed, kept, dropped = choose_by_impact(source, data, options)
     if not kept:
         told = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
-        raise DataError(f"no row would be kept: {told}", mend="Widen --least and --most", file=str(data))
+        mend = "Widen --least and --most" if options.impact is None else "Lower --impact"
+        raise DataError(f"no row would be kept: {told}", mend=mend, file=str(data))
 
     def keep(number: int, row: Any) -> bool:
         if number in probed:
@@ -155,7 +178,7 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     yield str(out), len(kept)
     yield from ((f"dropped: {why}", count) for why, count in dropped.most_common())
     if rows > len(probed):
-        yield "dropped: not probed", rows - len(probed)
+        yield f"dropped: not {'probed' if options.impact is None else 'trained on'}", rows - len(probed)
 
 
 def _share(text: str) -> float:
@@ -168,15 +191,22 @@ def _share(text: str) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("probe", metavar="PROBE.jsonl")
-    parser.add_argument("--data", required=True, metavar="FILE", help="the file that was probed")
+    parser.add_argument("source", metavar="PROBE.jsonl|RUN")
+    parser.add_argument("--data", required=True, metavar="FILE", help="the file that was probed or trained on")
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--least", type=_share, default=0.0, help="success rate")
     parser.add_argument("--most", type=_share, default=1.0, help="success rate")
     parser.add_argument("--inclusive", action="store_true", help="keep rows at --least and --most, too")
     parser.add_argument("--balanced", action="store_true", help="as many hard rows as easy ones")
     parser.add_argument("--seed", type=int, default=0, help="of --balanced")
+    parser.add_argument("--impact", type=float, help="least learning impact; 0.6 in the paper, 0.2 in its code")
+    parser.add_argument("--right-at", type=float, help="with --impact: the total that is right, if no part says so")
     options = parser.parse_args(words)
+    by_rate = (options.least, options.most, options.inclusive, options.balanced) != (0.0, 1.0, False, False)
+    if options.impact is not None and by_rate:
+        parser.error("--impact looks at whole courses: leave out --least, --most, --inclusive and --balanced")
+    if options.impact is None and options.right_at is not None:
+        parser.error("--right-at is for --impact")
     if options.least > options.most:
         parser.error(f"--least {options.least:g} is more than --most {options.most:g}")
     table = Table("what", "rows", title="Summary")

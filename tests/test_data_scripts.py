@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.data import math_problems, retool_sft, search_qa, tool_n1
+from scripts.data import math_problems, retool_sft, search_qa, tool_n1, tool_n1_sft
 from tests.conftest import real_data
 from tests.test_recipe_rewards import episode
 from verl.data.codecs.prompt import load_template
@@ -163,6 +163,76 @@ def test_tool_n1_sees_what_came_before_and_only_offered_tools(tmp_path: Path) ->
     broken = FORMS["xLAM"] | {"answers": "[{"}
     tasks = made_by(tool_n1.main, tmp_path, [stranger, FORMS["xLAM"], broken], "--skip-bad-rows")
     assert len(tasks) == 1
+
+
+CALLED = f"<tool_call>{json.dumps([CALL])}</tool_call>"
+TRACE = {  # in the published form, whose prompt names the tags before it uses them
+    "system_prompt": "Functions are within <tools></tools> tags:\n<tools>\n"
+    + json.dumps({"type": "function", "function": TOOL})
+    + "\n</tools>\nIn each action step, you MUST: think",
+    "query": "hi",
+    "output": f"<think>It is about weather.</think>\n{CALLED} and then it rains <tool_call>[]</tool_call>",
+    "instruction": "",
+}
+
+
+def mixed(tmp_path: Path, rows: list[Any], *words: str) -> list[Any]:
+    source, output = tmp_path / "traces.json", tmp_path / "out.parquet"
+    source.write_text(json.dumps(rows))
+    assert tool_n1_sft.main(["--input", str(source), "--output", str(output), *words]) == 0
+    return list(read_rows(str(output)))
+
+
+def test_tool_n1s_traces_become_demonstrations_with_or_without_thoughts(tmp_path: Path) -> None:
+    def said(*words: str) -> list[str]:
+        (row,) = mixed(tmp_path, [TRACE], *words)
+        shown = read_demonstrations(str(tmp_path / "out.parquet"))[0].messages
+        assert [message.role for message in shown] == ["system", "user", "assistant"]
+        return [message["content"] for message in row["messages"]]
+
+    system, query, reply = said()
+    assert (query, reply) == ("hi", f"<think>It is about weather.</think>\n{CALLED}")  # up to the first calls
+    (only,) = made_by(tool_n1.main, tmp_path, [FORMS["xLAM"]])
+    assert system == only.prompt[0].content  # the words of the rows that RL sees
+    system, _, reply = said("--form", "no-reason")
+    assert reply == CALLED and "think" not in system and '"name": "Get Weather"' in system
+    assert said("--keep-system")[0] == TRACE["system_prompt"]
+
+
+def test_tool_n1s_mix_has_no_query_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [TRACE | {"query": f"query {number}"} for number in range(60)]
+    sft = {row["messages"][1]["content"] for row in mixed(tmp_path, rows, "--part", "0:0.5")}
+    rl = mixed(tmp_path, rows, "--part", "0.5:1", "--form", "rl")
+    assert sft | {row["prompt"][1]["content"] for row in rl} == {row["query"] for row in rows}
+    assert len(sft) + len(rl) == 60 and 20 <= len(sft) <= 40
+    tasks = list(TaskSet(str(tmp_path / "out.parquet")))
+    assert {task.answer for task in tasks} == {json.dumps([CALL])} and offences("tool_n1", tasks) == []
+    assert mixed(tmp_path, rows, "--part", "0:0.5", "--seed", "1") != mixed(tmp_path, rows, "--part", "0:0.5")
+    for words in (["--part", "0.5"], ["--part", "0.6:0.5"], ["--form", "no-reason", "--keep-system"]):
+        with pytest.raises(SystemExit):
+            mixed(tmp_path, rows, *words)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"output": CALLED}, "field 'output': has no thought"),
+        ({"output": "<think>t</think> <tool_call>weather()</tool_call>"}, "has no calls that can be read"),
+        ({"output": "<think>t</think>" + CALLED.replace("Get", "Set")}, "calls 'Set Weather', which is not offered"),
+        ({"system_prompt": "no tools"}, "field 'system_prompt': lists no tools"),
+        ({"query": ""}, "field 'query': is empty"),
+    ],
+)
+def test_traces_that_are_not_verified_are_refused(
+    changed: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "traces.jsonl"
+    source.write_text(json.dumps(TRACE | changed) + "\n" + json.dumps(TRACE) + "\n")
+    words = ["--input", str(source), "--output", str(tmp_path / "out.parquet")]
+    assert tool_n1_sft.main(words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert tool_n1_sft.main([*words, "--skip-bad-rows"]) == 0
 
 
 SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nThat is $<<24*0.35=8.4>>8.40 and 24+1=<<24+1=25>>25 in all.\n#### 25"

@@ -184,9 +184,30 @@ def test_otc_ppo_pays_right_answers_alone() -> None:
         build_reward("otc_ppo", {"answers": "maths"})
 
 
-def group(of: Task, *told: tuple[bool, int]) -> TrajectoryGroup:
+def test_otcs_format_factor() -> None:
+    """r_phi = correct + 0.5 of good form, times r_tool: cos(pi/6) after one call, cos(0) without any."""
+    options = {"format": 0.5, "max_calls": 4}
+    right, wrong, bare = SAY.format("Paris"), SAY.format("Rome"), "<answer>Paris</answer>"
+    searched = episode(PARIS, SEARCH, right, uses=[OK])
+    assert total("otc_ppo", searched, **options) == pytest.approx(1.5 * sqrt(3) / 2)
+    assert [total("otc_ppo", episode(PARIS, said), **options) for said in (right, wrong, bare)] == [1.5, 0.5, 1.0]
+    assert total("otc_ppo", searched) == pytest.approx(sqrt(3) / 2)
+    assert total("otc_ppo", episode(FIVE, r"\boxed{6}"), answers="math", format=0.5) == 0.5
+    assert total("otc_ppo", episode(FIVE, "6"), answers="math", format=0.5) == 0.0
+    with pytest.raises(ConfigError, match="format must be 0 or more"):
+        build_reward("otc_grpo", {"format": -0.1})
+
+    reward = build_reward("otc_grpo", {"answers": "math", "format": 0.5})
+    assert isinstance(reward, GroupReward)
+    nobody = group(FIVE, (False, 0), (False, 2), format=0.5)
+    assert reward.shape(nobody, {}) == ((0.5, 0.5), {})  # nobody was right yet: form alone, whatever the calls
+    rewards, _ = reward.shape(group(FIVE, (True, 2), (False, 1), format=0.5), {})
+    assert rewards == pytest.approx((1.5, 0.5 * sin(pi / 3)))
+
+
+def group(of: Task, *told: tuple[bool, int], **options: Any) -> TrajectoryGroup:
     """Trajectories that are right or not after so many calls, scored."""
-    reward = build_reward("otc_grpo", {"answers": "math"})
+    reward = build_reward("otc_grpo", {"answers": "math", **options})
     each = tuple(episode(of, rf"\boxed{{{5 if right else 6}}}", uses=[OK] * calls) for right, calls in told)
     scores = tuple(reward.score(trajectory, of, 0) for trajectory in each)
     return TrajectoryGroup(of, each, scores, tuple(score.total for score in scores))
@@ -231,7 +252,7 @@ NAMES = '[{"name": "f", "arguments": {"a": 2}}, {"name": "g", "arguments": {}}]'
         (f"<think>t</think><tool_call>x</tool_call><tool_call>{CALLS}</tool_call>", [1, 1.2, 1, 1, 1, 1]),
         (f"<think>t</think><tool_call>{CALLS}</tool_call><tool_call>[]</tool_call>", [0, -0.2, 0, 0.2, 0.2, 0]),
         ("<think>t</think><tool_call>7</tool_call>", [0, -0.2, 0, 0.2, 0.2, 0]),  # published code raises
-        ("<think>t</think>", [0, -0.2, 0, 0.2, 0.2, 0]),
+        ("<think>t</think>", [0, 0, 0, 0.2, 0.2, 0]),
         ("", [0, 0, 0, 0, 0, 0]),
     ],
 )
@@ -378,6 +399,7 @@ LABS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("retool", {"shaped": True}, MATH_GOLDS),
     ("otc_ppo", {"answers": "math", "scale": 2.0}, MATH_GOLDS),
     ("otc_grpo", {}, ["Paris", PARIS.answer]),
+    ("otc_ppo", {"format": 0.5}, ["Paris", PARIS.answer]),
     ("zerotir", {"format_penalties": True}, MATH_GOLDS),
     ("zerotir", {"loose": True}, MATH_GOLDS),
     ("search_r1", {}, ["Paris", PARIS.answer]),

@@ -37,9 +37,12 @@ CALLS = {
     "artist_math": CODE,
     "zerotir": CODE,
     "zerotir_ppo": CODE,
+    "zerotir_pipeline": CODE,
+    "retool_dapo": CODE,
     "otc_grpo": SEARCH,
     "otc_ppo": SEARCH,
     "search_r1": SEARCH,
+    "search_r1_ppo": SEARCH,
     "artist_tools": ToolCall("list_products", {}),
     "tool_n1": None,
 }
@@ -140,13 +143,13 @@ def smoke(recipe: str, model: Path, folder: Path) -> Config:
         "trainer.critic_warmup=0",
         "trainer.num_threads=1",
     ]
-    if recipe in ("otc_grpo", "otc_ppo", "search_r1"):
+    if CALLS[recipe] is SEARCH:
         words.append(f"env.tools=[{{name: search, corpus: {corpus}}}]")
     if CALLS[recipe] is not None:
         words.append("env.max_turn_tokens=60")
     if recipe == "artist_tools":
-        words.append(f"env.name={Path(__file__)}:ErrandWithParts")
-    if recipe in ("otc_ppo", "retool"):
+        words += [f"env.name={Path(__file__)}:ErrandWithParts", "trainer.eval_benchmarks=[]"]
+    if recipe in ("otc_ppo", "retool", "search_r1_ppo"):
         words.append("critic.optim.warmup_steps=0")
     return load_config(words)
 

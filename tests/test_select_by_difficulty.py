@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from scripts.limr import learning_impact
 from scripts.select_by_difficulty import main
+from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet, to_task
+from verl.errors import DataError
 from verl.evaluation.probe import prompt_sha256
+from verl.tracking.transcripts import Transcripts
+from verl.types import Score, TrajectoryGroup
 
 RATES = [0.0, 0.2, 0.5, 0.75, 0.8, 1.0, 1.0]
 
@@ -130,3 +136,62 @@ def test_the_output_is_of_the_same_kind(data: Path, out: str, capsys: pytest.Cap
     assert main(words) == 2
     assert "expected .parquet or .jsonl for both" in capsys.readouterr().err
     assert not data.with_name(out).exists()
+
+
+COURSES = {0: [0.0, 1.0], 1: [0.5, 0.5], 2: [0.0, 0.0], 3: [1.0, 1.0], 4: [0.0]}  # row -> success rates by epoch
+
+
+def write_run(data: Path, part: str = "correct") -> Path:
+    """The transcripts of two epochs, two rows a step and two rollouts a row; row 4 was seen once."""
+    transcripts, rows = Transcripts(data.parent / "run"), list(read_rows(str(data)))
+    seen = dict.fromkeys(COURSES, 0)
+    for step, chosen in enumerate([(0, 1), (2, 3), (4, 0), (1, 2), (3,)], 1):
+        groups = []
+        for row in chosen:
+            rate = COURSES[row][seen[row]]
+            seen[row] += 1
+            asked = to_task(rows[row], f"{data.name}#{row}")
+            right = [float(index < 2 * rate) for index in range(2)]
+            scores = tuple(Score(4 * each - 3, {part: each}) for each in right)
+            groups.append(TrajectoryGroup(asked, (episode(asked, "a"), episode(asked, "b")), scores, (0.0, 0.0)))
+        other = replace(asked, id="other.jsonl#0")
+        groups.append(TrajectoryGroup(other, (episode(other, "a"),), (Score(0.0, {}),), (0.0,)))
+        transcripts.write(step, groups)
+    return data.parent / "run"
+
+
+def test_learning_impact_by_hand() -> None:
+    """Means (1/6, 1/2), so that the most there can be is (5/6)^2 + (1/2)^2 = 34/36; of row 0, (1/6)^2 + (1/2)^2."""
+    courses = {0: [0.0, 1.0], 1: [0.5, 0.5], 2: [0.0, 0.0, 0.7], 3: [0.9]}
+    assert learning_impact(courses, 2) == pytest.approx({0: 24 / 34, 1: 30 / 34, 2: 24 / 34})
+    assert learning_impact({0: [1.0], 1: [0.5]}, 1) == pytest.approx({0: 0.0, 1: 0.0})
+    with pytest.raises(DataError, match="always right"):
+        learning_impact({0: [1.0, 1.0]}, 2)
+
+
+def test_rows_that_follow_the_mean_course_are_kept(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows 0 to 3 have two epochs: means 3/8 and 5/8, at most 25/64 + 9/64 = 34/64."""
+    out = data.with_name("kept.jsonl")
+    words = [str(write_run(data)), "--data", str(data), "--out", str(out)]
+    assert main([*words, "--impact", "0.3"]) == 0
+    rows = list(read_rows(str(data)))
+    # 1 - (9 + 9)/34 = 8/17; 1 - (1 + 1)/34 = 16/17; row 2: 1 - (9 + 25)/34 = 0; row 3: 1 - (25 + 9)/34 = 0
+    assert [rows.index(row) for row in read_rows(str(out))] == [0, 1]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "impact below 0.3 │ 2" in said and "fewer than 2 epochs │ 1" in said and "not trained on │ 3" in said
+    assert main([*words, "--impact", "0.5"]) == 0 and len(list(read_rows(str(out)))) == 1
+    assert main([*words, "--impact", "0.95"]) == 2 and "Lower --impact" in capsys.readouterr().err
+
+
+def test_what_is_right_must_be_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = data.with_name("kept.jsonl")
+    words = [str(write_run(data, "format")), "--data", str(data), "--out", str(out), "--impact", "0.3"]
+    assert main(words) == 2
+    assert "does not tell what was right (parts: format)" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--right-at", "1"]) == 0 and len(list(read_rows(str(out)))) == 2
+    assert main([str(data.parent), *words[1:]]) == 2 and "has no transcripts" in capsys.readouterr().err
+    for more in (["--least", "0.1"], ["--balanced"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+    with pytest.raises(SystemExit):
+        main([*words[:-2], "--right-at", "1"])

@@ -33,10 +33,10 @@ _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "ass
 _ROLES |= {"tool": "tool", "observation": "tool"}
 
 
-def instruction(tools: Sequence[Any], preface: str = "") -> str:
+def instruction(tools: Sequence[Any], preface: str = "", template: str = "tool_n1") -> str:
     """The system message: what the source says, the tools, and how to call them."""
     lines = "\n".join(json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools)
-    return f"{preface}\n\n{load_template('tool_n1', '{tools}').fill('', lines)}".strip()
+    return f"{preface}\n\n{load_template(template, '{tools}').fill('', lines)}".strip()
 
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:

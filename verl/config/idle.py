@@ -102,7 +102,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         *_OF_TRAINING,
         *(
             Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks names none")
-            for name in ("eval_limit", "eval_data_dir", "eval_hub")
+            for name in ("eval_limit", "eval_data_dir", "eval_hub", "allow_train_overlap")
         ),
         *(Rule(key, _without_critic, "the algorithm has no critic") for key in ("critic", "trainer.critic_warmup")),
         Rule(

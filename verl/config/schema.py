@@ -347,6 +347,14 @@ def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={env.name} does not")
 
 
+def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
+    """Raises ConfigError where OTC's smoothing c is not the limit on tool calls that the paper takes it for."""
+    if reward.name in ("otc_ppo", "otc_grpo") and env.several_turns:
+        told = reward.options.get("max_calls")
+        expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
+        _require(told == env.max_tool_calls, "reward.options.max_calls", expected, told)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long, how often, where: what every kind of training has."""
@@ -395,6 +403,7 @@ class TrainerConfig(RunConfig):
     eval_limit: int | None = None  # rows of each category; all if left out
     eval_data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
     eval_hub: bool = True  # as hub of main_eval
+    allow_train_overlap: bool = False  # play benchmark tasks that are trained on, too
     on_collapse: str = "warn"  # warn | stop | rollback (to the last checkpoint); docs/collapse.md
     record: bool = False  # write what every step learned from, so that it can be run again (docs/replay.md)
 
@@ -448,6 +457,7 @@ class Config:
                 "trainer.total_training_steps"
             )
         check_env_judges(self.reward, self.env)
+        check_call_limit(self.reward, self.env)
         if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
             raise ConfigError(
                 "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has none of what it did "
@@ -606,6 +616,7 @@ class EvalConfig(LoneEngineConfig):
     num_scorers: int = 1  # processes that score
     max_fault_share: float = 0.1  # of a category's tasks that may fail for no fault of the model before the run stops
     bootstrap: int = 2000  # resamples behind an interval
+    allow_train_overlap: bool = False  # judge by tasks that the model was trained on, too
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from verl.registry import nearest, resolve
 
 BENCHMARKS: Mapping[str, str] = {
     "bfcl": "verl.evaluation.bfcl:bfcl",
+    "bfcl_multi_turn": "verl.evaluation.bfcl:bfcl_multi_turn",
     "api_bank": "verl.evaluation.api_bank:api_bank",
     "bamboogle": "verl.evaluation.search:bamboogle",
     "search": "verl.evaluation.search:search",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from verl.data.lengths import PromptIds, RowPolicy, read_tasks
 from verl.data.report import RowReport
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import ConfigError
+from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
@@ -57,6 +60,7 @@ from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
+_log = logging.getLogger(__name__)
 _NUM_PROBES = 2
 _PROBE_PROMPT_TOKENS = 64  # of a prompt: wrong weights show on any text
 _PROBE_TOKENS = 8
@@ -85,6 +89,7 @@ class Inputs:
     val: dict[str, Sequence[Task]]
     exams: Exams
     reports: list[RowReport]  # one per data file
+    train_tasks: TrainTasks
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -96,9 +101,13 @@ def load_inputs(config: Config) -> Inputs:
     interaction = interaction_of(config, codec)
     run_async(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val, reports = load_tasks(config, opening_of(interaction, codec))
-    exams = build_exams(config, codec)
+    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
+    asked = [(exam.category, exam.tasks) for exam in exams.exams]
+    allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
+    for known in check_overlap(train_tasks, asked, "this run", allow):
+        _log.warning("%s", known)
     codec, interaction = truncating(config.data.truncation, config.data.max_prompt_length, codec, interaction)
-    return Inputs(codec, interaction, train, val, exams, reports)
+    return Inputs(codec, interaction, train, val, exams, reports, train_tasks)
 
 
 def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
@@ -166,6 +175,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 saved,
                 CollapseWatch(signs_of(algorithm.compares_replies)),
                 recorder if config.trainer.record else None,
+                train_tasks=inputs.train_tasks,
             )
         finally:
             trackers.close()

@@ -22,6 +22,7 @@ from verl.data.files import replacing
 from verl.errors import ConfigError
 from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
+from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records, alone_in
 from verl.evaluation.registry import build_benchmarks
@@ -59,10 +60,11 @@ async def evaluate(config: EvalConfig, console: Console) -> None:
         config.reward_options,
     )
     built = build_benchmarks(config.benchmarks, setting)
-    benchmarks = [replace(each, notes=(*caveats(config), *each.notes)) for each in built]
     asked: Asked = [
-        (category, category.first(config.limit)) for benchmark in benchmarks for category in benchmark.categories
+        (category, category.first(config.limit)) for benchmark in built for category in benchmark.categories
     ]
+    notes = (*caveats(config), *_trained_on(config, asked))
+    benchmarks = [replace(each, notes=(*notes, *each.notes)) for each in built]
     for line in (line for benchmark in benchmarks for line in benchmark.files()):
         console.print(line, markup=False, soft_wrap=True)
     *bases, model = [await _judge(player, asked, console) for player in players]
@@ -85,6 +87,13 @@ def caveats(config: EvalConfig) -> tuple[str, ...]:
     if config.temperature > 0 and config.engine == "vllm" and on_cpu:
         found.append("vLLM heeds no seeds on a CPU: whoever samples again gets other answers; engine=hf repeats")
     return tuple(found)
+
+
+def _trained_on(config: EvalConfig, asked: Asked) -> list[str]:
+    """What the models have seen of the tasks. Raises ConfigError unless that is allowed."""
+    allow = None if config.allow_train_overlap else "allow_train_overlap=true"
+    models = dict.fromkeys(path for path in (config.compare, config.model.path) if path is not None)
+    return [note for path in models for note in check_overlap(TrainTasks.read(path), asked, path, allow)]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import psutil
 
 from verl.daemon import in_daemon
 from verl.errors import DataError
+from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
 from verl.tracking.jsonl import append_row, finite
@@ -64,6 +65,7 @@ class Fit:
     saved: Saved | None = None  # where to go on
     watch: CollapseWatch = field(default_factory=CollapseWatch)
     recorder: Recorder | None = None
+    train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
     rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
@@ -167,6 +169,7 @@ class Fit:
         with self.store.writing(self.trainer.step, score) as unfinished:
             self.workers.call(TrainingRank.save, unfinished.folder)
             check_written(unfinished.folder)
+            self.train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
             unfinished.write_state(
                 {
                     "command": COMMAND,

@@ -49,6 +49,7 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.config.show import as_yaml
     from verl.daemon import run_async
     from verl.data.files import replacing
+    from verl.evaluation.overlap import TRAIN_TASKS
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder
     from verl.trainer.build_env import opening_of
@@ -73,6 +74,7 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     with built(config, inputs, folder, console) as fit:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
+        inputs.train_tasks.write(folder / TRAIN_TASKS)
         last = run_async(fit.run())
     if fit.after:
         console.print(before_after_table(*fit.table()))

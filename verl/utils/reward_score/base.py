@@ -74,9 +74,9 @@ class LabReward(Reward, Protocol):
         """Replies that do not deserve it."""
 
 
-def written(trajectory: Trajectory) -> str:
-    """All that the policy wrote, on a new line after every observation; of what it observed there is nothing."""
-    return "".join(f"{turn.message.content}\n" if turn.replies else turn.message.content for turn in trajectory.turns)
+def written(trajectory: Trajectory, observed: str = "\n") -> str:
+    """All that the policy wrote, with `observed` in place of every observation."""
+    return "".join(turn.message.content + (observed if turn.replies else "") for turn in trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)

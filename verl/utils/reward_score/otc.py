@@ -2,7 +2,7 @@
 
 m: calls of a trajectory; n: the fewest calls of any right trajectory to the question so far; c: smoothing, the most
 calls that the task allows; a: scale; r_phi: correctness in {0, 1} (with -1 for wrong answers the product would reward
-them for many calls).
+them for many calls), and `format` points more for good form where that is asked for.
 
     R = a * r_tool * r_phi
     OTC-PPO    r_tool = cos(m pi / (2 m + c))
@@ -21,8 +21,14 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import Mutation, as_mutations, written
-from verl.utils.reward_score.math import boxed, math_correct, spoiled_boxes
-from verl.utils.reward_score.search_r1 import answer_reply, exact_match, spoiled_answers
+from verl.utils.reward_score.math import boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.search_r1 import (
+    answer_reply,
+    episode_text,
+    exact_match,
+    follows_cycle,
+    spoiled_answers,
+)
 
 
 def frugality(calls: int, smoothing: float) -> float:
@@ -43,11 +49,16 @@ def question_key(task: Task) -> str:
 
 @dataclass(frozen=True)
 class _OtcReward:
-    """Options: how answers are judged (math: a box; search: an answer block), c (`max_calls`) and a (`scale`)."""
+    """Options: how answers are judged (math: a box; search: an answer block), c (`max_calls`), a (`scale`), `format`.
+
+    format: points that r_phi has for good form. Of search: thought, call, observation, .. , thought, answer; of
+        mathematics: a box
+    """
 
     answers: str = "search"  # search | math
     max_calls: float = 4.0
     scale: float = 1.0
+    format: float = 0.0
 
     def __post_init__(self) -> None:
         if self.answers not in ("search", "math"):
@@ -55,14 +66,28 @@ class _OtcReward:
         for name in ("max_calls", "scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"reward option {name} must be positive, got {getattr(self, name)!r}")
+        if self.format < 0:
+            raise ConfigError(f"reward option format must be 0 or more, got {self.format!r}")
+
+    def parts(self, trajectory: Trajectory, task: Task) -> dict[str, float]:
+        """What r_phi is made of: its sum."""
+        parts = {"correct": float(self.correct(trajectory, task))}
+        return parts | {"format": self.format * self.in_form(trajectory)} if self.format else parts
+
+    def in_form(self, trajectory: Trajectory) -> bool:
+        """Whether the episode has the form that the prompt asks for."""
+        if self.answers == "math":
+            return last_box(written(trajectory)) is not None
+        return follows_cycle(trajectory, "search", "observation")
 
     def correct(self, trajectory: Trajectory, task: Task) -> bool:
-        """r_phi."""
-        judge = math_correct if self.answers == "math" else exact_match
-        return judge(written(trajectory), task.answer)
+        """Whether the answer is right."""
+        if self.answers == "math":
+            return math_correct(written(trajectory), task.answer)
+        return exact_match(episode_text(trajectory), task.answer)
 
     def maximum(self, task: Task, step: int) -> float:
-        return self.scale
+        return self.scale * (1.0 + self.format)
 
     def gold(self, task: Task, step: int) -> str:
         return boxed(task.answer) if self.answers == "math" else answer_reply(task.answer)
@@ -76,22 +101,22 @@ class OtcPpoReward(_OtcReward):
     """OTC-PPO: each trajectory by itself."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        correct = float(self.correct(trajectory, task))
-        tool = frugality(trajectory.num_tool_calls, self.max_calls)
-        return Score(self.scale * tool * correct, {"correct": correct, "frugality": tool})
+        parts, tool = self.parts(trajectory, task), frugality(trajectory.num_tool_calls, self.max_calls)
+        return Score(self.scale * tool * sum(parts.values()), {**parts, "frugality": tool})
 
 
 @dataclass(frozen=True)
 class OtcGrpoReward(_OtcReward):
     """OTC-GRPO: by the fewest calls of any right trajectory so far, this group's own included.
 
-    The state maps questions to n, which only falls. Until a question was answered once there is no n, and every reward
-    is zero. Unshaped, as in validation, a score is that of the answer alone.
+    The state maps questions to n, which only falls. Until a question was answered once there is no n, and no number of
+    calls is better than another: r_tool is 1, and what is paid is the form, if anything. Unshaped, as in validation, a
+    score is a * r_phi.
     """
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        correct = float(self.correct(trajectory, task))
-        return Score(self.scale * correct, {"correct": correct})
+        parts = self.parts(trajectory, task)
+        return Score(self.scale * sum(parts.values()), parts)
 
     def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
         key = question_key(group.task)
@@ -99,7 +124,7 @@ class OtcGrpoReward(_OtcReward):
         seen = [trajectory.num_tool_calls for trajectory, score in scored if score.parts["correct"]]
         fewest = min([*seen, *([state[key]] if key in state else [])], default=None)
         if fewest is None:
-            return (0.0,) * len(scored), state
+            return tuple(score.total for score in group.scores), state
         rewards = tuple(
             score.total * fit(trajectory.num_tool_calls, fewest, self.max_calls) for trajectory, score in scored
         )

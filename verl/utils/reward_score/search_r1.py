@@ -24,6 +24,7 @@ from verl.utils.reward_score.base import Mutation, as_mutations, written
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
+_OBSERVED = "\n[observation]\n"  # words of its own: an answer block that runs across an observation is never right
 
 
 def normalised(answer: str) -> str:
@@ -47,9 +48,18 @@ def accepted_answers(answer: str) -> list[str]:
 
 
 def last_answer(reply: str) -> str | None:
-    """The inside of the last answer block, stripped; None where there is none."""
+    """The inside of the last answer block, stripped; None where there is none.
+
+    A block runs from the first opening tag after the block before to the next closing tag, as in the published code:
+    an opening tag inside belongs to the answer.
+    """
     closed = [piece for piece in reply.split(_ANSWER_END)[:-1] if _ANSWER in piece]
-    return closed[-1].rpartition(_ANSWER)[2].strip() if closed else None
+    return closed[-1].partition(_ANSWER)[2].strip() if closed else None
+
+
+def episode_text(trajectory: Trajectory) -> str:
+    """What the policy wrote, with a marker for every observation: answers in what it read are not its own."""
+    return written(trajectory, _OBSERVED)
 
 
 def exact_match(reply: str, answer: str) -> bool:
@@ -126,7 +136,7 @@ class SearchR1Reward:
     any_answer: float = 0.1
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        reply = written(trajectory)
+        reply = episode_text(trajectory)
         right = exact_match(reply, task.answer)
         if not self.with_form:
             return Score(float(right), {"correct": float(right)})

@@ -5,11 +5,12 @@
 Right means that the last block holds the gold calls, in any order; arguments are compared as JSON with sorted keys, so
 1, 1.0 and "1" differ. "Thinking" is the presence of both think tags anywhere, as published. Rewards by version:
 
-    v0 (the paper's), llama   right and thinking: 1, else 0; llama reads a reply without a block as no calls
-    v1     right and thinking 1.2, right 1, wrong and thinking -0.2, else 0
+    v0     (the paper's) right and thinking: 1, else 0
+    v1     right and thinking 1.2, right 1, wrong and thinking -0.2, else 0; 0 without a block that is JSON
     v2     right: 1
     v3     0.2 for thinking, 0.8 for right
     v4     v3, and 0.2 where the names alone are right
+    llama  v0; a reply without a block makes no calls, and needs no thought for that
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, DataError
 from verl.registry import nearest
@@ -27,27 +28,57 @@ from verl.utils.reward_score.base import Mutation, as_mutations
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
 Call = tuple[str, str]  # name, arguments as JSON with sorted keys
-Total = Callable[[bool, bool, bool], float]  # (right, names right, thinking)
 
-_TOTALS: Mapping[str, Total] = {
-    "v0": lambda right, _, thinking: float(right and thinking),
-    "v1": lambda right, _, thinking: (1.2 if thinking else 1.0) if right else (-0.2 if thinking else 0.0),
-    "v2": lambda right, _, thinking: float(right),
-    "v3": lambda right, _, thinking: 0.2 * thinking + 0.8 * right,
-    "v4": lambda right, names, thinking: 0.2 * thinking + (0.8 if right else 0.2 * names),
-    "llama": lambda right, _, thinking: float(right and thinking),
+
+class Decision(NamedTuple):
+    """What a version's total is made of.
+
+    has_block: there is a tool_call block
+    is_json: the block holds a JSON value, calls or not
+    """
+
+    right: bool
+    names: bool  # the names alone are right
+    thinking: bool
+    has_block: bool
+    is_json: bool
+
+
+def _lexicographic(decision: Decision) -> float:
+    """v1: the calls count first, the thought second; published code has no penalty for what is no JSON."""
+    if not decision.is_json:
+        return 0.0
+    if decision.right:
+        return 1.2 if decision.thinking else 1.0
+    return -0.2 if decision.thinking else 0.0
+
+
+_TOTALS: Mapping[str, Callable[[Decision], float]] = {
+    "v0": lambda each: float(each.right and each.thinking),
+    "v1": _lexicographic,
+    "v2": lambda each: float(each.right),
+    "v3": lambda each: 0.2 * each.thinking + 0.8 * each.right,
+    "v4": lambda each: 0.2 * each.thinking + (0.8 if each.right else 0.2 * each.names),
+    "llama": lambda each: float(each.right and (each.thinking or not each.has_block)),
 }
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text, or of a JSON text of a JSON text; None where there is none."""
+    try:
+        found = json.loads(text.strip())
+        return json.loads(found) if isinstance(found, str) else found
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_calls(text: str) -> list[Call] | None:
     """The calls of a JSON list, of one call, or of a JSON text of either; None where it is something else."""
+    found = read_json(text)
     try:
-        found = json.loads(text)
-        if isinstance(found, str):
-            found = json.loads(found)
-        found = [found] if isinstance(found, dict) else found
-        return [(_name(call), json.dumps(call["arguments"], sort_keys=True)) for call in found]
-    except (ValueError, RecursionError, TypeError, KeyError):
+        calls = [found] if isinstance(found, dict) else found
+        return [(_name(call), json.dumps(call["arguments"], sort_keys=True)) for call in calls]
+    except (TypeError, KeyError, RecursionError):
         return None
 
 
@@ -99,11 +130,13 @@ class ToolN1Reward:
         right = calls is not None and Counter(calls) == Counter(gold)
         names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in gold)
         thinking = THINK in reply and THINK_END in reply
+        is_json = block is not None and read_json(block) is not None
+        decision = Decision(right, names, thinking, block is not None, is_json)
         parts = {"correct": float(right), "names": float(names), "format": float(thinking)}
-        return Score(_TOTALS[self.version](right, names, thinking), parts)
+        return Score(_TOTALS[self.version](decision), parts)
 
     def maximum(self, task: Task, step: int) -> float:
-        return _TOTALS[self.version](True, True, True)
+        return _TOTALS[self.version](Decision(True, True, True, True, True))
 
     def gold(self, task: Task, step: int) -> str:
         return f"{THINK}I know what to do.{THINK_END}\n{TOOL_CALL}{task.answer}{TOOL_CALL_END}"
@@ -129,6 +162,6 @@ class ToolN1Reward:
             spoiled["wrong name"] = saying([first | {"name": f"{first['name']}_x"}, *others])
             spoiled["invented argument"] = saying([first | {"arguments": first["arguments"] | {"x_": 1}}, *others])
             spoiled["another block after it"] = f"{reply}{TOOL_CALL}[]{TOOL_CALL_END}"
-        if not calls and self.version == "llama":
-            del spoiled["block unclosed"]
+        if not calls and self.version == "llama":  # no block, no calls
+            del spoiled["block unclosed"], spoiled["empty text"]
         return as_mutations(spoiled)

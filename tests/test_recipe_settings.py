@@ -1,0 +1,271 @@
+"""Recipes beside the published run scripts: what both resolve to, setting by setting.
+
+PUBLISHED holds what upstream makes of its scripts (its defaults with the script's overrides over them), in veRL's keys.
+A recipe may differ only where INTENDED says so, with the reason; a difference that is gone must go from there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+
+from verl.algorithms.algorithm import KLPlacement
+from verl.algorithms.filters import name_of
+from verl.config.load import RECIPES, load_config
+from verl.config.schema import Config
+from verl.errors import ConfigError
+from verl.trainer.build_algorithm import build_algorithm
+
+Settings = dict[str, Any]
+_SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over it
+    "adv_estimator": "grpo",
+    "kl_ctrl.kl_coef": 0.001,
+    "ppo_mini_batch_size": 128,
+    "clip_ratio": 0.2,
+    "entropy_coeff": 0.001,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.001,
+    "grad_clip": 1.0,
+    "lr": 1e-6,
+    "lr_warmup_steps_ratio": 0.0,
+    "n": 4,
+    "temperature": 1.0,
+    "enable_gradient_checkpointing": True,
+    "critic.lr": 1e-5,
+    "critic.lr_warmup_steps_ratio": 0.0,
+    "critic.cliprange_value": 0.5,
+    "train_batch_size": 512,
+    "max_prompt_length": 2048,
+    "max_response_length": 1024,
+    "total_epochs": 15,
+    "critic_warmup": 0,
+    "save_freq": 15,
+    "test_freq": 5,
+}
+_SEARCH_R1: Settings = {
+    "ppo_mini_batch_size": 256,
+    "lr_warmup_steps_ratio": 0.285,
+    "max_prompt_length": 4096,
+    "max_response_length": 500,
+    "total_training_steps": 1005,
+    "save_freq": 100,
+    "test_freq": 50,
+}
+_SEARCH_R1_GRPO = {**_SEARCH_R1, "use_kl_loss": True, "n": 5}
+_SEARCH_R1_PPO = {**_SEARCH_R1, "adv_estimator": "gae", "n": 1, "critic.lr_warmup_steps_ratio": 0.015}
+_RETOOL: Settings = {
+    "kl_ctrl.kl_coef": 0.0,
+    "clip_ratio_high": 0.28,
+    "clip_ratio_c": 10.0,
+    "entropy_coeff": 0,
+    "max_response_length": 16384,
+    "total_epochs": 1,
+    "save_freq": 30,
+}
+PUBLISHED: Mapping[str, Settings] = {
+    "toolrl_grpo": {},
+    "toolrl_ppo": {
+        "adv_estimator": "gae",
+        "n": 1,
+        "enable_gradient_checkpointing": False,
+        "max_prompt_length": 1024,
+        "max_response_length": 512,
+    },
+    "torl": {
+        "ppo_mini_batch_size": 1024,
+        "entropy_coeff": 0,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.0,
+        "n": 16,
+        "train_batch_size": 128,
+        "max_prompt_length": 400,
+        "max_response_length": 3072,
+        "total_epochs": 300,
+        "save_freq": 20,
+        "test_freq": 4,
+    },
+    "tool_n1": {
+        "ppo_mini_batch_size": 256,
+        "entropy_coeff": 0,
+        "use_kl_loss": True,
+        "n": 5,
+        "temperature": 0.7,
+        "train_batch_size": 1024,
+        "max_prompt_length": 4096,
+        "max_response_length": 8192,
+        "total_epochs": 7,
+        "save_freq": 10,
+        "test_freq": 10,
+        "val_before_train": False,
+    },
+    "search_r1": _SEARCH_R1_GRPO,
+    "search_r1_ppo": _SEARCH_R1_PPO,
+    "otc_grpo": _SEARCH_R1_GRPO,  # the paper takes Search-R1's settings
+    "otc_ppo": _SEARCH_R1_PPO,
+    "retool": {
+        **_RETOOL,
+        "adv_estimator": "gae",
+        "ppo_mini_batch_size": 256,
+        "n": 1,
+        "critic.lr": 2e-6,
+        "train_batch_size": 1024,
+        "critic_warmup": 20,
+    },
+    "retool_dapo": {**_RETOOL, "ppo_mini_batch_size": 64, "n": 16},
+}
+_TURNS = "published for one turn; here it covers the whole episode"
+_PROMPT = "published for the rolling context; the first prompt has 2048 there, too (data.max_start_length)"
+INTENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "toolrl_ppo": {"checkpointing": (True, "packs of 16,384 tokens, where the script has one sequence at a time")},
+    "search_r1": {"prompt": (2048, _PROMPT), "response": (4096, _TURNS)},
+    "search_r1_ppo": {"prompt": (2048, _PROMPT), "response": (4096, _TURNS)},
+    "otc_grpo": {
+        "prompt": (2048, _PROMPT),
+        "response": (4096, _TURNS),
+        "aggregation": ("seq-mean-token-mean", "the paper's objective: each reply's mean, then theirs"),
+    },
+    "otc_ppo": {"prompt": (2048, _PROMPT), "response": (4096, _TURNS)},
+    "retool": {
+        "mini_batch": (512, "the paper's"),
+        "response": (14336, "the paper's 16,384 tokens are prompt and response together"),
+        "steps": (400, "the paper's; the script has one epoch"),
+    },
+}
+_WITHOUT_SCRIPT = {  # nothing published that could be compared
+    "artist_math",
+    "artist_tools",
+    "mini_grpo",
+    "mini_ppo",
+    "tool_loop",
+    "zerotir",
+    "zerotir_ppo",
+    "zerotir_pipeline",
+}
+
+
+def published(recipe: str) -> Settings:
+    """What upstream's settings mean."""
+    told = {**_SHARED, **PUBLISHED[recipe]}
+    placement, coefficient, estimator = ("reward", told["kl_ctrl.kl_coef"], "k1")
+    if told["use_kl_loss"]:
+        placement, coefficient, estimator = ("loss", told["kl_loss_coef"], "k3")
+    with_critic = told["adv_estimator"] == "gae"
+    mini = min(told["ppo_mini_batch_size"], told["train_batch_size"])  # a larger mini-batch is the batch: one update
+    warmup = partial(_warmup, updates=told["train_batch_size"] // mini, steps=told.get("total_training_steps", 0))
+    return {
+        "advantage": told["adv_estimator"],
+        "kl": (placement, estimator, coefficient) if coefficient else None,
+        "clip": (told["clip_ratio"], told.get("clip_ratio_high", told["clip_ratio"]), told.get("clip_ratio_c")),
+        "aggregation": "token-mean",  # veRL's default, and masked_mean over all tokens before there was a choice
+        "entropy": told["entropy_coeff"],
+        "mini_batch": mini,
+        "grad_clip": told["grad_clip"],
+        "lr": told["lr"],
+        "warmup": warmup(told["lr_warmup_steps_ratio"]),
+        "n": told["n"],
+        "temperature": told["temperature"],
+        "checkpointing": told["enable_gradient_checkpointing"],
+        "critic": (
+            (told["critic.lr"], warmup(told["critic.lr_warmup_steps_ratio"]), told["critic.cliprange_value"])
+            if with_critic
+            else None
+        ),
+        "batch": told["train_batch_size"],
+        "prompt": told["max_prompt_length"],
+        "response": told["max_response_length"],
+        "steps": told.get("total_training_steps") or f"{told['total_epochs']} epochs",
+        "critic_warmup": told["critic_warmup"],
+        "save": told["save_freq"],
+        "test": told["test_freq"],
+        "val_before_train": told.get("val_before_train", True),
+    }
+
+
+def _warmup(ratio: float, updates: int, steps: int) -> int:
+    """Optimizer steps: upstream's schedule moves once a training step."""
+    return int(ratio * steps) * updates
+
+
+def resolved(config: Config) -> Settings:
+    """What a configuration of ours means, in the same words."""
+    made = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    loss = made.policy_loss
+    assert isinstance(loss, partial)
+    kl = made.kl
+    critic = config.critic
+    return {
+        "advantage": name_of(made.advantage),
+        "kl": None if kl.placement is KLPlacement.NONE else (kl.placement.value, kl.estimator, kl.coefficient),
+        "clip": (loss.keywords["clip_low"], loss.keywords["clip_high"], loss.keywords.get("dual_clip")),
+        "aggregation": made.aggregation.value,
+        "entropy": made.entropy_coefficient,
+        "mini_batch": config.actor.ppo_mini_batch_size,
+        "grad_clip": config.actor.grad_clip,
+        "lr": config.actor.optim.lr,
+        "warmup": config.actor.optim.warmup_steps,
+        "n": config.rollout.n,
+        "temperature": config.rollout.temperature,
+        "checkpointing": config.model.enable_gradient_checkpointing,
+        "critic": ((critic.optim.lr, critic.optim.warmup_steps, critic.cliprange_value) if made.needs_critic else None),
+        "batch": config.data.train_batch_size,
+        "prompt": config.data.max_prompt_length,
+        "response": config.data.max_response_length,
+        "steps": config.trainer.total_training_steps or f"{config.trainer.total_epochs} epochs",
+        "critic_warmup": config.trainer.critic_warmup,
+        "save": config.trainer.save_freq,
+        "test": config.trainer.test_freq,
+        "val_before_train": config.trainer.val_before_train,
+    }
+
+
+def test_every_recipe_is_compared_or_known_to_have_no_script() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PUBLISHED, *_WITHOUT_SCRIPT}
+    assert {*INTENDED} <= {*PUBLISHED}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_resolves_to_what_its_script_does(recipe: str) -> None:
+    theirs, ours = published(recipe), resolved(load_config([f"recipe={recipe}"]))
+    differences = {name: ours[name] for name in theirs if ours[name] != theirs[name]}
+    assert differences == {name: value for name, (value, _) in INTENDED.get(recipe, {}).items()}
+
+
+def test_a_setting_that_is_lost_is_noticed() -> None:
+    ours = resolved(load_config(["recipe=search_r1", "algorithm.entropy_coefficient=0.0", "trainer.test_freq=5"]))
+    theirs = published("search_r1")
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"entropy", "test", "prompt", "response"}
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES.glob("*.yaml")])
+def test_a_recipe_says_nothing_of_the_machine(recipe: str) -> None:
+    """One command runs on a laptop and on eight GPUs; ranks and parallel sizes are the user's."""
+    config = load_config([f"recipe={recipe}"])
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.num_engines) == (1, 1, None)
+    assert config.rollout.tensor_model_parallel_size == 1 and not config.actor.offload_params
+
+
+def test_the_pipelined_run_of_zerotir() -> None:
+    config = load_config(["recipe=zerotir_pipeline"])
+    made = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    assert [name_of(each) for each in made.filters] == ["grader_faults", "accuracy", "truncated"]
+    ours = resolved(config)
+    assert ours["clip"] == (0.22, 0.28, 3.0) and ours["kl"] is None and ours["advantage"] == "reinforce_pp_baseline"
+    assert (ours["batch"], ours["n"], ours["mini_batch"]) == (128, 16, 128)
+    assert (config.rollout.max_staleness, config.rollout.on_publish) == (2, "finish")
+
+
+def test_otcs_limit_on_calls_is_its_smoothing() -> None:
+    for recipe in ("otc_grpo", "otc_ppo"):
+        assert load_config([f"recipe={recipe}"]).reward.options["max_calls"] == 4
+        assert load_config([f"recipe={recipe}", "env.max_tool_calls=3"]).reward.options["max_calls"] == 3
+    words = ["recipe=torl", "reward.name=otc_grpo", "env.max_tool_calls=3", "env.max_turns=4"]
+    for options in ("{answers: math}", "{answers: math, max_calls: 4}"):
+        with pytest.raises(
+            ConfigError, match=r"max_calls must be env.max_tool_calls=3; write .*=\$\{env.max_tool_calls\}"
+        ):
+            load_config([*words, f"reward.options={options}"])
+    written = load_config([*words, "reward.options={answers: math, max_calls: 3}"])
+    assert written.reward.options["max_calls"] == 3

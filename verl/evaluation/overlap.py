@@ -1,0 +1,111 @@
+"""Which benchmark tasks a model was trained on: a figure over those tells what was learned by heart.
+
+A training run writes what it trains on to `train_tasks.jsonl` in its folder and in every exported model, one line
+{"env", "task": its name, "digest": of the user's words} a task. An evaluation compares its tasks with the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from verl.data.files import replacing
+from verl.errors import ConfigError, DataError
+from verl.evaluation.base import Category
+from verl.tracking.jsonl import read_rows
+from verl.types import Task
+
+TRAIN_TASKS = "train_tasks.jsonl"
+_SINGLE_TURN = "single_turn"
+_SHOWN = 3
+
+
+class Trace(NamedTuple):
+    """What a task is recognised by: in an environment its name, anywhere the user's words."""
+
+    env: str
+    task: str
+    digest: str
+
+
+def trace_of(task: Task) -> Trace:
+    """Words are compared without case and white space; system prompts are not, for they differ between files of a set.
+
+    The name is the environment's own, whatever file the task came from.
+    """
+    own = task.extra.get("id")
+    name = own if task.env != _SINGLE_TURN and isinstance(own, str) else task.id
+    said = "\n".join(" ".join(each.content.lower().split()) for each in task.prompt if each.role == "user")
+    return Trace(task.env, name, hashlib.sha256(said.encode("utf-8", "backslashreplace")).hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class TrainTasks:
+    """The tasks that a model was trained on."""
+
+    traces: tuple[Trace, ...] = ()
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task], before: TrainTasks) -> Self:
+        """before: what the model that training starts from was trained on"""
+        return cls(tuple(dict.fromkeys((*before.traces, *map(trace_of, tasks)))))
+
+    @cached_property
+    def _digests(self) -> frozenset[str]:
+        return frozenset(each.digest for each in self.traces)
+
+    @cached_property
+    def _names(self) -> frozenset[tuple[str, str]]:
+        return frozenset((each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN)
+
+    def has(self, task: Task) -> bool:
+        """Whether the task was trained on, or another in the same words."""
+        trace = trace_of(task)
+        return trace.digest in self._digests or (trace.env, trace.task) in self._names
+
+    def write(self, path: Path) -> None:
+        """One line a task, whole or not at all."""
+        with replacing(path) as unfinished:
+            unfinished.write_text("".join(json.dumps(each._asdict()) + "\n" for each in self.traces), encoding="utf-8")
+
+    @classmethod
+    def read(cls, model: str | None) -> Self:
+        """What the model in a folder was trained on; nothing of a hub name, and of a folder without the file.
+
+        Raises DataError for a file that cannot be read.
+        """
+        path = Path(str(model)) / TRAIN_TASKS
+        if not path.is_file():
+            return cls()
+        try:
+            return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_rows(path)))
+        except (ValueError, KeyError, TypeError) as error:
+            expected = ", ".join(Trace._fields)
+            raise DataError(f"is no list of trained tasks ({error!r})", expected, file=str(path)) from error
+
+
+def check_overlap(
+    trained: TrainTasks, asked: Sequence[tuple[Category, Sequence[Task]]], model: str, allow: str | None
+) -> list[str]:
+    """Compares the tasks of categories with those that `model` was trained on. Returns what a reader must know.
+
+    allow: the setting that lets them pass; None where it is set. Raises ConfigError unless it is
+    """
+    found = []
+    for category, tasks in asked:
+        known = [task.id for task in tasks if trained.has(task)]
+        if known:
+            shown = ", ".join(known[:_SHOWN]) + (", .." if len(known) > _SHOWN else "")
+            counted = f"{category.name}: {len(known)} of {len(tasks)} tasks are in the training data of {model}"
+            found.append(f"{counted} ({shown})")
+    if found and allow is not None:
+        raise ConfigError(
+            f"{'; '.join(found)}. Evaluate on tasks that were held out (of BFCL's multi-turn scenarios bfcl_multi_turn "
+            f"has those that the train split leaves out), or set {allow} to report figures over them all the same"
+        )
+    return found
