@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.conftest import ROOT
+from tests.test_attention import HEADS, PACK, SIZE, random_inputs
 from tests.tiny import run_words, save_tiny_model
 from verl.tracking.jsonl import read_rows
 from verl.transfer.bucket import Receiver, digest, plan
 from verl.transfer.gpu import CudaIpc
+from verl.workers.attention import by_segments, packed_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +43,22 @@ def test_grpo_with_engines_on_devices_of_their_own(tmp_path: Path) -> None:
 
 def test_grpo_with_everything_in_host_memory_between_its_uses(tmp_path: Path) -> None:
     train("bfloat16", 1, [*OFFLOAD, *WITH_REFERENCE], tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_gives_what_the_cpu_gives(dtype: torch.dtype, window: int | None) -> None:
+    """Outputs and gradients of the device's own kernel against a call per segment in float64, windows included."""
+    inputs = [each.detach().to("cuda", dtype).requires_grad_() for each in random_inputs(torch.float64)]
+    exact = [each.detach().cpu().double().requires_grad_() for each in inputs]
+    weight = torch.randn(1, PACK[-1].end, HEADS, SIZE, dtype=torch.float64)
+    ours, _ = packed_attention(nn.Module(), *inputs, None, 0.3, sliding_window=window, segments=PACK)
+    theirs = by_segments(*exact, PACK, 0.3, window)
+    found = [ours, *torch.autograd.grad((ours * weight.to("cuda", dtype)).sum(), inputs)]
+    expected = [theirs, *torch.autograd.grad((theirs * weight).sum(), exact)]
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), other, rtol=bound, atol=bound)
 
 
 READER = """

@@ -31,6 +31,8 @@ from verl.workers.rng import get_random_state, set_random_state
 
 PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
 
+_INDEX = ".metadata"  # torch's file of what a checkpoint holds, and where
+
 # One entry for each parameter and not one for the whole optimizer: what resharding needs.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -176,6 +178,7 @@ class FSDPEngine:
         """
         if self._optimizer is None or self._scheduler is None:
             return
+        self._check_visible(folder)
         self._bring_all()
         state = {**self._sharded_state(), "host": None}
         with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was made with", folder):
@@ -190,6 +193,17 @@ class FSDPEngine:
         schedule, random_states = state["host"]
         self._scheduler.load_state_dict(schedule)
         set_random_state(random_states, self.rank)
+
+    def _check_visible(self, folder: Path) -> None:
+        """What is saved has an index; releases of torch tell its absence differently, some as a failed assertion."""
+        found: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(found, (folder / _INDEX).is_file())
+        if not all(found):
+            raise DataError(
+                f"cannot be loaded: rank {found.index(False)} finds no {_INDEX} there",
+                mend="Use another checkpoint, in a folder that all ranks see",
+                file=str(folder),
+            )
 
     def _sharded_state(self) -> dict[str, Any]:
         """Weights, tied ones once, and optimizer state by name; what is written into it in place, the engine has."""
