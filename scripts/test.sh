@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VERL_DEV=1
+if [[ -n "${VERL_VENV:-}" ]]; then VERL_VENV="$(realpath -m "$VERL_VENV")"; fi  # tests start scripts in other folders
 source scripts/setup_env.sh
 if (($# == 0)); then set -- --numprocesses 2 --dist loadfile; fi
 "$VERL_PYTHON" -m pytest "$@"
