@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests.conftest import ROOT
 from verl.algorithms.algorithm import Algorithm, KLPlacement
 from verl.algorithms.filters import name_of
-from verl.config.load import load_config
+from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
+from verl.config.verl_keys import ALIASES, INTERPRETED, MOOT, REFUSED, SAME_AS, page, spelled
 from verl.errors import ConfigError
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control
 from verl.trainer.build_workers import rank_spec
@@ -328,3 +332,57 @@ def test_all_defaults_of_toolrls_together_are_ours() -> None:
     assert (config.algorithm.name, config.rollout.n, config.rollout.tensor_model_parallel_size) == ("ppo", 1, 2)
     assert config.critic.path == config.model.path == str(Path("~/models/deepseek-llm-7b-chat").expanduser())
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
+    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(MOOT)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    known = known_keys()
+    assert all(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
+
+
+def test_the_page_of_verls_keys_is_the_codes() -> None:
+    assert (ROOT / "docs" / "verl_keys.md").read_text() == page()
+
+
+def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \| (.+) \|$", text[text.index("## veRL's keys") :], re.MULTILINE)
+    told = {key: (value, why) for key, value, why in rows}
+    values = {key: "null" if only.value is None else str(only.value) for key, only in REFUSED.items()}
+    assert told == {spelled(key): (values[key], only.why) for key, only in REFUSED.items()}
+    assert len(REFUSED) <= 10
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_refused_says_why(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    load_config([f"{spelled(key)}=null"])
+    assert "this trainer works in this way alone" in caplog.text
+    with pytest.raises(ConfigError, match=re.escape(f"{spelled(key)}=other is refused: ")):
+        load_config([f"{spelled(key)}=other"])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_scripts_take_verls_words(algorithm: str) -> None:
+    """As scripts/train.sh lays them out: the recipe, what the machine has, and then the user's words."""
+    words = [f"recipe=toolrl_{algorithm}", "model.path=m", "data.train_files=[a]", "data.val_files=[b]"]
+    words += ["trainer.nnodes=1", "trainer.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=1"]
+    theirs = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.model.path=other"]
+    config = load_config([*words, *theirs, "+trainer.val_before_train=False"])
+    assert (config.rollout.tensor_model_parallel_size, config.model.path) == (2, "other")
+    assert not config.trainer.val_before_train
+    plain = load_config(words)
+    same = load_config([*words, f"algorithm.adv_estimator={'grpo' if algorithm == 'grpo' else 'gae'}"])
+    assert repr(built(same)) == repr(built(plain)) and replace(same, algorithm=plain.algorithm) == plain
+
+
+def test_every_recipe_says_what_it_relies_on() -> None:
+    """The defaults may follow veRL's without a recipe's changing."""
+    wanted = {
+        *("algorithm.name", "rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size", "actor.optim.lr"),
+        *("data.max_prompt_length", "data.max_response_length"),
+    }
+    for path in RECIPES.glob("*.yaml"):
+        written = set(flattened(OmegaConf.to_container(OmegaConf.load(path))))
+        assert wanted <= written, path.name
+        assert written & {"trainer.total_epochs", "trainer.total_training_steps"}, path.name
