@@ -112,7 +112,6 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
             lambda c: c.rollout.max_staleness == 0,
             "with rollout.max_staleness=0 no reply is being written when weights are published",
         ),
-        Rule("rollout.max_num_batched_tokens", lambda c: c.rollout.name == "hf", "it is vLLM's"),
         *_of_memory("rollout.", lambda c: c.rollout.name == "hf", lambda c: c.trainer.device),
         *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
         *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),

@@ -197,7 +197,6 @@ class RolloutConfig:
     num_engines: int | None = None  # what the trainer's ranks have room for, if left out
     tensor_model_parallel_size: int = 1
     max_num_seqs: int = 256  # sequences that one engine decodes at once
-    max_num_batched_tokens: int | None = None  # of one forward pass of vLLM, which chooses if left out
     gpu_memory_utilization: float = 0.6  # of a GPU; the trainer has the rest
     kv_cache_gib: int = 1  # of an engine on CPU
     bucket_mib: int = 256  # in which new weights travel to the engines; two at once, besides the model itself
@@ -212,15 +211,7 @@ class RolloutConfig:
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
         _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
-        counts = (
-            "n",
-            "num_engines",
-            "tensor_model_parallel_size",
-            "max_num_seqs",
-            "kv_cache_gib",
-            "bucket_mib",
-            "max_num_batched_tokens",
-        )
+        counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib")
         _at_least(1, self, "rollout.", *counts)
         _at_least(0, self, "rollout.", "max_staleness")
         uses = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"

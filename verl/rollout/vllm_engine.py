@@ -58,7 +58,6 @@ class VLLMSettings:
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory for weights and KV cache; without effect on CPU
     kv_cache_gib: float | None = None  # on CPU a must; on a GPU instead of gpu_memory_utilization
     max_num_seqs: int = 256  # sequences decoded at once
-    max_num_batched_tokens: int | None = None  # of one forward pass; vLLM chooses if left out
     enforce_eager: bool = False  # no CUDA graphs and no compilation; always so on CPU
     num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
     seed: int = 0  # of the engine's own stream of random numbers
@@ -342,7 +341,6 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
             enforce_eager=on_cpu or settings.enforce_eager,
             enable_sleep_mode=not on_cpu,
             seed=settings.seed,

@@ -249,7 +249,6 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
             max_num_seqs=config.rollout.max_num_seqs,
-            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
         )

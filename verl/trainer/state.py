@@ -26,7 +26,6 @@ _FREE = (
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
     "rollout.val_kwargs",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",

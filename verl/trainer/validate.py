@@ -24,7 +24,7 @@ class Validator:
     rollout: GroupRollout
     reward: Reward  # asked for the highest score there is, where it knows
     n: int = 1  # replies to each task, whose scores are averaged
-    seed: int = 0
+    seed: int | None = 0  # of sampled replies; none if left out
 
     @property
     def greedy(self) -> GroupRollout:
@@ -41,8 +41,9 @@ class Validator:
 
     async def _answer(self, task: Task, number: int) -> TrajectoryGroup:
         """Sampled replies have the same seeds at every validation; greedy ones need none, and share their batches."""
-        sampled = self.rollout.sampling.temperature > 0
-        first_seed = (self.seed << 40) + number * self.n if sampled else None
+        first_seed = None
+        if self.seed is not None and self.rollout.sampling.temperature > 0:
+            first_seed = (self.seed << 40) + number * self.n
         return await self.rollout.run(task, self.n, _STEP, first_seed)
 
     def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
