@@ -40,10 +40,12 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
+from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
+from verl.single_controller.group import Seat
 from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, run_folder, train_sampling, val_sampling
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_workers
+from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_engine, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -491,3 +493,40 @@ def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
         for name, parameter in signature(function).parameters.items():
             number = parameter.annotation in ("float", "int", "float | None")
             assert not number or name in checked_elsewhere or f"{name_of(function)}.{name}" in _DOMAINS
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "expected"),
+    [
+        ("cuda", [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": None}),
+        ("cpu", [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": 2**30}),
+        (
+            "cuda",
+            ["actor_rollout_ref.rollout.max_num_batched_tokens=8192", "actor_rollout_ref.rollout.max_num_seqs=512"],
+            {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "enable_sleep_mode": True, "enforce_eager": False},
+        ),
+        ("cpu", ["rollout.max_num_seqs=8"], {"max_num_seqs": 8, "enable_sleep_mode": False, "enforce_eager": True}),
+    ],
+)
+def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
+    device: str, words: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[VLLMSettings] = []
+
+    async def start(settings: VLLMSettings) -> None:
+        started.append(settings)
+
+    monkeypatch.setattr(VLLMEngine, "start", start)
+    config = load_config([f"model.path={save_tiny_model(tmp_path)}", "data.max_response_length=64", *words])
+    config = replace(config, data=replace(config.data, max_prompt_length=64))
+    asyncio.run(start_engine(config, device, Seat(0, 1)))
+    arguments = engine_arguments(started[0], on_cpu=device == "cpu")
+    assert expected.items() <= arguments.items()
+    assert arguments["max_model_len"] == 128
+
+
+def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.max_num_batched_tokens.*at least rollout\.max_num_seqs=64"):
+        load_config(["rollout.max_num_batched_tokens=63", "rollout.max_num_seqs=64"])
+
+

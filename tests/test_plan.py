@@ -206,6 +206,13 @@ def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     assert beside._options()["rollout.placement"] == ["separate"]
 
 
+def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> None:
+    found = [plan_of([], gpu).max_num_seqs for gpu in ("h200", "h100", "a100", "cpu")]
+    assert found == [1024, 1024, 256, 256]
+    assert plan_of(["rollout.name=hf"]).max_num_seqs == 256
+    assert plan_of(["rollout.max_num_seqs=64"]).max_num_seqs == 64
+
+
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
     words = ["trainer.n_gpus_per_node=2", "rollout.name=hf", "rollout.max_num_seqs=384"]
     words.append("model.enable_gradient_checkpointing=true")
@@ -249,7 +256,7 @@ def test_what_goes_on_beside_training_costs_no_time_of_its_own() -> None:
     assert seconds["rollout"] < training
     assert in_turn.step_seconds() == pytest.approx(sum(seconds.values()))
     assert ahead.step_seconds() == pytest.approx(training + seconds["publish"])
-    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1"])
+    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1", "rollout.max_num_seqs=128"])
     assert few.step_seconds() == pytest.approx(few.seconds()["rollout"][0] + seconds["publish"])  # now it is the longer
 
 
@@ -353,7 +360,8 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
     assert "1 x h100 train, 2 more x h100 generate, at the same time" in on_gpus
     assert "rollout beside score, update and step: the longer" in on_gpus and "Of 3 GPUs, best" in on_gpus
     assert "1 rank(s) train, 2 more engine(s) generate, at the same time" in on_cpu and "1 for each of them" in on_cpu
-    assert all("at most 4096 episodes in flight, 512 decoded at once" in each for each in said)
+    in_flight = "at most 4096 episodes in flight"
+    assert f"{in_flight}, 2048 decoded at once" in on_gpus and f"{in_flight}, 512 decoded at once" in on_cpu
     assert main([*words[:4], "gpu=h100", "rollout.placement=separate"]) == 0
     assert "in turn: the one pool waits for the other" in " ".join(capsys.readouterr().out.split())
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import psutil
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tests.conftest import ROOT
 from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
+from tests.test_plan import plan_of
 from tests.tiny import save_untrained
 from verl.errors import ConfigError, DataError, EngineError
 from verl.rollout.engine import Sampling
@@ -261,7 +263,7 @@ def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
 @pytest.mark.parametrize(
     ("prompt", "error", "said"),
     [
-        ([1] * ROOM, ConfigError, r"512 tokens .* rollout\.max_model_len=512"),
+        ([1] * ROOM, ConfigError, r"512 tokens, data\.max_prompt_length \+ data\.max_response_length"),
         ([], DataError, "empty"),
         ([VOCABULARY], DataError, "0 to 199"),
     ],
@@ -305,6 +307,30 @@ def test_a_start_that_cannot_work_is_told(tmp_path: Path, runner: Runner) -> Non
         runner(VLLMEngine.start(VLLMSettings(str(tmp_path), 10)))
     with pytest.raises(EngineError, match="did not start"):
         runner(VLLMEngine.start(settings(tmp_path)))
+
+
+def test_batch_limits_that_are_not_given_are_those_of_offline_batches(runner: Runner) -> None:
+    assert runner.engine._llm.vllm_config.scheduler_config.max_num_batched_tokens == 4096  # else 2048 on any device
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "gib"), [("h200", "NVIDIA H200", 140), ("a100", "NVIDIA A100-SXM4-80GB", 79)], ids=["h200", "a100"]
+)
+def test_the_plan_knows_how_many_sequences_vllm_decodes_at_once(
+    gpu: str, name: str, gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    card = SimpleNamespace(
+        get_device_total_memory=lambda: gib * 2**30,
+        get_device_name=lambda: name,
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", card)
+    _, sequences = arg_utils.EngineArgs.get_batch_defaults(1)
+    assert plan_of([], gpu).max_num_seqs == sequences[UsageContext.LLM_CLASS]
 
 
 def test_its_sockets_lie_in_its_own_folder_which_goes_with_it(runner: Runner) -> None:

@@ -113,6 +113,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
             "with rollout.max_staleness=0 no reply is being written when weights are published",
         ),
         *_of_memory("rollout.", lambda c: c.rollout.name == "hf", lambda c: c.trainer.device),
+        Rule(
+            "rollout.max_num_batched_tokens",
+            lambda c: c.rollout.name == "hf",
+            "the transformers engine computes whole prompts",
+        ),
         *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
         *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),
         *(

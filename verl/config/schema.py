@@ -196,7 +196,8 @@ class RolloutConfig:
     placement: str = "auto"  # colocated: beside the trainer's ranks; separate: their own pool; auto: as staleness asks
     num_engines: int | None = None  # what the trainer's ranks have room for, if left out
     tensor_model_parallel_size: int = 1
-    max_num_seqs: int = 256  # sequences that one engine decodes at once
+    max_num_seqs: int | None = None  # sequences that one engine decodes at once; the device's default if left out
+    max_num_batched_tokens: int | None = None  # tokens of one forward of the engine; the device's default if left out
     gpu_memory_utilization: float = 0.6  # of a GPU; the trainer has the rest
     kv_cache_gib: int = 1  # of an engine on CPU
     bucket_mib: int = 256  # in which new weights travel to the engines; two at once, besides the model itself
@@ -212,7 +213,11 @@ class RolloutConfig:
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
         _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
         counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib")
-        _at_least(1, self, "rollout.", *counts)
+        _at_least(1, self, "rollout.", *counts, "max_num_batched_tokens")
+        tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and sequences is not None:
+            wanted = f"at least rollout.max_num_seqs={sequences}"
+            _require(tokens >= sequences, "rollout.max_num_batched_tokens", wanted, tokens)
         _at_least(0, self, "rollout.", "max_staleness")
         uses = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
         _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", uses, self.max_reuse)

@@ -31,6 +31,8 @@ from verl.rollout.stopping import reach
 from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
 
+MAX_BATCH = 256  # completions decoded together, where nothing else is asked for
+
 
 class _Request(NamedTuple):
     """One call of `generate`."""
@@ -46,7 +48,7 @@ class HFEngine:
     tokenizer: needed for stop strings alone
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch: int = 64, tokenizer: Any = None) -> None:
+    def __init__(self, model: PreTrainedModel, max_batch: int = MAX_BATCH, tokenizer: Any = None) -> None:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._max_batch = max_batch

@@ -57,7 +57,8 @@ class VLLMSettings:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6  # share of a GPU's memory for weights and KV cache; without effect on CPU
     kv_cache_gib: float | None = None  # on CPU a must; on a GPU instead of gpu_memory_utilization
-    max_num_seqs: int = 256  # sequences decoded at once
+    max_num_seqs: int | None = None  # sequences decoded at once; vLLM's default for offline batches if left out
+    max_num_batched_tokens: int | None = None  # tokens of prompts and responses in one forward; likewise
     enforce_eager: bool = False  # no CUDA graphs and no compilation; always so on CPU
     num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
     seed: int = 0  # of the engine's own stream of random numbers
@@ -262,8 +263,8 @@ class VLLMEngine:
             raise DataError("the prompt is empty", "at least one token")
         if len(prompt_ids) >= limit:
             raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for a reply in rollout.max_model_len={limit}; "
-                "raise it, or lower data.max_prompt_length"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response: the engine holds {limit} tokens, "
+                "data.max_prompt_length + data.max_response_length. Raise one of them, or shorten the prompt"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
             raise DataError(
@@ -322,6 +323,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
     with _starting, _environment(_log_variables(settings, folder)):
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ConfigError(
@@ -330,32 +332,40 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
         on_cpu = _is_cpu()
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib: a CPU engine must be told how much memory its KV cache may take")
-        arguments = AsyncEngineArgs(
-            model=settings.model_path,
-            tokenizer=settings.tokenizer_path,
-            skip_tokenizer_init=settings.tokenizer_path is None,
-            dtype=settings.dtype,
-            max_model_len=settings.max_model_len,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",  # never Ray
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
-            max_num_seqs=settings.max_num_seqs,
-            enforce_eager=on_cpu or settings.enforce_eager,
-            enable_sleep_mode=not on_cpu,
-            seed=settings.seed,
-            enable_prefix_caching=True,
-            generation_config="vllm",  # no sampling defaults from the model's folder
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
+        arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
         try:
             with _environment(_process_variables(settings, on_cpu, folder)):
-                return AsyncLLM.from_engine_args(arguments)
+                # The context of offline batches: its defaults of sequences and tokens are the device's, those of the
+                # context that an AsyncLLM has by itself are the same small ones (128, 2048) on every device.
+                return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
+
+
+def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
+    """What vLLM is started with: fields of its AsyncEngineArgs."""
+    return {
+        "model": settings.model_path,
+        "tokenizer": settings.tokenizer_path,
+        "skip_tokenizer_init": settings.tokenizer_path is None,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",  # never Ray
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enforce_eager": on_cpu or settings.enforce_eager,
+        "enable_sleep_mode": not on_cpu,
+        "seed": settings.seed,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
 
 
 @contextlib.contextmanager

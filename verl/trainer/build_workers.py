@@ -232,11 +232,11 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
     # Only an engine that stops at strings needs to know what tokens say.
     tokenizer_path = (config.model.tokenizer_path or config.model.path) if config.env.several_turns else None
     if config.rollout.name == "hf":
-        from verl.rollout.hf_engine import load_hf_engine
+        from verl.rollout.hf_engine import MAX_BATCH, load_hf_engine
 
         torch.set_num_threads(threads_of(config))
         texts = AutoTokenizer.from_pretrained(tokenizer_path) if tokenizer_path else None
-        return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs, texts)
+        return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, texts)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
     return await VLLMEngine.start(
@@ -249,6 +249,7 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             gpu_memory_utilization=config.rollout.gpu_memory_utilization,
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
             max_num_seqs=config.rollout.max_num_seqs,
+            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
         )

@@ -24,6 +24,7 @@ from verl.config.schema import Config
 from verl.data.chat import ChatCodec
 from verl.data.lengths import PromptIds, fitting
 from verl.errors import ConfigError
+from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
 from verl.trainer.build_workers import choose_device, engine_dtype, sequence_length
@@ -143,7 +144,7 @@ class Plan:
         rollout = self.config.rollout
         weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
         if rollout.name == "hf":
-            cache = rollout.max_num_seqs * self.longest * self._cache_per_token
+            cache = self.max_num_seqs * self.longest * self._cache_per_token
         elif self.place.on_cpu:
             cache = rollout.kv_cache_gib * GIB
         else:
@@ -155,6 +156,16 @@ class Plan:
     def sequences(self) -> float:
         """Sequences of the greatest length that fit into one engine's KV cache."""
         return self.engine()["KV cache"] / (self._cache_per_token * self.longest)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine decodes at once: as configured, or the engine's default for the device."""
+        if self.config.rollout.name == "hf":
+            default = MAX_BATCH
+        else:  # EngineArgs.get_batch_defaults of vLLM
+            large = not self.place.on_cpu and self.place.memory_gib >= 70 and "a100" not in self.place.name.lower()
+            default = 1024 if large else 256
+        return self.config.rollout.max_num_seqs or default
 
     @property
     def _engine_bytes(self) -> int:
@@ -341,7 +352,7 @@ class Plan:
         samples = prompts * (config.rollout.n + self.algorithm.greedy_baseline)
         prefill = prompts * forward_flops(shape, [(prompt, 0)])
         computed = samples * forward_flops(shape, [(reply, prompt)], reply)
-        waves = math.ceil(samples / config.num_engines / config.rollout.max_num_seqs)
+        waves = math.ceil(samples / config.num_engines / self.max_num_seqs)
         weights = self._engine_bytes * (shape.parameters + shape.head_parameters) * config.num_engines
         cached = samples * (prompt + reply / 2) * cache_per_token(self.policy, self._engine_bytes)
         decode = max(computed / speed.flops, reply * (waves * weights + cached) / speed.bytes_per_s)

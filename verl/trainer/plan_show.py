@@ -24,7 +24,7 @@ def show(plan: Plan, console: Console) -> None:
         f"allowed ({config.data.max_response_length})",
         "devices": devices_told(plan),
         "engine": f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
-        f"{config.rollout.max_num_seqs} decoded at once",
+        f"{plan.max_num_seqs} decoded at once",
         **({"ahead": ahead_told(plan)} if plan.ahead else {}),
     }.items():
         console.print(f"{name:9}{said}", markup=False, soft_wrap=True)
@@ -54,7 +54,7 @@ def devices_told(plan: Plan) -> str:
 def ahead_told(plan: Plan) -> str:
     """What is in flight while the policy learns."""
     rollout = plan.config.rollout
-    decoded = min(plan.in_flight, plan.config.num_engines * rollout.max_num_seqs)
+    decoded = min(plan.in_flight, plan.config.num_engines * plan.max_num_seqs)
     return (
         f"samples up to {rollout.max_staleness} version(s) old; at most {plan.in_flight} episodes in flight, {decoded} "
         f"decoded at once; once landed {plan.in_flight_gib:.2f} GiB of the controller's memory"

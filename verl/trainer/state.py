@@ -15,6 +15,7 @@ from verl.trainer.checkpoint import CheckpointStore, read_state
 _FREE = (
     "trainer.",
     "data.val_files",
+    "rollout.val_kwargs",
     "reward.num_workers",
     "actor.max_tokens_per_pack",  # this and the next two change rounding alone
     "actor.share_prefix",
@@ -26,7 +27,7 @@ _FREE = (
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",
-    "rollout.val_kwargs",
+    "rollout.max_num_batched_tokens",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.tensor_model_parallel_size",
