@@ -363,6 +363,24 @@ def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
     asyncio.run(trained())
 
 
+def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
+    asked: list[int | None] = []
+
+    class Unseeded(Latent):
+        async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None) -> TrajectoryGroup:
+            asked.append(first_seed)
+            return replace(group((0.0, 1.0)), task=task)
+
+    async def trained() -> None:
+        source = rollouts(Unseeded(random.Random(0)), GRPO, prompts_per_step=4)
+        source.settings = replace(source.settings, seed=None)
+        collected = await source.take(0)
+        assert len({each.task.id for each in collected.kept}) == 4
+
+    asyncio.run(trained())
+    assert asked == [None] * 4
+
+
 @pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])
 def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_path: Path) -> None:
     words = [

@@ -312,7 +312,8 @@ def rollout_settings(config: Config) -> RolloutSettings:
         max_staleness=config.rollout.max_staleness,
         max_reuse=config.rollout.max_reuse,
         max_fault_share=config.reward.max_fault_share,
-        seed=config.trainer.seed,
+        # vLLM samples seeded rows one by one, in a Python loop, and what shares their batch changes them all the same.
+        seed=config.trainer.seed if config.rollout.name == "hf" else None,
     )
 
 

@@ -43,7 +43,7 @@ class RolloutSettings:
     max_staleness: int = 0  # weight versions that the oldest token of a sample may be behind the policy
     max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
     max_fault_share: float = 0.1  # of a step's replies that may go unscored
-    seed: int = 0
+    seed: int | None = 0  # of the requests; None: the engine draws from its own stream of random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +178,15 @@ class Rollouts:
         next(self.tasks)
         return Draw(drawn, round)
 
-    def _seed(self, draw: Draw) -> int:
+    def _seed(self, draw: Draw) -> int | None:
         """The first of the prompt's seeds, of which each rollout has one."""
-        return (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
+        return (
+            None
+            if self.settings.seed is None
+            else (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
+        )
 
-    async def _roll(self, task: Task, version: int, seed: int) -> TrajectoryGroup:
+    async def _roll(self, task: Task, version: int, seed: int | None) -> TrajectoryGroup:
         """One prompt's rollouts; none of them where the greedy one that they are to be compared with is missing."""
         rolled = self.rollout.run(task, self.settings.rollouts_per_prompt, version, seed)
         if not self.algorithm.greedy_baseline:
