@@ -528,5 +528,3 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
 def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.max_num_batched_tokens.*at least rollout\.max_num_seqs=64"):
         load_config(["rollout.max_num_batched_tokens=63", "rollout.max_num_seqs=64"])
-
-

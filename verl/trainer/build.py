@@ -157,7 +157,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     validating,
                     build_reward(config.reward.name, config.reward.options),
                     config.rollout.val_kwargs.n,
-                    config.trainer.seed if config.rollout.name == "hf" else None,
+                    rollout_settings(config).seed,
                 ),
                 inputs.exams,
                 workers.trainer,
