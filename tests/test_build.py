@@ -43,7 +43,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
 from verl.single_controller.group import Seat
 from verl.single_controller.ray import Bundle
-from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder
+from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder, train_sampling, val_sampling
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_engine, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
@@ -161,6 +161,7 @@ def test_overrides_replace_what_they_name_and_nothing_else() -> None:
     [
         ({"kl_placement": "none"}, KLTerm()),
         ({"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.01}, KLTerm(KLPlacement.LOSS, "k3", 0.01)),
+        ({"kl_placement": "reward", "kl_estimator": "k3"}, KLTerm(KLPlacement.REWARD, "k3", GRPO.kl.coefficient)),
         ({"kl_placement": "reward"}, KLTerm(KLPlacement.REWARD, "k1", GRPO.kl.coefficient)),
         ({"name": "ppo", "kl_placement": "loss"}, KLTerm(KLPlacement.LOSS, "k3", 0.001)),
         ({"name": "dapo", "kl_placement": "none", "kl_coefficient": 0.1}, KLTerm()),
@@ -203,7 +204,6 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
         ({"aggregation_length": 9}, "algorithm.aggregation_length has no effect: seq-mean-token-mean"),
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
-        ({"kl_placement": "reward", "kl_estimator": "k3"}, "KL in the reward is k1"),
         ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
         ({"name": "dapo", "kl_coefficient": 0.01}, "algorithm.kl_coefficient has no effect: dapo has no KL; set"),
         ({"name": "dapo", "kl_estimator": "k3"}, "algorithm.kl_estimator has no effect"),
@@ -245,7 +245,7 @@ class Ranks:
 
 
 def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
-    remax, gigpo = (load_config([f"algorithm.name={name}"]) for name in ("remax", "gigpo"))
+    remax, gigpo = (load_config([f"algorithm.name={name}", "rollout.n=2"]) for name in ("remax", "gigpo"))
     with pytest.raises(ConfigError, match=r"algorithm\.name=remax compares each with a greedy one"):
         check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, Ranks())
     watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
@@ -256,6 +256,39 @@ def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
         check_algorithm(GRPO, single, object())
     check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo, Ranks())
     check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, object())
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "min_p=0.1", "repetition_penalty=1.5"])
+def test_a_cut_distribution_goes_without_the_engines_log_probs(cut: str) -> None:
+    def check(*words: str) -> None:
+        config = load_config([f"rollout.{cut}", *words])
+        made = build_algorithm(config.algorithm, 64, config.rollout.max_staleness)
+        check_algorithm(made, config, object())
+
+    check()
+    check("rollout.max_staleness=1", "algorithm.correction.weight=none")
+    for words in (
+        ["algorithm.old_logprobs=rollout", "algorithm.kl_placement=none"],
+        ["algorithm.correction.weight=token"],
+        ["algorithm.correction.mask=geometric"],
+        ["algorithm.correction.veto=1e-4"],
+        ["rollout.max_staleness=1"],
+    ):
+        with pytest.raises(ConfigError, match=r"make the engine's log-probs those of another distribution"):
+            check(*words)
+
+
+def test_training_validation_and_canary_sample_on_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["rollout.top_p=0.9", "rollout.top_k=7", "rollout.min_p=0.1", "rollout.repetition_penalty=1.5"]
+    config = load_config([*words, "data.val_files=[x]", "rollout.temperature=0.7", "data.max_response_length=9"])
+    training = train_sampling(config, (3,))
+    assert training == Sampling(9, 0.7, 1, (3,), top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.5)
+    assert "engine/kl is the bias" in caplog.text
+    assert val_sampling(config, training) == Sampling(9, 0.0, 1, (3,))
+    val = [f"rollout.val_kwargs.{word}" for word in ("temperature=1.0", "top_p=0.6", "top_k=5", "n=30")]
+    config = load_config([*words, *val, "data.val_files=[x]", "data.max_response_length=9"])
+    assert val_sampling(config, train_sampling(config, (3,))) == Sampling(9, 1.0, 1, (3,), top_p=0.6, top_k=5)
+    assert training.whole() == Sampling(9, 0.7, 1, (3,))
 
 
 def test_a_constant_length_is_the_longest_reply_unless_it_is_given() -> None:

@@ -100,6 +100,15 @@ def test_answers_as_the_templates_write_them(name: str, following: tuple[Message
     assert text_of(codec, codec.answer_ids(following, ended=True)) == text
 
 
+def test_variables_of_a_template_reach_it() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} think{% endif %}"
+    plain = with_template(template)
+    thinking = replace(plain, template_options={"enable_thinking": True})
+    messages = (Message("user", "hello"),)
+    assert text_of(plain, plain.prompt_ids(messages)) == "hello"
+    assert text_of(thinking, thinking.prompt_ids(messages)) == "hello think"
+
+
 @pytest.mark.parametrize("following", FOLLOWING)
 def test_a_template_that_takes_thoughts_out_changes_nothing_of_what_follows(following: tuple[Message, ...]) -> None:
     codec = codec_of("qwen3")

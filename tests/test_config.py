@@ -2,103 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from verl.algorithms import ALGORITHMS
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, KL_PLACEMENT
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.filters import name_of
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
 from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
 from verl.errors import ConfigError
-
-# Every override of ToolRL's run_grpo.sh.
-TOOLRL_SCRIPT = [
-    "algorithm.adv_estimator=grpo",
-    "data.train_files=train.parquet",
-    "data.val_files=test.parquet",
-    "data.train_batch_size=512",
-    "data.val_batch_size=128",
-    "data.max_prompt_length=2048",
-    "data.max_response_length=1024",
-    "actor_rollout_ref.model.path=MODEL",
-    "actor_rollout_ref.actor.optim.lr=1e-6",
-    "actor_rollout_ref.model.use_remove_padding=True",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.actor.use_kl_loss=False",
-    "actor_rollout_ref.actor.kl_loss_coef=0.001",
-    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
-    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
-    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
-    "actor_rollout_ref.actor.fsdp_config.grad_offload=False",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
-    "algorithm.kl_ctrl.kl_coef=0.001",
-    "trainer.critic_warmup=0",
-    "trainer.logger=['console','wandb']",
-    "trainer.project_name=TinyZero",
-    "trainer.experiment_name=run",
-    "trainer.n_gpus_per_node=2",
-    "trainer.nnodes=1",
-    "trainer.save_freq=15",
-    "trainer.test_freq=5",
-    "trainer.total_epochs=15",
-]
+from verl.registry import resolve
+from verl.trainer.build import run_folder
+from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.build_workers import rank_spec
 
 
-# The settings of its run_ppo.sh.
-TOOLRL_PPO_SCRIPT = [
-    "algorithm.adv_estimator=gae",
-    "data.train_files=train.parquet",
-    "data.val_files=test.parquet",
-    "data.train_batch_size=512",
-    "data.val_batch_size=128",
-    "data.max_prompt_length=1024",
-    "data.max_response_length=512",
-    "actor_rollout_ref.model.path=MODEL",
-    "actor_rollout_ref.actor.optim.lr=1e-6",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
-    "actor_rollout_ref.actor.ppo_micro_batch_size=8",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size=8",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
-    "actor_rollout_ref.rollout.n=1",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
-    "critic.optim.lr=1e-5",
-    "critic.model.path=MODEL",
-    "critic.ppo_micro_batch_size=8",
-    "algorithm.kl_ctrl.kl_coef=0.001",
-    "trainer.critic_warmup=0",
-    "trainer.logger=['console','wandb']",
-    "trainer.project_name=TinyZero",
-    "trainer.experiment_name=run",
-    "trainer.n_gpus_per_node=2",
-    "trainer.nnodes=1",
-    "trainer.save_freq=15",
-    "trainer.test_freq=5",
-    "trainer.total_epochs=15",
-]
-
-
-def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = load_config(TOOLRL_SCRIPT)
-    assert (config.model.path, config.actor.optim.lr, config.rollout.n) == ("MODEL", 1e-6, 4)
-    assert (config.data.train_files, config.data.val_files) == (["train.parquet"], ["test.parquet"])
-    algorithm = config.algorithm
-    assert (algorithm.name, algorithm.kl_placement, algorithm.kl_coefficient) == ("grpo", "reward", 0.001)
-    assert config.trainer.logger == ["console", "wandb"] and config.minibatches_per_step == 4
-    moot = {record.message.partition(" ")[0] for record in caplog.records}
-    assert len(caplog.records) == len(moot) == 6 and "data.val_batch_size" in moot
-    assert config.ref.offload_params and not config.actor.offload_params
+def built(config: Config) -> Algorithm:
+    return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +33,45 @@ def test_toolrls_script_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     [
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", "FSDP2 shards every state"),
         ("actor_rollout_ref.model.use_remove_padding=True", "packs have no padding"),
-        ("critic.ppo_mini_batch_size=8", "the critic's mini-batches are the actor's"),
+        ("critic.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size stands for both"),
+        ("data.prompt_key=prompt", "this trainer works in this way alone"),
+        ("actor_rollout_ref.rollout.top_p=null", "null leaves it at its default"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.1", "KL is paid in the reward"),
     ],
 )
 def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
     load_config([word])
     (record,) = caplog.records
-    assert "has no effect here: " in record.message and why in record.message
+    assert record.message.startswith("keys that have no effect here:") and why in record.message
 
 
-def test_a_whole_distribution_may_be_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    load_config(["actor_rollout_ref.rollout.top_p=1.0", "rollout.top_k=-1", "rollout.min_p=null"])
-    assert len(caplog.records) == 3
-    assert all("from the policy's whole distribution" in record.message for record in caplog.records)
+def test_moot_keys_of_one_reason_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(
+        ["critic.use_dynamic_bsz=true", "data.val_batch_size=3", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    )
+    (record,) = caplog.records
+    lines = record.message.splitlines()
+    assert len(lines) == 3 and "critic.use_dynamic_bsz, actor_rollout_ref.actor.use_dynamic_bsz: " in lines[1]
+
+
+def test_the_distribution_may_be_cut(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["actor_rollout_ref.rollout.top_p=0.9", "rollout.top_k=20", "rollout.repetition_penalty=1.5"]
+    rollout = load_config(words).rollout
+    assert (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.truncated) == (0.9, 20, 1.5, True)
+    whole = load_config(["rollout.top_p=1.0", "rollout.top_k=0", "rollout.min_p=0", "rollout.repetition_penalty=1"])
+    assert whole.rollout == load_config([]).rollout and not whole.rollout.truncated and not caplog.records
+
+
+def test_validation_samples_as_its_own_settings_say() -> None:
+    files = "data.val_files=[x.parquet]"
+    val = load_config([files, "rollout.top_p=0.9"]).rollout.val_kwargs
+    assert (val.n, val.greedy, val.top_p) == (1, True, 1.0)
+    words = ["n=30", "temperature=1.0", "top_p=0.6"]
+    val = load_config([files, *(f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in words)]).rollout.val_kwargs
+    assert (val.n, val.temperature, val.top_p, val.greedy) == (30, 1.0, 0.6, False)
+    assert load_config(
+        [files, "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.do_sample=false"]
+    ).rollout.val_kwargs.greedy
 
 
 def test_verls_words_for_the_correction_are_understood() -> None:
@@ -136,7 +88,16 @@ def test_verls_words_for_the_correction_are_understood() -> None:
     [
         ("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=low_var_kl", "loss", "k3", 0.01),
         ("actor.use_kl_loss=True actor.kl_loss_coef=0.01", "loss", "k3", 0.01),
-        ("algorithm.kl_ctrl.kl_coef=0.0", "none", "k1", 0.0),
+        ("actor.use_kl_loss=True", "loss", "k3", 0.001),
+        ("actor.use_kl_loss=True actor.kl_loss_coef=0", "none", None, None),
+        ("actor.use_kl_loss=True actor.kl_loss_type=mse", "loss", "k2", 0.001),
+        ("actor.use_kl_loss=False", "reward", None, None),
+        ("algorithm.use_kl_in_reward=False", "none", None, None),
+        ("algorithm.use_kl_in_reward=False actor.use_kl_loss=True", "loss", "k3", 0.001),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.2", "reward", None, 0.2),
+        ("algorithm.kl_penalty=low_var_kl", "reward", "k3", None),
+        ("algorithm.kl_penalty=abs algorithm.kl_ctrl.kl_coef=0.2", "reward", "abs", 0.2),
+        ("algorithm.kl_ctrl.kl_coef=0.0", "none", None, None),
         ("", None, None, None),
     ],
 )
@@ -156,18 +117,143 @@ def test_the_bounds_of_the_clip_win_over_the_one_for_both() -> None:
         assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
 
 
-def test_toolrls_ppo_script_is_understood() -> None:
-    config = load_config(TOOLRL_PPO_SCRIPT)
-    assert (config.algorithm.name, config.critic.optim.lr, config.critic.path) == ("ppo", 1e-5, "MODEL")
-    assert (config.rollout.n, config.data.max_prompt_length, config.trainer.critic_warmup) == (1, 1024, 0)
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_an_estimator_changes_the_advantage_alone(estimator: str) -> None:
+    word = f"algorithm.adv_estimator={estimator}"
+    made, before = (built(load_config([*words, "rollout.n=2"])) for words in ([word], []))
+    preset = resolve("algorithm", ADV_ESTIMATORS[estimator], ALGORITHMS)
+    assert name_of(made.advantage) == name_of(preset.advantage)
+    of_advantage = ("advantage", "needs_critic", "compares_replies", "greedy_baseline", "needs_turns")
+    assert all(getattr(made, name) == getattr(preset, name) for name in of_advantage[1:])
+    assert replace(made, **{name: getattr(before, name) for name in of_advantage}) == before
+
+
+@pytest.mark.parametrize("name", ["toolrl_grpo", "dapo", "dr_grpo", "reinforce_pp_baseline", "gspo"])
+def test_an_estimator_lies_over_a_preset(name: str) -> None:
+    preset = resolve("algorithm", name, ALGORITHMS)
+    made = built(load_config([f"algorithm.name={name}", "algorithm.adv_estimator=rloo", "rollout.n=2"]))
+    assert name_of(made.advantage) == "rloo" and made.policy_loss is preset.policy_loss
+    assert (made.aggregation, made.kl, made.filters) == (preset.aggregation, preset.kl, preset.filters)
+
+
+def test_with_a_recipe_one_of_verls_keys_changes_that_setting_alone() -> None:
+    plain = load_config(["recipe=toolrl_grpo"])
+    for words in (
+        ["algorithm.adv_estimator=grpo"],
+        ["actor_rollout_ref.actor.use_kl_loss=False", "algorithm.kl_ctrl.kl_coef=0.001"],
+        ["actor_rollout_ref.actor.clip_ratio=0.2", "actor_rollout_ref.actor.entropy_coeff=0.001"],
+        ["actor_rollout_ref.rollout.n_agent=4", "algorithm.gamma=1.0", "algorithm.lam=1.0"],
+        ["algorithm.use_kl_in_reward=True"],
+    ):
+        config = load_config(["recipe=toolrl_grpo", *words])
+        assert repr(built(config)) == repr(built(plain)) and replace(config, algorithm=plain.algorithm) == plain
+    wider = built(load_config(["recipe=toolrl_grpo", "actor_rollout_ref.actor.clip_ratio_high=0.28"]))
+    assert repr(wider) == repr(built(plain)).replace("clip_high=0.2", "clip_high=0.28")
+    moved = load_config(["recipe=search_r1", "actor_rollout_ref.actor.use_kl_loss=True"])
+    assert built(moved).kl == built(load_config(["recipe=search_r1"])).kl
+    off = load_config(["recipe=torl", "actor_rollout_ref.actor.use_kl_loss=False"])
+    assert built(off).kl == built(load_config(["recipe=torl"])).kl
+
+
+def test_the_estimator_of_pass_at_k_is_verls() -> None:
+    words = ["algorithm.adv_estimator=grpo_passk", "rollout.n=2"]
+    assert load_config(words).algorithm.options == {"divide_by_std": True}
+    plain = load_config([*words, "algorithm.norm_adv_by_std_in_grpo=false"])
+    assert plain.algorithm.options == {"divide_by_std": False}
+    centred = load_config(["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "rollout.n=2"])
+    assert name_of(built(centred).advantage) == "group_centred"
+
+
+def test_what_is_known_of_presets_without_torch_is_true() -> None:
+    presets = {name: resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS}
+    paid = {name: preset.kl.placement.value for name, preset in presets.items() if preset.kl.coefficient}
+    assert paid == KL_PLACEMENT
+    for setting, names in DISCOUNTS.items():
+        found = [name for name, preset in presets.items() if setting in signature(preset.advantage).parameters]
+        assert sorted(found) == sorted(names)
+
+
+def test_warmups_are_shares_of_the_run_or_of_training_steps() -> None:
+    words = ["recipe=search_r1", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285"]  # 1005 steps, 2 updates
+    config = load_config([*words, "model.path=m"])
+    assert (config.actor.optim.warmup_steps, config.actor.optim.warmup_ratio) == (0, 0.285)
+    assert rank_spec(config, built(config), "cpu", 1005).optimizer.warmup_steps == 572
+    steps = load_config(["recipe=search_r1", "actor_rollout_ref.actor.optim.lr_warmup_steps=10"])
+    assert steps.actor.optim.warmup_steps == 20
+    left = load_config([*words, "actor_rollout_ref.actor.optim.lr_warmup_steps=-1"])
+    assert left.actor.optim.warmup_ratio == 0.285
+
+
+def test_adaptive_kl_by_verls_names() -> None:
+    words = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=99"]
+    algorithm = load_config([*words, "algorithm.kl_ctrl.target_kl=0.3"]).algorithm
+    assert (algorithm.kl_target, algorithm.kl_horizon) == (0.3, 99)
+    assert load_config(words).algorithm.kl_target == 0.1
+    assert load_config(["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.target_kl=0.1"]).algorithm.kl_target is None
+
+
+def test_verls_words_for_tools_and_rewards() -> None:
+    search = load_config(["max_turns=2", "retriever.url=http://h/retrieve", "retriever.topk=5"])
+    assert (search.env.name, search.env.codec, search.reward.name) == ("tool", "search_r1", "search_r1")
+    assert (search.env.max_tool_calls, search.env.max_turns) == (2, 3)
+    assert search.env.tools == [{"name": "search", "retriever": "http", "urls": ["http://h/retrieve"], "topk": 5}]
+    other = load_config(["recipe=otc_grpo", "retriever.url=http://h/retrieve"])
+    assert (other.env.codec, other.reward.name) == ("otc_search", "otc_grpo") and other.env.tools != ["search"]
+    torl = load_config(["actor_rollout_ref.rollout.num_llm_calls_available=2"])
+    assert (torl.env.codec, torl.env.tools, torl.env.max_tool_calls, torl.reward.name) == (
+        "fence",
+        ["python"],
+        2,
+        "torl",
+    )
+    group = "actor_rollout_ref.rollout.multi_turn."
+    turns = [f"{group}enable=True", f"{group}max_user_turns=8", f"{group}max_assistant_turns=8"]
+    env = load_config([*turns, "env.tools=[python]"]).env
+    assert (env.name, env.codec, env.max_turns, env.max_tool_calls) == ("tool", "hermes", 8, 7)
+    assert load_config([f"{group}format=hermes"]).env.codec is None
+    scores = ["reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1"]
+    assert load_config(scores).reward.options == {"with_form": True, "good_form": 0.2, "any_answer": 0.1}
+    filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"]
+    algorithm = load_config(filtered).algorithm
+    assert (algorithm.filters, algorithm.max_draws) == (["zero_variance"], 10)
+    plain = load_config(["actor_rollout_ref.rollout.qwen3_enable_thinking=False"]).model
+    assert plain.chat_template_options == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
-    ("estimator", "name"),
-    [("gae", "ppo"), ("reinforce_plus_plus", "reinforce_pp"), ("grpo_passk", "pass_at_k"), ("rloo", "rloo")],
+    ("words", "path"),
+    [
+        (["actor_rollout_ref.model.path=m", "critic.model.path=${actor_rollout_ref.model.path}"], "m"),
+        (["model.path=m", "critic.model.path=${actor_rollout_ref.model.path}"], "m"),
+        (["actor_rollout_ref.model.path=m", "critic.path=${model.path}/critic"], "m/critic"),
+        (["recipe=mini_ppo", "critic.path=${model.path}"], "dataset/mini/model"),
+        (["model.path=${critic.path}", "critic.path=${trainer.project_name}"], "toolrl"),
+        (["critic.path=${oc.env:TOOLRL_MODEL}"], "there"),
+    ],
 )
-def test_verls_estimators_are_algorithms(estimator: str, name: str) -> None:
-    assert load_config([f"algorithm.adv_estimator={estimator}"]).algorithm.name == name
+def test_values_may_be_made_of_other_keys(words: list[str], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLRL_MODEL", "there")
+    assert load_config(words).critic.path == path
+
+
+def test_values_of_other_commands_may_be_made_of_keys() -> None:
+    assert load_plain(["model.path=m", "output=${model.path}.jsonl"], GenerationConfig).output == "m.jsonl"
+    assert load_plain(["files=[${model.path}/x.jsonl]", "model.path=m"], GenerationConfig).files == ["m/x.jsonl"]
+
+
+def test_a_home_folder_needs_no_quotes() -> None:
+    assert load_config(["model.path=~/models/m"]).model.path == str(Path("~/models/m").expanduser())
+
+
+def test_a_mini_batch_larger_than_the_batch_is_one_update() -> None:
+    config = load_config(["data.train_batch_size=100", "actor.ppo_mini_batch_size=1024", "actor.ppo_epochs=3"])
+    assert (config.minibatches_per_step, config.updates_per_step) == (1, 3)
+    assert "3 optimizer steps of 100 prompts" in config.batch_arithmetic()
+
+
+def test_an_experiment_may_lie_in_folders_of_folders() -> None:
+    config = load_config(["trainer.experiment_name=PATH/TO/SAVE_DIR", "trainer.default_local_dir=out"])
+    assert run_folder(config.trainer) == Path("out/PATH/TO/SAVE_DIR").resolve()
 
 
 def test_algorithms_that_compare_nothing_do_with_one_reply() -> None:
@@ -177,7 +263,7 @@ def test_algorithms_that_compare_nothing_do_with_one_reply() -> None:
 
 def test_settings_of_algorithms_are_words() -> None:
     words = ["algorithm.options.share=0.01", "algorithm.filters=[truncated,{name: length, max_tokens: 9}]"]
-    algorithm = load_config(["algorithm.name=kl_cov", *words]).algorithm
+    algorithm = load_config(["algorithm.name=kl_cov", "rollout.n=2", *words]).algorithm
     assert algorithm.options == {"share": 0.01}
     assert algorithm.filters == ["truncated", {"name": "length", "max_tokens": 9}]
 
@@ -212,10 +298,10 @@ def test_reward_options_are_open() -> None:
     ("words", "said"),
     [
         (["data.train_batchsize=3"], "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
-        (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, dtype,"),
+        (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, top_p,"),
         (
             ["critic.optim.qqqqqqqqqqq=3"],
-            "critic.optim has lr, betas, weight_decay, warmup_steps, schedule, min_lr_ratio",
+            "critic.optim has lr, betas, weight_decay, warmup_steps, warmup_ratio, schedule, min_lr_ratio",
         ),
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (
@@ -226,11 +312,14 @@ def test_reward_options_are_open() -> None:
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
         (["data.truncation=right"], "data.truncation must be error or left or drop"),
         (["data.max_bad_share=1.5"], "data.max_bad_share must be between 0 and 1"),
-        (["data.train_batch_size=100"], "must be a multiple of actor.ppo_mini_batch_size (128)"),
-        (["actor.max_tokens_per_pack=3000"], "the longest sample would fit no pack"),
+        (["data.train_batch_size=1000"], "must be a multiple of actor.ppo_mini_batch_size (256)"),
+        (["actor.max_tokens_per_pack=1000"], "the longest sample would fit no pack"),
         (["trainer.logger=[wandbb]"], "some of console, jsonl, tensorboard, wandb"),
         (["recipe=toolrl_gpro"], "unknown recipe 'toolrl_gpro'; did you mean 'toolrl_grpo'?"),
-        (["algorithm.name=grpo", "critic.optim.lr=1"], "critic.optim.lr=1 has no effect: the algorithm has no critic"),
+        (
+            ["algorithm.name=grpo", "rollout.n=2", "critic.optim.lr=1"],
+            "critic.optim.lr=1 has no effect: the algorithm has no critic",
+        ),
         (["algorithm.kl_placement=none", "algorithm.kl_coefficient=0.1"], "algorithm.kl_placement is none"),
         (["rollout.name=hf", "rollout.kv_cache_gib=4"], "rollout.kv_cache_gib=4 has no effect"),
         (
@@ -246,20 +335,48 @@ def test_reward_options_are_open() -> None:
         (["trainer.eval_limit=9"], "trainer.eval_limit=9 has no effect: trainer.eval_benchmarks names none"),
         (["trainer.eval_data_dir=x"], "trainer.eval_data_dir=x has no effect"),
         (["trainer.eval_limit=0"], "trainer.eval_limit must be at least 1, got 0"),
-        (["critic.model.path=x"], "critic.model.path=x has no effect: the algorithm has no critic"),
         (
-            ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "trainer.device=cpu"],
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.5 has no effect: there is no GPU",
+            ["algorithm.adv_estimator=grpo", "rollout.n=2", "critic.path=x"],
+            "critic.path=x has no effect: the algorithm",
         ),
+        (["rollout.gpu_memory_utilization=0.5", "trainer.device=cpu"], "has no effect: there is no GPU"),
         (["rollout.tensor_model_parallel_size=2"], "must divide trainer.n_gpus_per_node (1)"),
-        (["trainer.experiment_name=a/b"], "trainer.experiment_name must be a plain folder name"),
+        *(
+            (
+                [f"trainer.experiment_name={name}"],
+                "trainer.experiment_name must be a folder name, or several such as a/b",
+            )
+            for name in ("a/../b", "..", "/a", "a/", "a//b", ".hidden")
+        ),
+        (["model.path=${HOME}"], "model.path: ${HOME} names no key"),
+        (["model.path=${HDFS_ROOT:-x}/m"], "model.path=${HDFS_ROOT:-x}/m: "),
+        (["model.path=${oc.env:NOT_SET_ANYWHERE}"], "model.path=${oc.env:NOT_SET_ANYWHERE}: "),
+        (["model.path=${model.pth}"], "${model.pth} names no key; did you mean 'model.path'?"),
+        (["model.path=${critic.path}", "critic.model.path=${model.path}"], "keys that are made of each other"),
+        (
+            ["actor_rollout_ref.actor.entropy_coef=0"],
+            "unknown key 'actor_rollout_ref.actor.entropy_coef'; did you mean 'actor_rollout_ref.actor.entropy_coeff'?",
+        ),
+        (["actor_rollout_ref.rollout.tempratur=1"], "did you mean 'actor_rollout_ref.rollout.temperature'?"),
+        (["algorithm.use_kl_in_rewards=true"], "did you mean 'algorithm.use_kl_in_reward'?"),
         (["algorithm.name=grpo", "rollout.n=1"], "has nothing to compare"),
-        (["actor_rollout_ref.actor.use_kl_loss=True"], "says where KL is paid but not how much"),
+        (["algorithm.adv_estimator=grpo"], "groups of one, where grpo has nothing to compare"),
+        (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "KL is paid in one place"),
+        (["algorithm.use_kl_in_reward=1.5"], "algorithm.use_kl_in_reward must be true or false, got 1.5"),
+        (["algorithm.kl_penalty=full"], "algorithm.kl_penalty must be one of kl, k1"),
+        (["algorithm.kl_ctrl.type=linear"], "algorithm.kl_ctrl.type must be fixed or adaptive"),
+        (["actor_rollout_ref.rollout.n_agent=0"], "actor_rollout_ref.rollout.n_agent must be a whole number from 1"),
+        (["actor_rollout_ref.actor.clip_ratio=wide"], "actor_rollout_ref.actor.clip_ratio must be a number"),
+        (["critic.ppo_mini_batch_size=8"], "critic.ppo_mini_batch_size=8 must equal"),
+        (["actor_rollout_ref.rollout.response_length=9"], "must equal data.max_response_length=512"),
+        (["actor_rollout_ref.rollout.do_sample=False"], "rollout.temperature must be positive"),
+        (["data.truncation=middle"], "data.truncation must be error or left or drop"),
+        (["actor.optim.warmup_ratio=0.1", "actor.optim.warmup_steps=3"], "both give the length of the warmup"),
         (["algorithm.name=rloo", "rollout.n=1"], "has nothing to compare"),
         (["algorithm.max_draws=0"], "algorithm.max_draws must be at least 1"),
         (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
-        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, got 'k9'"),
+        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, got 'k9'"),
         (["algorithm.aggregation=mean"], "algorithm.aggregation must be one of token-mean"),
         (["algorithm.kl_coefficient=nan"], "algorithm.kl_coefficient must be a finite number"),
         (["actor.optim.lr=inf"], "actor.optim.lr must be a finite number"),
@@ -269,15 +386,12 @@ def test_reward_options_are_open() -> None:
             [
                 "actor_rollout_ref.actor.use_kl_loss=true",
                 "actor_rollout_ref.actor.kl_loss_coef=0.1",
-                "actor_rollout_ref.actor.kl_loss_type=abs",
+                "actor_rollout_ref.actor.kl_loss_type=full",
             ],
             "kl_loss_type must be one of kl, k1, mse",
         ),
-        (["algorithm.adv_estimator=[1]"], "algorithm.name"),
-        (
-            ["algorithm.name=dapo", "algorithm.adv_estimator=grpo"],
-            "algorithm.adv_estimator=grpo and algorithm.name=dapo are two words for the same setting and disagree",
-        ),
+        (["algorithm.adv_estimator=[1]"], "algorithm.adv_estimator=[1]"),
+        (["algorithm.adv_estimator=gea"], "algorithm.adv_estimator must be one of gae, grpo"),
         (["rollout.max_staleness=-1"], "rollout.max_staleness must be 0 or more"),
         (["algorithm.correction.weight=geometric"], "algorithm.correction.weight must be one of auto, none, token"),
         (
@@ -287,9 +401,13 @@ def test_reward_options_are_open() -> None:
         (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.upper must be at least 1"),
         (["algorithm.correction.mask_lower=1.5"], "algorithm.correction.mask_lower must be between 0 and 1"),
         (["algorithm.correction.veto=0"], "algorithm.correction.veto must be more than 0"),
-        (["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9 would sample from another distribution"),
-        (["rollout.top_k=50"], "leave it at -1 and set rollout.temperature instead"),
-        (["rollout.min_p=0.05"], "rollout.min_p=0.05 would sample"),
+        (["rollout.top_p=0"], "rollout.top_p must be more than 0, at most 1"),
+        (["rollout.top_k=-2"], "rollout.top_k must be at least 1, or -1 for all tokens"),
+        (["rollout.min_p=1.5"], "rollout.min_p must be between 0 and 1"),
+        (["rollout.repetition_penalty=0"], "rollout.repetition_penalty must be positive"),
+        (["data.val_files=[x]", "rollout.val_kwargs.n=4"], "rollout.val_kwargs.n=4 greedy replies are all alike"),
+        (["rollout.val_kwargs.temperature=1.0"], "has no effect: there are no data.val_files"),
+        (["data.val_files=[x]", "rollout.val_kwargs.top_p=0.5"], "validation is greedy"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["rollout.max_staleness=1", "rollout.max_reuse=2"], "rollout.max_reuse=2: steps that use groups again draw"),
         (["data.seed"], "is not key=value"),
@@ -311,6 +429,9 @@ def test_what_cannot_be_used_names_its_key(words: list[str], said: str) -> None:
         (GenerationConfig, ["engine=hf", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect"),
         (GenerationConfig, ["device=cuda", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect: on a GPU"),
         (GenerationConfig, ["device=cpu", "gpu_memory_utilization=0.5"], "there is no GPU"),
+        (GenerationConfig, ["top_p=0.5"], "top_p=0.5 has no effect: temperature=0 is greedy"),
+        (GenerationConfig, ["temperature=1", "top_k=0"], "top_k must be at least 1, or -1"),
+        (EvalConfig, ["model.path=${HOME}"], "${HOME} names no key"),
         (GenerationConfig, ["model.compute_dtype=float32"], "dtype says what the engine computes in"),
     ],
 )
@@ -337,7 +458,8 @@ def test_a_chat_refuses_what_belongs_to_files(word: str) -> None:
 
 
 def test_what_asks_for_nothing_or_for_the_default_is_no_mistake() -> None:
-    load_config(["trainer.test_freq=0", "trainer.keep_best=1", "critic.optim.lr=1e-5", "algorithm.name=grpo"])
+    load_config(["trainer.test_freq=0", "trainer.keep_best=1", "critic.optim.lr=1e-5"])
+    load_config(["algorithm.name=grpo", "rollout.n=2", "critic.optim.lr=1e-5"])
     load_plain(["trainer.test_freq=3", "data.val_files=[x.parquet]"], SFTConfig)
     load_config(
         ["trainer.test_freq=7", "trainer.keep_best=2", "trainer.eval_benchmarks=[bfcl]", "trainer.eval_limit=9"]
@@ -347,7 +469,7 @@ def test_what_asks_for_nothing_or_for_the_default_is_no_mistake() -> None:
 
 def test_batch_arithmetic_is_spelled_out() -> None:
     assert Config().batch_arithmetic() == (
-        "a step: 512 prompts x 4 rollouts = 2048 samples; 4 optimizer steps of 128 prompts = 512 samples each; "
+        "a step: 1024 prompts x 1 rollouts = 1024 samples; 4 optimizer steps of 256 prompts = 256 samples each; "
         "packs of at most 16384 tokens"
     )
     assert "actor.optim.lr" in known_keys() and "reward.options." in known_keys()

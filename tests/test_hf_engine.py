@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.publication import publish
@@ -99,6 +101,46 @@ def test_samples_follow_the_distribution() -> None:
     with torch.no_grad():
         probabilities = (model(torch.tensor([[5]])).logits[0, -1] / 0.5).softmax(-1)
     assert float((counts - probabilities).abs().max()) < 0.05
+
+
+def probabilities_after(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        after: Tensor = model(torch.tensor([list(ids)])).logits[0, -1].softmax(-1)
+    return after
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.4}, {"top_k": 3}, {"min_p": 0.6}, {"top_p": 0.5, "top_k": 9}])
+def test_what_is_cut_off_is_never_sampled_and_the_rest_sums_to_one(cut: dict[str, float]) -> None:
+    model = rollout_model()
+    p_V, rank_V = probabilities_after(model, [5]).sort(descending=True)
+    kept = len(p_V)
+    if "top_k" in cut:
+        kept = min(kept, int(cut["top_k"]))
+    if "min_p" in cut:
+        kept = min(kept, int((p_V >= cut["min_p"] * p_V[0]).sum()))
+    if "top_p" in cut:  # of what is left, the fewest that are as probable together
+        share_V = p_V[:kept] / p_V[:kept].sum()
+        kept = min(kept, int((share_V.cumsum(0) < cut["top_p"]).sum()) + 1)
+    assert 1 < kept < VOCABULARY
+    samplings = [Sampling(1, seed=seed, **cut) for seed in range(300)]  # type: ignore[arg-type]
+    drawn = generate(HFEngine(model, 300), [[5]] * 300, *samplings)
+    allowed = rank_V[:kept].tolist()
+    assert {each.token_ids[0] for each in drawn} <= set(allowed) and len({each.token_ids[0] for each in drawn}) > 1
+    mass = float(p_V[:kept].sum())
+    for each in drawn[:20]:  # the trainer's log-prob is less by -log of what is kept, for every token
+        place = allowed.index(each.token_ids[0])
+        assert each.logprobs[0] == pytest.approx(float(p_V[place].log()) - math.log(mass), abs=1e-4)
+
+
+def test_a_repetition_penalty_makes_what_was_said_less_likely() -> None:
+    model = rollout_model()
+    (said,) = generate(HFEngine(model), [PROMPTS[0]], Sampling(1, seed=1, repetition_penalty=1.5))
+    with torch.no_grad():
+        logits_V = model(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    for token in PROMPTS[0]:
+        logits_V[token] = logits_V[token] / 1.5 if logits_V[token] > 0 else logits_V[token] * 1.5
+    token = said.token_ids[0]
+    assert said.logprobs[0] == pytest.approx(float(logits_V.log_softmax(-1)[token]), abs=1e-4)
 
 
 def test_a_failure_reaches_every_one_who_asked() -> None:

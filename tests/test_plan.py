@@ -133,9 +133,15 @@ def test_planned_memory_is_what_two_updates_need(size: str, tokens: int) -> None
 SEVEN = ModelShape(7_000_000_000, 230_000_000, 500_000_000, 28, 3584, 28, 3584, 512, 18944, 152064, 2, False)
 
 
+GROUPS_OF_FOUR = [
+    *("algorithm.name=toolrl_grpo", "rollout.n=4", "data.train_batch_size=512", "actor.ppo_mini_batch_size=128"),
+    *("data.max_prompt_length=2048", "data.max_response_length=1024"),
+]
+
+
 def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) -> Plan:
     """A plan with round lengths, of a model that is nowhere."""
-    config = load_config(words)
+    config = load_config([*GROUPS_OF_FOUR, *words])
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     critic = shape if algorithm.needs_critic else None
     return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_place(config, gpu))
@@ -296,7 +302,7 @@ def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     lengths = lengths_of(given, TaskSet(str(MINI / "train.parquet")))
     assert 50 < lengths.prompt < 200 and 10 < lengths.reply < 100 and "train.parquet" in lengths.source
     without = load_config([f"model.path={model}"])
-    assert lengths_of(without).prompt == 2048
+    assert lengths_of(without).prompt == 512
 
 
 def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> None:
@@ -388,7 +394,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", REPLIES]
-    words += ["rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
+    words += [*GROUPS_OF_FOUR[:3], "rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
     said = []
     for place in ("gpu=h100", "gpu=cpu"):
         assert main([*words, place]) == 0

@@ -26,7 +26,7 @@ from verl.trainer.metrics import score_means
 from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.trainer.validate import Validator
-from verl.types import FinishReason, Score, Task, Trajectory
+from verl.types import Completion, FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 from verl.workers.parity import small_copy
 
@@ -149,6 +149,27 @@ def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
     assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
     silent = asyncio.run(Validator({"test": tasks[3:]}, rollout, reward).run())["val/test/total"]
     assert found["val/test/total"] == pytest.approx((sum(maxima) + silent) / 4) and silent < 0
+
+
+def test_validation_averages_several_replies_to_a_task(model: Path) -> None:
+    codec, reward = load_codec(ModelConfig(path=str(model))), build_reward("rlla")
+    (task,) = TaskSet(str(MINI / "test.parquet"))[:1]
+    asked: list[Sampling] = []
+
+    class Sampled(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+            asked.append(sampling)
+            return await super().generate(prompt_ids, sampling)
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        return (*codec.reply_ids(task.answer if number == 0 else "no idea")[0], codec.end_token_id)
+
+    rollout = GroupRollout(Sampled(script), codec, DirectScorer(reward), Sampling(400, temperature=1.0, top_p=0.6))
+    validator = Validator({"test": [task, task]}, rollout, reward, n=4, seed=2)
+    found = asyncio.run(validator.run())
+    assert found["val/test/exact"] == 0.25
+    assert [(each.n, each.top_p, each.seed) for each in asked] == [(4, 0.6, 2 << 40), (4, 0.6, (2 << 40) + 4)]
+    assert validator.greedy.sampling == Sampling(400, temperature=0.0)
 
 
 def test_the_scripted_engine_cuts_at_the_limit() -> None:

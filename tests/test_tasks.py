@@ -370,6 +370,12 @@ def test_an_epoch_is_every_task_once_and_each_epoch_has_its_own_order(tmp_path: 
     assert ids(TaskStream(sets, seed=1), 10) == first != ids(TaskStream(sets, seed=2), 10)
 
 
+def test_without_shuffling_rows_come_in_the_order_of_their_file(tmp_path: Path) -> None:
+    tasks = tasks_named("a", 5, tmp_path)
+    stream = TaskStream([tasks], seed=1, shuffle=False)
+    assert ids(stream, 10) == 2 * [task.id for task in tasks]
+
+
 def test_weights_hold_in_every_stretch(tmp_path: Path) -> None:
     stream = TaskStream([tasks_named("a", 5, tmp_path), tasks_named("b", 50, tmp_path)], weights=[3, 1])
     drawn = [id[0] for id in ids(stream, 80)]

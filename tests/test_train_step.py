@@ -22,8 +22,9 @@ from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
 from verl.algorithms.grpo import GRPO
-from verl.algorithms.kl import AdaptiveKL
+from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
 from verl.algorithms.ppo import PPO
+from verl.algorithms.reinforce_pp import reinforce_pp
 from verl.algorithms.toolrl_grpo import TOOLRL_GRPO
 from verl.batch import PackedBatch
 from verl.config.load import load_config
@@ -161,6 +162,56 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
     assert history[-1]["reward/total"] > 0.75 > 0.65 > history[0]["reward/total"]
     assert history[-1]["critic/loss"] < 0.5 * history[0]["critic/loss"]
     assert [name for name in history[0] if not known(name)] == []
+
+
+def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_first() -> None:
+    once, twice = (trainer(PLAIN, minibatches=1) for _ in range(2))
+    twice.learner.settings = replace(twice.learner.settings, epochs=2)
+    assert asyncio.run(once.train_step())["actor/ppo_kl"] == 0.0
+    lesson = once.lesson
+    assert twice.learner.learn(lesson, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
+    updates = []
+    spied = trainer(PLAIN, minibatches=2)
+    spied.learner.settings = replace(spied.learner.settings, epochs=3)
+    update = Policy.update
+
+    def spy(self: Policy, minibatch: Experience, algorithm: Algorithm) -> dict[str, float]:
+        updates.append([id(each) for each in minibatch.columns["old_logprobs"]])
+        return update(self, minibatch, algorithm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "update", spy)
+        spied.learner.learn(lesson, 0)
+    assert len(updates) == 6 and updates[:2] == updates[2:4] == updates[4:] and updates[0] != updates[1]
+
+
+def test_cut_samples_are_trained_on_from_the_whole_distribution() -> None:
+    """The engine's log-probs are higher than the trainer's by -log of what it keeps; the update's ratio begins at 1."""
+    learning = trainer(PLAIN, minibatches=1)
+    rollout = learning.rollouts.rollout
+    learning.rollouts.rollout = replace(rollout, sampling=replace(rollout.sampling, top_k=5))
+    metrics = asyncio.run(learning.train_step())
+    assert metrics["engine/kl"] > 0.5 and metrics["engine/canary_gap"] < 1e-4
+    assert metrics["engine/kl"] == pytest.approx(metrics["engine/gap_mean"])  # no token is less likely to the engine
+    assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
+    algorithm = replace(TOOLRL_GRPO, kl=KLTerm(KLPlacement.REWARD, estimator, 0.5), advantage=reinforce_pp)
+    old, ref = [torch.tensor([0.0, -1.0, -2.0])], [torch.tensor([0.0, -1.5, -1.0])]
+    columns = build_experience([sample((False, True, True), 1.0)], old, algorithm, ref).columns
+    log_ratios = [-0.5, 1.0]  # log p_ref - log p
+    by_hand = {
+        "k1": [-each for each in log_ratios],
+        "k2": [each * each / 2 for each in log_ratios],
+        "k3": [math.exp(each) - each - 1 for each in log_ratios],
+        "abs": [abs(each) for each in log_ratios],
+    }[estimator]
+    last = 1.0 - 0.5 * by_hand[1]
+    returns = torch.tensor([last - 0.5 * by_hand[0], last])
+    white = (returns - returns.mean()) / (returns.var() + 1e-8).sqrt()
+    assert columns["advantages"][0][1:].tolist() == pytest.approx(white.tolist(), abs=1e-5)
 
 
 def test_in_the_warm_up_the_critic_alone_learns() -> None:
@@ -452,7 +503,7 @@ class Recorder(LocalGroup):
 
 def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
     """Losses of one token and of three, two samples, length 8: every token weighs 1 / (2 * 8)."""
-    words = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.name=grpo"]
+    words = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.name=grpo", "rollout.n=2"]
     for more, expected in (["data.max_response_length=8"], 1 / 16), (["algorithm.aggregation_length=5"], 1 / 10):
         config = load_config([*words, *more])
         algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)

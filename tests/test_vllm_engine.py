@@ -137,6 +137,30 @@ def test_several_completions_differ_and_follow_the_distribution(runner: Runner, 
     assert float((counts - torch.tensor(logprobs).exp()).abs().max()) < 0.08
 
 
+def test_what_is_cut_off_is_never_sampled_and_the_rest_sums_to_one(runner: Runner, policy: PackedPolicy) -> None:
+    logprobs_V = torch.tensor([trainer_logprobs(policy, [5], [token], 1.0)[0] for token in range(VOCABULARY)])
+    p_V, rank_V = logprobs_V.exp().sort(descending=True)
+    for cut in (Sampling(1, n=100, top_k=3), Sampling(1, n=100, top_p=0.4), Sampling(1, n=100, min_p=0.6)):
+        bounds = (cut.top_k if cut.top_k != -1 else VOCABULARY, int((p_V >= cut.min_p * p_V[0]).sum()))
+        kept = min(*bounds, int((p_V.cumsum(0) < cut.top_p).sum()) + 1)
+        drawn = runner.generate([[5]], cut)
+        assert 1 < kept < VOCABULARY
+        assert {each.token_ids[0] for each in drawn} <= set(rank_V[:kept].tolist())
+        mass = float(p_V[:kept].sum().log())
+        for each in drawn:
+            assert each.logprobs[0] == pytest.approx(float(logprobs_V[each.token_ids[0]]) - mass, abs=1e-3)
+
+
+def test_a_repetition_penalty_makes_what_was_said_less_likely(runner: Runner, policy: PackedPolicy) -> None:
+    with torch.no_grad():
+        logits_V = policy.model(torch.tensor([PROMPTS[0]])).logits[0, -1].float()
+    for token in PROMPTS[0]:
+        logits_V[token] = logits_V[token] / 1.5 if logits_V[token] > 0 else logits_V[token] * 1.5
+    (said,) = runner.generate([PROMPTS[0]], Sampling(1, repetition_penalty=1.5))
+    wanted = float(logits_V.log_softmax(-1)[said.token_ids[0]])
+    assert said.logprobs[0] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner: Runner, policy: PackedPolicy) -> None:
     first, second = runner.generate([PROMPTS[0]], Sampling(6, 0.0, n=2))
     assert first == second

@@ -51,6 +51,7 @@ def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
         "data.max_response_length=16",
         "actor.ppo_mini_batch_size=2",
         "actor.optim.lr=1e-2",
+        "algorithm.name=toolrl_grpo",
         "rollout.n=2",
         f"rollout.name={engine}",
         f"trainer.total_training_steps={steps}",

@@ -27,6 +27,30 @@ ALGORITHMS: Mapping[str, str] = {
     "gigpo": "verl.algorithms.gigpo:GIGPO",
 }
 
-# What a configuration must know before torch is imported.
+# What a configuration must know before torch is imported; tests hold it against the presets.
 WITH_CRITIC = ("ppo",)
 LEARNS_FROM_ONE = ("ppo", "reinforce_pp", "remax")  # all others compare the replies to a prompt
+DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
+KL_PLACEMENT = {  # of presets that pay for KL
+    "grpo": "loss",
+    "gigpo": "loss",
+    "ppo": "reward",
+    "toolrl_grpo": "reward",
+    "reinforce_pp": "reward",
+    "remax": "reward",
+    "rloo": "reward",
+}
+# veRL's words for advantages, and the preset whose advantage each is.
+ADV_ESTIMATORS: Mapping[str, str] = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "remax",
+    "rloo": "rloo",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "pass_at_k",
+    "gigpo": "gigpo",
+}

@@ -41,12 +41,11 @@ class KLTerm:
     """Where, how and how strongly the policy is held to the reference."""
 
     placement: KLPlacement = KLPlacement.NONE
-    estimator: str = "k1"  # k1 in the reward; k1, k2 or k3 in the loss
+    estimator: str = "k1"  # of KL_ESTIMATORS
     coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         assert (self.placement is KLPlacement.NONE) == (self.coefficient == 0.0)
-        assert self.placement is not KLPlacement.REWARD or self.estimator == "k1"
 
 
 # (log-probs [N] before the update, advantages [N], generator) -> [N] bool: which of all trained tokens of a mini-batch

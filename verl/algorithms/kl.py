@@ -5,6 +5,7 @@ With r = log p_ref - log p, for a token drawn from p:
     k1 = -r               unbiased, can be negative; its gradient has mean zero, so it belongs in the reward
     k2 = r^2 / 2          biased, low variance, with the right gradient
     k3 = e^r - r - 1      unbiased, never negative
+    abs = |r|             no estimate of KL; veRL has it
 
 Shape legend: T tokens.
 """
@@ -39,13 +40,20 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (log_ratio_T.exp() - log_ratio_T - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 
-KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """[T] the size of the log ratio."""
+    return (logprobs_T - ref_logprobs_T).abs()
 
 
-def penalised(rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coefficient: float) -> Tensor:
-    """[T] token rewards less coefficient * k1: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""
+KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+
+def penalised(
+    rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coefficient: float, estimator: str = "k1"
+) -> Tensor:
+    """[T] token rewards less coefficient * KL: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""
     with torch.no_grad():
-        return rewards_T - coefficient * k1(logprobs_T, ref_logprobs_T)
+        return rewards_T - coefficient * KL_ESTIMATORS[estimator](logprobs_T, ref_logprobs_T)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from verl.algorithms import ALGORITHMS
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.filters import name_of
 from verl.registry import resolve
@@ -16,11 +16,12 @@ COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")
 _INTRODUCTION = """# Algorithms
 
 An algorithm is a value: an advantage, a policy loss, the way in which token losses become one number, the place of
-KL, and what it asks of the rollout. Each stands in a short file of `verl/algorithms/`; `algorithm.name` chooses one,
-and these keys override it:
+KL, and what it asks of the rollout. Each stands in a short file of `verl/algorithms/`; `algorithm.name` chooses one
+(`ppo` if left out), and these keys override it:
 
 | key | what |
 |---|---|
+| `algorithm.adv_estimator` | the advantage alone, in veRL's words: ESTIMATORS |
 | `algorithm.clip_low`, `clip_high`, `dual_clip` | of losses that clip |
 | `algorithm.gamma`, `lam` | of advantages that discount |
 | `algorithm.options.<setting>` | any other setting of the preset's functions, as the table shows them |
@@ -63,8 +64,17 @@ are not weighted.
 
 A step with one update needs no further pass: the update's own log-probs are those before it. `correction/mismatch_kl`,
 `ess`, `weight_mean` and `weight_max` are told whether or not anything is corrected. veRL's keys below
-`algorithm.rollout_correction.` are understood. Sampling is never truncated: `top_p`, `top_k` and `min_p` would make the
-engine's log-probs those of another distribution, and are refused.
+`algorithm.rollout_correction.` are understood. With `rollout.top_p`, `top_k`, `min_p` or `repetition_penalty` the
+engine's log-probs are those of another distribution: a correction is refused ([training.md](training.md#sampling)).
+
+## veRL's estimators
+
+In veRL `algorithm.adv_estimator` chooses how advantages are computed and nothing else, and so it does here: with
+`adv_estimator=rloo` the loss is still the clipped one of `ppo`, over the mean of all tokens, unless `algorithm.name`
+or a recipe says otherwise. `algorithm.name=rloo` is the paper's algorithm as a whole, which clips nothing and sums over
+a reply. Where the formulas differ: `grpo_passk` divides by the group's std, as veRL's does
+(`algorithm.norm_adv_by_std_in_grpo=false` for the paper's); `grpo` with that key false is `dr_grpo`; `gpg` scales as
+in its paper, by the replies that have a gradient, where veRL counts rewards that are not 0.
 
 ## Presets
 
@@ -128,7 +138,8 @@ def markdown() -> str:
     rows = [f"| {' | '.join(row(each))} |" for each in presets()]
     table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows])
     pages = [f"## {name}\n\n{_said_of(location)}\n" for name, location in ALGORITHMS.items()]
-    return "\n".join([_INTRODUCTION + table + "\n", *pages])
+    words = ", ".join(f"`{word}`" for word in ADV_ESTIMATORS)
+    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", words) + table + "\n", *pages])
 
 
 def _said_of(location: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, NamedTuple
 
 from verl.config.schema import (
@@ -36,7 +37,7 @@ def _on_cpu(config: Config) -> bool:
 
 
 def _without_critic(config: Config) -> bool:
-    return config.algorithm.name in WITHOUT_CRITIC
+    return config.algorithm.advantage_of in WITHOUT_CRITIC
 
 
 def _without_kl(config: Config) -> bool:
@@ -90,6 +91,7 @@ _OF_A_LONE_ENGINE = (
     *_of_memory("", lambda c: c.engine == "hf", lambda c: c.device),
     Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
     Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
+    *(Rule(name, lambda c: c.temperature == 0, "temperature=0 is greedy") for name in ("top_p", "top_k", "min_p")),
 )
 _OF_LONE_EPISODES = (
     *_OF_EPISODES,
@@ -122,6 +124,11 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
             Rule(key, _without_kl, "algorithm.kl_placement is none")
             for key in ("ref.offload_params", "algorithm.kl_coefficient", "algorithm.kl_estimator")
         ),
+        Rule("rollout.val_kwargs", lambda c: not c.data.val_files, _NO_VALIDATION),
+        *(
+            Rule(f"rollout.val_kwargs.{name}", lambda c: c.rollout.val_kwargs.greedy, "validation is greedy")
+            for name in ("top_p", "top_k")
+        ),
         *_OF_EPISODES,
         Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
@@ -142,22 +149,37 @@ IN_A_CHAT = tuple(
 )
 
 
-def refuse_idle(written: Mapping[str, tuple[str, Any]], config: Any, more: tuple[Rule, ...] = ()) -> None:
-    """Raises ConfigError for a key that was written, differs from its default and has no effect in this mode.
+def reasons_idle(
+    keys: Iterable[str], written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()
+) -> dict[str, str]:
+    """{key: why} of those that were written, differ from their default and have no effect in this mode.
 
-    written: {key: (as the user spelled it, value)}
+    written: {key: value}
     more: rules of this run beside those of the configuration's kind
     """
-    for key, (spelled, value) in written.items():
-        for rule in (*_RULES[type(config)], *more):
-            concerned = f"{key}.".startswith(f"{rule.key}.")
-            if concerned and rule.idle(config) and value != _default(type(config), key):
-                raise ConfigError(f"{spelled}={value} has no effect: {rule.why}")
+    rules = (*_RULES[type(config)], *more)
+    return {
+        key: rule.why
+        for key in keys
+        for rule in rules
+        if f"{key}.".startswith(f"{rule.key}.") and rule.idle(config) and written[key] != default_of(type(config), key)
+    }
 
 
-def _default(kind: type, key: str) -> Any:
-    """None for what lies below a key that takes any."""
-    value: Any = kind()
+def refuse_idle(written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()) -> None:
+    """Raises ConfigError for a key that `reasons_idle` names."""
+    for key, why in reasons_idle(written, written, config, more).items():
+        raise ConfigError(f"{key}={written[key]} has no effect: {why}")
+
+
+@cache
+def _defaults(kind: type) -> Any:
+    return kind()
+
+
+def default_of(kind: type, key: str) -> Any:
+    """The default of a key; None for what lies below a key that takes any."""
+    value: Any = _defaults(kind)
     for name in key.split("."):
         value = getattr(value, name, None)
     return value

@@ -1,174 +1,415 @@
-"""veRL's spellings, as ToolRL's scripts use them: aliases of ours, and keys that packing and FSDP2 make moot."""
+"""From veRL's spellings to ours: a command of ToolRL's, veRL's or a fork's, word for word (docs/verl_keys.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, KL_PLACEMENT
+from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, moot_reason, short, spelled
 from verl.errors import ConfigError
 
 Settings = dict[str, Any]
 
-_PREFIXES = {
-    "actor_rollout_ref.model.": "model.",
-    "actor_rollout_ref.actor.": "actor.",
-    "actor_rollout_ref.rollout.": "rollout.",
-}
-_RENAMED = {
-    "actor.clip_ratio_low": "algorithm.clip_low",
-    "actor.clip_ratio_high": "algorithm.clip_high",
-    "actor.clip_ratio_c": "algorithm.dual_clip",
-    "actor.loss_agg_mode": "algorithm.aggregation",
-    "actor.loss_scale_factor": "algorithm.aggregation_length",
-    "actor.entropy_coeff": "algorithm.entropy_coefficient",
-    "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
-    "actor.optim.lr_warmup_steps": "actor.optim.warmup_steps",
-    "critic.optim.lr_warmup_steps": "critic.optim.warmup_steps",
-    "actor.fsdp_config.param_offload": "actor.offload_params",
-    "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.offload_params",
-    "critic.model.fsdp_config.param_offload": "critic.offload_params",
-    "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
-    "critic.model.path": "critic.path",
-    "custom_reward_function.path": "reward.path",
-    "algorithm.rollout_correction.rollout_is": "algorithm.correction.weight",
-    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.upper",
-    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.mask",
-    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.mask_upper",
-    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.mask_lower",
-    "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.veto",
-}
-# Values under which nothing of the policy's distribution is cut off; None stands for them, too.
-_WHOLE_DISTRIBUTION = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,)}
-_NO_PADDING = "packs have no padding"
-_PACKS = "forward passes are packs of at most actor.max_tokens_per_pack tokens"
-_SHARDED = (
-    "FSDP2 shards every state over the ranks; actor.offload_params and actor.offload_optimizer are the choices left"
-)
-# a key that is one of these, or lies below one, and is not renamed, has nothing left to do: why
-_MOOT = {
-    "data.val_batch_size": "a validation set is rolled out as a whole",
-    "model.use_remove_padding": _NO_PADDING,
-    "actor.use_dynamic_bsz": _PACKS,
-    "actor.ppo_micro_batch_size": _PACKS,
-    "actor.ppo_micro_batch_size_per_gpu": _PACKS,
-    "actor.fsdp_config": _SHARDED,
-    "rollout.calculate_log_probs": "engines tell the log-probs of what they sample always",
-    "rollout.log_prob_micro_batch_size": _PACKS,
-    "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
-    "actor_rollout_ref.ref": "the reference lives in the actor's ranks and takes the actor's packs",
-    "critic.model.use_remove_padding": _NO_PADDING,
-    "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing is for the critic, too",
-    "critic.model.fsdp_config": _SHARDED,
-    "critic.fsdp_config": _SHARDED,
-    "critic.use_dynamic_bsz": _PACKS,
-    "critic.ppo_mini_batch_size": "the critic's mini-batches are the actor's (actor.ppo_mini_batch_size)",
-    "critic.ppo_micro_batch_size": _PACKS,
-    "critic.ppo_micro_batch_size_per_gpu": _PACKS,
-    "critic.ppo_max_token_len_per_gpu": _PACKS,
-    "critic.forward_micro_batch_size": _PACKS,
-    "critic.forward_micro_batch_size_per_gpu": _PACKS,
-    "critic.forward_max_token_len_per_gpu": _PACKS,
-}
-_ALGORITHMS = {
-    "gae": "ppo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "grpo_passk": "pass_at_k",
-}
-_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+_KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
+_LEFT = "null leaves it at its default"
 
 
-def translate(written: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
-    """(the same settings in our spelling, {moot key as it was written: why it is moot})."""
-    settings: Settings = {}
-    moot: dict[str, str] = {}
+@dataclass
+class Translation:
+    """A command in our keys, made of one that may be in veRL's.
+
+    beneath: the value of one of our keys in the recipe, or else its default
+    """
+
+    beneath: Callable[[str], Any]
+    settings: Settings = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as it was written
+    moot: dict[str, str] = field(default_factory=dict)  # key as it was written -> why it has nothing left to do
+    theirs: dict[str, tuple[str, Any]] = field(default_factory=dict)  # short key -> (as written, value), to be read
+    read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
+
+    def put(self, key: str, value: Any, written: str) -> None:
+        """One of our keys; the last word wins."""
+        self.settings[key], self.spelled[key] = value, written
+
+    def now(self, key: str) -> Any:
+        """What one of our keys comes to so far."""
+        return self.settings.get(key, self.beneath(key))
+
+    def take(self, name: str) -> Any:
+        """The value of one of veRL's keys, which is read with that; None where it is not written, or null."""
+        return self.theirs.pop(name, (name, None))[1]
+
+    def flag(self, name: str) -> bool | None:
+        """Likewise, of a switch. Raises ConfigError for what is none."""
+        value = self.take(name)
+        if value not in (None, True, False):
+            raise ConfigError(f"{spelled(name)} must be true or false, got {value!r}")
+        return None if value is None else bool(value)
+
+    def count(self, name: str) -> int | None:
+        """Likewise, of a number of things. Raises ConfigError for what is none."""
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{spelled(name)} must be a whole number from 1, got {value!r}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """Likewise, of any number."""
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{spelled(name)} must be a number, got {value!r}")
+        return value
+
+    def ignore(self, name: str, why: str) -> None:
+        """Name one of veRL's keys as moot, if it was written."""
+        if name in self.theirs:
+            self.moot[self.theirs.pop(name)[0]] = why
+
+
+def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Translation:
+    """The same settings in our keys. Raises ConfigError for values of veRL's that mean nothing here.
+
+    beneath: as in `Translation`
+    """
+    made = Translation(beneath)
+    same: dict[str, Any] = {}
     for key, value in written.items():
-        ours = _our_prefix(key)
-        why = next((why for dead, why in _MOOT.items() if f"{ours}.".startswith(f"{dead}.")), None)
-        if why is not None and ours not in _RENAMED:
-            moot[key] = why
+        name = short(key)
+        why = moot_reason(name)
+        if name in ALIASES:
+            if value is None and beneath(ALIASES[name]) is not None and "correction" not in ALIASES[name]:
+                made.moot[key] = _LEFT
+            else:
+                made.put(ALIASES[name], value, key)
+        elif name in INTERPRETED:
+            made.theirs[name] = (key, value)
+            made.read.add(name)
+        elif name in SAME_AS:
+            same[name] = value
+        elif name in REFUSED:
+            only = REFUSED[name]
+            if value is not None and value != only.value:
+                raise ConfigError(f"{key}={value} is refused: {only.why.replace('`', '')}")
+            made.moot[key] = "this trainer works in this way alone"
+        elif why is not None:
+            made.moot[key] = why.replace("`", "")
         else:
-            settings[our_key(key)] = value
-    if "algorithm.adv_estimator" in settings:
-        estimator = settings.pop("algorithm.adv_estimator")
-        name = _ALGORITHMS.get(str(estimator), estimator)
-        if settings.get("algorithm.name", name) != name:
-            raise ConfigError(
-                f"algorithm.adv_estimator={estimator} and algorithm.name={settings['algorithm.name']} are two words "
-                "for the same setting and disagree; leave one of them out"
-            )
-        settings["algorithm.name"] = name
-    if "actor.clip_ratio" in settings:
-        both = settings.pop("actor.clip_ratio")
-        settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **settings}  # each has a key of its own
-    for key in ("data.train_files", "data.val_files"):
-        if isinstance(settings.get(key), str):
-            settings[key] = [settings[key]]
-    if "reward.path" in settings:
-        settings["reward.name"] = (
-            f"{settings.pop('reward.path')}:{settings.pop('custom_reward_function.name', 'compute_score')}"
-        )
-    for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
-        if key in settings and settings[key] is None:
-            settings[key] = "none"
-    _refuse_truncation(settings, moot)
-    _place_kl(settings, moot)
-    return settings, moot
+            made.put(name, value, key)
+    for read in _READERS:
+        read(made)
+    for name, value in same.items():
+        _check_same(made, name, value, written)
+    _read_lengths(made)
+    _read_packs(made)
+    assert not made.theirs, f"{sorted(made.theirs)} are read by nobody"
+    return made
+
+
+def take_defaults(made: Translation) -> list[str]:
+    """Takes the defaults of the version of veRL that a command without a recipe is written for; says which.
+
+    ToolRL's are ours. A key that only another version has is the sign of that version.
+    """
+    written = {short(key) for key in (*made.spelled.values(), *made.moot)} | made.read
+    told = []
+    for version in VERSIONS:
+        if version.sign not in written or "algorithm.name" in made.settings:
+            continue
+        for ours, (theirs, value) in version.defaults.items():
+            if ours not in made.settings and theirs not in written:
+                made.settings[ours] = value
+                told.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
+    return told
 
 
 def our_key(key: str) -> str:
     """The key that another spelling stands for by itself; one that is made of several is for `translate`."""
-    ours = _our_prefix(key)
-    return _RENAMED.get(ours, ours)
+    return ALIASES.get(short(key), short(key))
 
 
-def _our_prefix(key: str) -> str:
-    for theirs, ours in _PREFIXES.items():
-        if key.startswith(theirs):
-            return ours + key.removeprefix(theirs)
-    return key
+def _check_same(made: Translation, name: str, value: Any, written: Mapping[str, Any]) -> None:
+    ours = SAME_AS[name]
+    if value is not None and value != made.now(ours):
+        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={made.now(ours)}, which stands for both")
+    made.moot[next(key for key in written if short(key) == name)] = f"{ours} stands for both"
 
 
-def _refuse_truncation(settings: Settings, moot: dict[str, str]) -> None:
-    """A policy is sampled as it is: the log-probs of what a truncated one says are not those that the loss takes."""
-    for name, harmless in _WHOLE_DISTRIBUTION.items():
-        key = f"rollout.{name}"
-        if key not in settings:
-            continue
-        value = settings.pop(key)
-        if value is not None and value not in harmless:
-            raise ConfigError(
-                f"{key}={value} would sample from another distribution than the policy's, and nothing corrects the "
-                f"loss's ratios for that; leave it at {harmless[0]} and set rollout.temperature instead"
-            )
-        moot[key] = "replies are sampled from the policy's whole distribution"
+def _read_lists(made: Translation) -> None:
+    for key in ("data.train_files", "data.val_files"):
+        if isinstance(made.settings.get(key), str):
+            made.settings[key] = [made.settings[key]]
 
 
-def _place_kl(settings: Settings, moot: dict[str, str]) -> None:
-    """veRL pays for KL in the loss where use_kl_loss says so, else in the reward; the other side's keys are moot."""
-    asked = settings.pop("actor.use_kl_loss", None)
-    if asked not in (None, True, False):
-        raise ConfigError(f"actor_rollout_ref.actor.use_kl_loss must be true or false, got {asked!r}")
-    in_loss = asked is True
-    coefficients = {"loss": "actor.kl_loss_coef", "reward": "algorithm.kl_ctrl.kl_coef"}
-    placement, other = ("loss", "reward") if in_loss else ("reward", "loss")
-    kind = settings.pop("actor.kl_loss_type", None)
-    if kind is not None and not in_loss:
-        moot["actor_rollout_ref.actor.kl_loss_type"] = "KL in the reward is estimated by k1 alone"
-    if settings.pop(coefficients[other], None) is not None:
-        moot[coefficients[other]] = f"KL is paid in the {placement}, as actor.use_kl_loss says or leaves it"
-    coefficient = settings.pop(coefficients[placement], None)
-    if asked is not None and coefficient is None:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.use_kl_loss={asked} says where KL is paid but not how much; add "
-            + ("actor_rollout_ref.actor.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef (0 for no KL)")
-        )
-    if coefficient is not None:
-        settings["algorithm.kl_placement"] = placement if coefficient else "none"
-        settings["algorithm.kl_coefficient"] = coefficient
-        kind = kind or "low_var_kl"  # veRL's own default
-        if in_loss and (not isinstance(kind, str) or kind not in _KL_ESTIMATORS):
-            known = ", ".join(_KL_ESTIMATORS)
-            raise ConfigError(f"actor_rollout_ref.actor.kl_loss_type must be one of {known}, got {kind!r}")
-        settings["algorithm.kl_estimator"] = _KL_ESTIMATORS[kind] if in_loss else "k1"
+def _read_data(made: Translation) -> None:
+    if made.flag("data.filter_overlong_prompts"):
+        made.put("data.truncation", "drop", "data.filter_overlong_prompts")
+
+
+def _read_lengths(made: Translation) -> None:
+    """Search-R1's lengths are of one turn and of a context that rolls; ours, of the prompt and of all that follows."""
+    start = made.count("data.max_start_length")
+    if start is None:
+        return
+    turn, context = (made.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
+    made.put("data.max_prompt_length", start, "data.max_start_length")
+    if turn is not None:
+        made.put("env.max_turn_tokens", turn, "data.max_response_length in Search-R1's words")
+        made.settings.pop("data.max_response_length")
+    if context is not None:
+        made.put("data.max_response_length", context, "data.max_prompt_length in Search-R1's words")
+
+
+def _read_packs(made: Translation) -> None:
+    """Packs hold the longest sample at least, unless they are asked to be of a size: veRL may count samples instead."""
+    key = "actor.max_tokens_per_pack"
+    lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
+    if key not in made.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > made.now(key):
+        made.settings[key] = sum(lengths)
+
+
+def _read_estimator(made: Translation) -> None:
+    by_std = made.flag("algorithm.norm_adv_by_std_in_grpo")
+    estimator = made.now("algorithm.adv_estimator")
+    if estimator == "grpo" and by_std is False:
+        made.put("algorithm.adv_estimator", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
+    if made.settings.get("algorithm.adv_estimator") == "grpo_passk":
+        made.settings["algorithm.options.divide_by_std"] = by_std is not False  # as veRL's, unlike the paper's
+    preset = ADV_ESTIMATORS.get(str(estimator), str(made.now("algorithm.name")))
+    for name, presets in DISCOUNTS.items():
+        key = f"algorithm.{name}"
+        if preset in ALGORITHMS and preset not in presets and made.settings.get(key) == 1:
+            del made.settings[key]
+            made.moot[made.spelled.pop(key)] = "the advantage does not discount"
+
+
+def _read_clip(made: Translation) -> None:
+    both = made.number("actor.clip_ratio")
+    if both is not None:  # each side has a key of its own, which goes over it
+        made.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **made.settings}
+
+
+def _read_kl(made: Translation) -> None:
+    """veRL pays for KL in the loss where use_kl_loss is true, else in the reward; the other side's keys are moot.
+
+    Later versions pay in the reward where use_kl_in_reward is true alone; ToolRL's have no such key.
+    """
+    names = ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "algorithm.kl_ctrl.kl_coef")
+    if not made.theirs.keys() & {*names, "algorithm.use_kl_in_reward", "algorithm.kl_penalty"}:
+        return
+    before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
+    loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
+    loss = before == "loss" if loss is None else loss
+    if loss and reward:
+        raise ConfigError("KL is paid in one place: set one of actor.use_kl_loss and algorithm.use_kl_in_reward false")
+    if loss:
+        placement = "loss"
+    elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in made.theirs):
+        placement = "reward"
+    else:
+        placement = "none"
+    sides = {
+        "loss": ("actor.kl_loss_coef", "actor.kl_loss_type", "k3"),
+        "reward": ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "k1"),
+    }
+    if placement != "none":
+        coefficient, kind, usual = sides.pop(placement)
+        placement = _put_kl(made, placement, made.number(coefficient), made.take(kind), usual, placement != before)
+    made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
+    for coefficient, kind, _ in sides.values():
+        for name in (coefficient, kind):
+            made.ignore(name, "there is no KL" if placement == "none" else f"KL is paid in the {placement}")
+
+
+def _put_kl(made: Translation, placement: str, coefficient: float | None, kind: Any, usual: str, moved: bool) -> str:
+    """Coefficient and estimator of KL in its place; returns the place, which is none where KL costs nothing."""
+    if coefficient == 0:
+        return "none"
+    if coefficient is not None or moved:
+        made.settings["algorithm.kl_coefficient"] = _KL_COEFFICIENT if coefficient is None else coefficient
+    if kind is not None and (not isinstance(kind, str) or kind not in _KL_ESTIMATORS):
+        name = "actor_rollout_ref.actor.kl_loss_type" if placement == "loss" else "algorithm.kl_penalty"
+        raise ConfigError(f"{name} must be one of {', '.join(_KL_ESTIMATORS)}, got {kind!r}")
+    if kind is not None or moved:
+        made.settings["algorithm.kl_estimator"] = usual if kind is None else _KL_ESTIMATORS[kind]
+    return placement
+
+
+def _read_kl_control(made: Translation) -> None:
+    kind, target = made.take("algorithm.kl_ctrl.type"), made.number("algorithm.kl_ctrl.target_kl")
+    if kind not in (None, "fixed", "adaptive"):
+        raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got {kind!r}")
+    if kind == "adaptive" or (kind is None and made.now("algorithm.kl_target") is not None and target is not None):
+        made.put("algorithm.kl_target", target or _KL_TARGET, "algorithm.kl_ctrl.type")
+        return
+    if kind == "fixed":
+        made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
+    if target is not None:
+        made.moot["algorithm.kl_ctrl.target_kl"] = "algorithm.kl_ctrl.type is fixed"
+
+
+def _read_schedules(made: Translation) -> None:
+    """veRL's warmup counts training steps, ours optimizer steps; a negative number leaves it to the ratio."""
+    for group in ("actor.optim", "critic.optim"):
+        steps, ratio = (made.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
+        if steps is not None and steps >= 0:
+            made.put(f"{group}.warmup_steps", int(steps) * _updates_per_step(made), spelled(f"{group}.lr_warmup_steps"))
+            made.settings[f"{group}.warmup_ratio"] = 0.0
+        elif ratio is not None:
+            made.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
+            made.settings[f"{group}.warmup_steps"] = 0
+        written, least = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
+        if written:
+            made.put(f"{group}.min_lr_ratio", 0.0 if least is None else least, written)
+
+
+def _updates_per_step(made: Translation) -> int:
+    """Optimizer steps; 1 where a size is none, which is told when the configuration is built."""
+    names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
+    batch, mini, epochs = (made.now(name) for name in names)
+    whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))
+    return max(1, batch // mini) * epochs if whole else 1
+
+
+def _read_sampling(made: Translation) -> None:
+    written, engine = made.theirs.pop("rollout.name", ("rollout.name", None))
+    if engine in ("async", "sglang"):
+        made.moot[written] = "vLLM is the engine that samples"
+        engine = "vllm"
+    if engine is not None:
+        made.put("rollout.name", engine, written)
+    if made.flag("rollout.do_sample") is False:
+        made.put("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+    for name in ("n_agent", "n_trajectories"):
+        times = made.count(f"rollout.{name}")
+        if times is not None:
+            made.put("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+        if made.settings.get(f"rollout.{name}", 0) is None:
+            del made.settings[f"rollout.{name}"]
+            made.moot[made.spelled.pop(f"rollout.{name}")] = _LEFT
+    for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
+        if made.settings.get(key) == 0:  # all tokens, as -1
+            made.settings[key] = -1
+
+
+def _read_reward(made: Translation) -> None:
+    path, function = made.take("custom_reward_function.path"), made.take("custom_reward_function.name")
+    if path is not None:
+        made.put("reward.name", f"{path}:{function or 'compute_score'}", "custom_reward_function.path")
+    for name, option in {"structure_format_score": "good_form", "final_format_score": "any_answer"}.items():
+        points = made.number(f"reward_model.{name}")
+        if points is not None:
+            made.settings["reward.options.with_form"] = True
+            made.put(f"reward.options.{option}", points, f"reward_model.{name}")
+
+
+def _read_filters(made: Translation) -> None:
+    filtered = made.flag("algorithm.filter_groups.enable")
+    if filtered:
+        made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
+        draws = made.count("algorithm.filter_groups.max_num_gen_batches")
+        if draws is not None:
+            made.put("algorithm.max_draws", draws, "algorithm.filter_groups.max_num_gen_batches")
+    made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
+
+
+def _read_environments(made: Translation) -> None:
+    """Search-R1's, ToRL's and veRL's environments have no names there: a key that only they have stands for each."""
+    for name in ("actor.state_masking", "actor.masking"):
+        masked = made.flag(name)
+        if masked is not None:
+            made.put("env.train_on_observations", not masked, spelled(name))
+    thinking = made.flag("rollout.qwen3_enable_thinking")
+    if thinking is not None:
+        key = "model.chat_template_options.enable_thinking"
+        made.put(key, thinking, spelled("rollout.qwen3_enable_thinking"))
+    turns = made.count("rollout.max_iterations")
+    if turns is not None:
+        made.put("env.max_turns", turns, spelled("rollout.max_iterations"))
+    _read_search_r1(made)
+    _read_torl(made)
+    _read_multi_turn(made)
+
+
+def _read_search_r1(made: Translation) -> None:
+    calls, topk = made.count("max_turns"), made.count("retriever.topk")
+    url = made.take("retriever.url")
+    if calls is not None:
+        _allow(made, calls, "max_turns")
+    if url is None and topk is None:
+        return
+    found = {"retriever": "http", "urls": [url]} if url is not None else {}
+    _play(made, "search_r1", {"name": "search", **found, **({} if topk is None else {"topk": topk})}, "retriever.url")
+
+
+def _read_torl(made: Translation) -> None:
+    calls = made.count("rollout.num_llm_calls_available")
+    if calls is not None:
+        written = spelled("rollout.num_llm_calls_available")
+        _allow(made, calls, written)
+        _play(made, "fence", "python", written, "torl")
+
+
+def _read_multi_turn(made: Translation) -> None:
+    group = "rollout.multi_turn."
+    if not made.flag(f"{group}enable"):
+        for name in ("format", "max_assistant_turns", "max_user_turns"):
+            made.ignore(f"{group}{name}", "rollout.multi_turn.enable is not true")
+        return
+    written = spelled(f"{group}enable")
+    if made.now("env.name") == "single_turn":
+        made.put("env.name", "tool", written)
+    codec = made.take(f"{group}format")
+    if codec is not None or made.now("env.codec") is None:
+        made.put("env.codec", codec or "hermes", written)
+    turns, answers = made.count(f"{group}max_assistant_turns"), made.count(f"{group}max_user_turns")
+    bounds = [*([] if turns is None else [turns - 1]), *([] if answers is None else [answers])]
+    if bounds:
+        _allow(made, min(bounds), written)
+
+
+def _allow(made: Translation, calls: int, written: str) -> None:
+    """So many calls, and a turn after the last of them."""
+    made.put("env.max_tool_calls", calls, written)
+    made.put("env.max_turns", calls + 1, written)
+
+
+def _play(made: Translation, codec: str, tool: Any, written: str, reward: str | None = None) -> None:
+    """The tool, in the environment of a paper unless the command or its recipe has one."""
+    if made.now("env.codec") is None:
+        made.put("env.name", "tool", written)
+        made.put("env.codec", codec, written)
+        if "reward.name" not in made.settings:
+            made.put("reward.name", reward or codec, written)
+    if not made.settings.get("env.tools"):
+        made.put("env.tools", [tool], written)
+
+
+def _read_nulls(made: Translation) -> None:
+    """What veRL writes for "none", "never" and "all" where ours has another value."""
+    for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
+        if key in made.settings and made.settings[key] is None:
+            made.settings[key] = "none"
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        if made.settings.get(key) == -1:
+            made.settings[key] = 0
+
+
+_READERS = (
+    _read_lists,
+    _read_data,
+    _read_estimator,
+    _read_clip,
+    _read_kl,
+    _read_kl_control,
+    _read_schedules,
+    _read_sampling,
+    _read_reward,
+    _read_filters,
+    _read_environments,
+    _read_nulls,
+)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -15,9 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.idle import Rule, refuse_idle
-from verl.config.legacy import our_key, translate
+from verl.config.idle import Rule, default_of, reasons_idle, refuse_idle
+from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.schema import Config, ProbeConfig
+from verl.config.verl_keys import GROUPS, short, vocabulary
 from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError
 from verl.registry import nearest
@@ -35,8 +39,9 @@ _EPISODE_KEYS = {
     "model.compute_dtype": "dtype",
     "rollout.n": "n",
     "rollout.name": "engine",
-    "rollout.temperature": "temperature",
+    **{f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
 }
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 Kind = TypeVar("Kind")
 
@@ -44,18 +49,40 @@ Kind = TypeVar("Kind")
 def load_config(words: Sequence[str]) -> Config:
     """The configuration of a reinforcement learning run that `key=value` words choose, a `recipe=name` beneath them.
 
-    veRL's keys are accepted: aliases silently, moot ones with one warning each that says why. Raises ConfigError that
+    veRL's keys are understood. Those that have nothing left to do are named in one warning. Raises ConfigError that
     names the nearest key for an unknown one, and the key for a value of the wrong type.
     """
     written = _parse(words)
     recipe = written.pop("recipe", None)
-    settings, moot = translate(written)
-    for key, why in moot.items():
-        _log.warning("%s has no effect here: %s", key, why)
-    config = _build(Config, {**(_read_recipe(str(recipe)) if recipe is not None else {}), **settings})
-    spelled = {our_key(key): key for key in written}
-    refuse_idle({key: (spelled[key], value) for key, value in settings.items() if key in spelled}, config)
+    told = _read_recipe(str(recipe)) if recipe is not None else {}
+
+    def beneath(key: str) -> Any:
+        return told[key] if key in told else default_of(Config, key)
+
+    made = translate(_resolved(written, beneath, Config), beneath)
+    defaults = take_defaults(made) if recipe is None else []
+    config = _build(Config, {**told, **made.settings}, made.spelled)
+    written_keys = [key for key in made.settings if key in made.spelled]
+    for key, why in reasons_idle(written_keys, made.settings, config).items():
+        as_written = made.spelled[key]
+        if as_written == key:
+            raise ConfigError(f"{key}={made.settings[key]} has no effect: {why}")
+        made.moot[as_written] = why
+    _report(made.moot, defaults)
     return config
+
+
+def _report(moot: Mapping[str, str], defaults: Sequence[str]) -> None:
+    """One warning of all keys that have nothing to do, by reason, and one of defaults that are not ours."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for key, why in moot.items():
+        by_reason[why].append(key)
+    if moot:
+        lines = [f"  {', '.join(keys)}: {why}" for why, keys in by_reason.items()]
+        _log.warning("%s", "\n".join(["keys that have no effect here:", *lines]))
+    if defaults:
+        lines = [f"  {each}" for each in defaults]
+        _log.warning("%s", "\n".join(["defaults of the veRL that this command is written for:", *lines]))
 
 
 def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = ()) -> Kind:
@@ -64,8 +91,9 @@ def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = 
     idle: what has no effect in this run, beside the rules of the kind
     """
     written = _parse(words)
+    written = _resolved(written, partial(default_of, kind), kind)
     config = _build(kind, written)
-    refuse_idle({key: (key, value) for key, value in written.items()}, config, idle)
+    refuse_idle(written, config, idle)
     return config
 
 
@@ -86,22 +114,66 @@ def load_probe(words: Sequence[str]) -> ProbeConfig:
     beneath |= {ours: told[key] for key, ours in _EPISODE_KEYS.items() if key in told}
     if beneath.get("n") == 1:  # a recipe with a critic compares nothing, but a probe does
         del beneath["n"]
+    written = _resolved(written, lambda key: beneath.get(key, default_of(ProbeConfig, key)), ProbeConfig)
     config = _build(ProbeConfig, {**beneath, **written})
-    refuse_idle({key: (key, value) for key, value in written.items()}, config)
+    refuse_idle(written, config)
     return config
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     written: dict[str, Any] = {}
+    parser = OverridesParser.create()
     for word in words:
+        key, _, path = word.partition("=")
+        if path.startswith("~/"):  # which shells leave alone behind such a key, and the grammar does not know
+            word = f"{key}='{Path(path).expanduser()}'"
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = parser.parse_override(word)
         except HydraException as error:
             raise ConfigError(f"{word!r} is not key=value ({' '.join(str(error).split())})") from error
         if override.is_delete() or override.is_sweep_override():
             raise ConfigError(f"{word!r}: only key=value is understood, neither deletions nor sweeps")
+        written.pop(override.key_or_group, None)  # the last of several words for a key has the last place, too
         written[override.key_or_group] = override.value()
     return written
+
+
+def _resolved(written: Mapping[str, Any], beneath: Callable[[str], Any], kind: type) -> dict[str, Any]:
+    """The words with `${key}` in their values replaced by what the key comes to, in either spelling.
+
+    Other interpolations, such as ${oc.env:HOME}, are OmegaConf's. Raises ConfigError for what has no value.
+    """
+    known = known_keys(kind)
+    words = {our_key(key): value for key, value in written.items()}
+
+    def value_of(key: str, path: tuple[str, ...]) -> Any:
+        ours = our_key(key)
+        if ours in path:
+            raise ConfigError(f"{' -> '.join((*path, ours))}: keys that are made of each other")
+        if ours in words:
+            return filled(words[ours], (*path, ours))
+        if ours in known:
+            return beneath(ours)
+        if kind is Config and key in vocabulary():
+            return None  # a key that is moot here: whatever its default is in veRL
+        raise ConfigError(f"{path[0]}: ${{{key}}} names no key; {_instead(key, known)}")
+
+    def filled(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [filled(each, path) for each in value]
+        if isinstance(value, dict):
+            return {key: filled(each, path) for key, each in value.items()}
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return value_of(whole[1], path)
+        text = _REFERENCE.sub(lambda found: str(value_of(found[1], path)), value)
+        try:
+            return OmegaConf.create({"value": text})["value"]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{path[0]}={value}: {str(error).splitlines()[0]}") from error
+
+    return {key: filled(value, (our_key(key),)) for key, value in written.items()}
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
@@ -136,6 +208,10 @@ def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 def _instead(key: str, known: Sequence[str]) -> str:
     """A clause on an unknown key: where else its name is known, or the nearest of its group, or what there is."""
+    theirs = vocabulary()
+    if short(key) != key:
+        ours = [f"actor_rollout_ref.{each}" for each in known if each.startswith(GROUPS)]
+        return nearest(key, [*ours, *theirs], "docs/verl_keys.md lists veRL's keys")
     group, _, name = key.rpartition(".")
     inside = [each.removeprefix(f"{group}.") for each in known if group and each.startswith(f"{group}.")]
     if not inside:
@@ -143,6 +219,7 @@ def _instead(key: str, known: Sequence[str]) -> str:
         return nearest(key, list(known), f"there are {', '.join(groups)}; --help lists every key")
     elsewhere = [each for each in known if each.endswith(f".{name}")]
     close = [f"{group}.{each}" for each in get_close_matches(name, inside, n=1)]
+    close = close or get_close_matches(key, theirs, n=1, cutoff=0.8)
     return f"did you mean {(elsewhere + close)[0]!r}?" if elsewhere or close else f"{group} has {', '.join(inside)}"
 
 
@@ -154,7 +231,8 @@ def _make_writable(tree: DictConfig) -> None:
             _make_writable(tree[key])
 
 
-def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
+def _build(kind: type[Kind], settings: Mapping[str, Any], spelled: Mapping[str, str] = {}) -> Kind:
+    """spelled: keys as the user wrote them, where that is otherwise"""
     known = known_keys(kind)
     open_keys = tuple(key for key in known if key.endswith("."))
     tree = OmegaConf.structured(kind)
@@ -162,7 +240,8 @@ def _build(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
             names = [each.rstrip(".") for each in known]
-            raise ConfigError(f"unknown key {key!r}; {_instead(key, names)}")
+            written = spelled.get(key, key)
+            raise ConfigError(f"unknown key {written!r}; {_instead(written, names)}")
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{key} must be a finite number, got {value}")
         try:

@@ -1,5 +1,6 @@
 """Every setting, its default and its meaning. The only place where a default lives.
 
+What decides what a run learns has the default of veRL's ppo_trainer.yaml, as ToolRL ships it (docs/training.md).
 A group checks its own values; what concerns several groups is checked in `Config`. Batch sizes are in prompts, lengths
 in tokens, frequencies in steps.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
 _SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
@@ -46,9 +47,10 @@ class DataConfig:
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     weights: list[float] | None = None  # one per training file; by rows if left out
-    train_batch_size: int = 512
-    max_prompt_length: int = 2048
-    max_response_length: int = 1024
+    train_batch_size: int = 1024
+    shuffle: bool = True  # draw the rows of a file in a new order in every epoch
+    max_prompt_length: int = 512
+    max_response_length: int = 512
     prompt_template: str | None = None  # a text with {question}, by path or name; the codec's own if left out
     truncation: str = "error"  # error | left (keep the last tokens) | drop (the row): prompts that are too long
     max_bad_share: float = 0.05  # of a file's rows that may be left out as unusable before the run stops; 0: none may
@@ -70,6 +72,7 @@ class ModelConfig:
 
     path: str | None = None  # a folder or a hub name
     tokenizer_path: str | None = None  # where it is not beside the model
+    chat_template_options: dict[str, Any] = field(default_factory=dict)  # variables of it, such as enable_thinking
     enable_gradient_checkpointing: bool = False
     compute_dtype: str = "bfloat16"  # bfloat16 | float32; the masters are float32 always
 
@@ -85,6 +88,7 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     warmup_steps: int = 0  # optimizer steps
+    warmup_ratio: float = 0.0  # or their share of all optimizer steps of the run
     schedule: str = "constant"  # constant | cosine, which ends with the run
     min_lr_ratio: float = 0.0  # of the cosine's end
 
@@ -93,6 +97,12 @@ class OptimConfig:
         _at_least(0, self, "optim.", "weight_decay", "warmup_steps")
         ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
         _require(ok, "optim.betas", "two numbers from 0 up to but not 1", self.betas)
+        _require(0.0 <= self.warmup_ratio <= 1.0, "optim.warmup_ratio", "between 0 and 1", self.warmup_ratio)
+        if self.warmup_steps and self.warmup_ratio:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} and optim.warmup_ratio={self.warmup_ratio:g} both give the "
+                "length of the warmup; set one of them to 0"
+            )
         _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
         _one_of(("constant", "cosine"), "optim.schedule", self.schedule)
 
@@ -101,7 +111,8 @@ class OptimConfig:
 class ActorConfig:
     """How the policy is updated."""
 
-    ppo_mini_batch_size: int = 128  # per optimizer step
+    ppo_mini_batch_size: int = 256  # per optimizer step; more than data.train_batch_size: one step for the batch
+    ppo_epochs: int = 1  # passes over the mini-batches of a batch
     max_tokens_per_pack: int = 16384  # of one forward on one rank
     share_prefix: bool = True  # hold the common prompt of a group once
     grad_clip: float = 1.0
@@ -110,7 +121,7 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "actor.", "ppo_mini_batch_size", "max_tokens_per_pack")
+        _at_least(1, self, "actor.", "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_pack")
         _require(self.grad_clip > 0, "actor.grad_clip", "positive", self.grad_clip)
 
 
@@ -140,13 +151,49 @@ class CriticConfig:
 ON_PUBLISH = ("continue", "finish", "abort_and_retry")
 
 
+def _check_sampling(config: object, group: str) -> None:
+    """group: with its dot, empty at the top of the tree"""
+    top_p, top_k = (getattr(config, name) for name in ("top_p", "top_k"))
+    _require(0 < top_p <= 1, f"{group}top_p", "more than 0, at most 1", top_p)
+    _require(top_k == -1 or top_k >= 1, f"{group}top_k", "at least 1, or -1 for all tokens", top_k)
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    """How validation samples (veRL's name). Several replies to a prompt are averaged."""
+
+    n: int = 1  # replies to each prompt
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = -1
+    do_sample: bool | None = None  # false: greedy, whatever the temperature; as the temperature says if left out
+
+    def __post_init__(self) -> None:
+        group = "rollout.val_kwargs."
+        _at_least(1, self, group, "n")
+        _at_least(0, self, group, "temperature")
+        _check_sampling(self, group)
+        if self.n > 1 and self.greedy:
+            raise ConfigError(f"{group}n={self.n} greedy replies are all alike; set {group}temperature, or n=1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.do_sample is False or self.temperature == 0
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How the policy is sampled."""
 
     name: str = "vllm"  # vllm | hf
-    n: int = 4  # rollouts per prompt
+    n: int = 1  # rollouts per prompt
     temperature: float = 1.0
+    top_p: float = 1.0  # this and the next three cut the policy's distribution (docs/training.md)
+    top_k: int = -1  # -1: all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # weight versions that a sample may be behind; 0: rollouts and training take turns
     max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
@@ -163,6 +210,9 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _one_of(_ENGINES, "rollout.name", self.name)
         _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
+        _check_sampling(self, "rollout.")
+        _require(0 <= self.min_p <= 1, "rollout.min_p", "between 0 and 1", self.min_p)
+        _require(self.repetition_penalty > 0, "rollout.repetition_penalty", "positive", self.repetition_penalty)
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
@@ -182,6 +232,11 @@ class RolloutConfig:
                 "rollout.placement=colocated: engines that share the trainer's devices sleep while it learns, so "
                 "rollout.max_staleness must be 0; set rollout.placement=separate"
             )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the engine samples from another distribution than the policy's."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0 or self.repetition_penalty != 1
 
     @property
     def colocated(self) -> bool:
@@ -252,7 +307,8 @@ _NAMES = {  # spelled out here, because the algorithms' own enumerations need to
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     "old_logprobs": ("trainer", "rollout"),
     "kl_placement": ("none", "reward", "loss"),
-    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_estimator": ("k1", "k2", "k3", "abs"),
+    "adv_estimator": tuple(ADV_ESTIMATORS),
 }
 
 
@@ -288,7 +344,8 @@ class CorrectionConfig:
 class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
 
-    name: str = "toolrl_grpo"
+    name: str = "ppo"
+    adv_estimator: str | None = None  # the advantage alone, in place of the preset's: gae, grpo, rloo .. (veRL's words)
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -297,7 +354,7 @@ class AlgorithmConfig:
     old_logprobs: str | None = None  # trainer | rollout: whose log-probs the ratio is measured from
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # none | reward | loss
-    kl_estimator: str | None = None  # k1 | k2 | k3
+    kl_estimator: str | None = None  # k1 | k2 | k3 | abs
     kl_coefficient: float | None = None
     kl_target: float | None = None  # the KL that the coefficient is adapted to; it stays fixed if left out
     kl_horizon: int = 10000  # samples over which it adapts
@@ -323,6 +380,11 @@ class AlgorithmConfig:
         for name in ("gamma", "lam"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 1, f"algorithm.{name}", "between 0 and 1", value)
+
+    @property
+    def advantage_of(self) -> str:
+        """The preset whose advantage is taken."""
+        return self.name if self.adv_estimator is None else ADV_ESTIMATORS[self.adv_estimator]
 
 
 @dataclass(frozen=True)
@@ -359,7 +421,7 @@ def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
 class RunConfig:
     """How long, how often, where: what every kind of training has."""
 
-    total_epochs: int = 15
+    total_epochs: int = 30
     total_training_steps: int | None = None  # overrules total_epochs
     save_freq: int = 15  # 0: only at the end
     test_freq: int = 5  # 0: only before and after
@@ -385,8 +447,8 @@ class RunConfig:
         _at_least(1, self, "trainer.", "total_training_steps", "total_epochs")
         _one_of(("auto", "cpu", "cuda"), "trainer.device", self.device)
         _one_of(("auto", "disable"), "trainer.resume_mode", self.resume_mode)
-        bad_name = not self.experiment_name or "/" in self.experiment_name or self.experiment_name.startswith(".")
-        _require(not bad_name, "trainer.experiment_name", "a plain folder name", self.experiment_name)
+        plain = all(part and not part.startswith(".") for part in self.experiment_name.split("/"))
+        _require(plain, "trainer.experiment_name", "a folder name, or several such as a/b", self.experiment_name)
         known = ("console", "jsonl", "tensorboard", "wandb")
         _require(set(self.logger) <= set(known), "trainer.logger", f"some of {', '.join(known)}", self.logger)
 
@@ -434,7 +496,7 @@ class Config:
 
     def __post_init__(self) -> None:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
-        if batch % mini:
+        if mini < batch and batch % mini:
             raise ConfigError(
                 f"data.train_batch_size ({batch}) must be a multiple of actor.ppo_mini_batch_size ({mini}), "
                 "so that every optimizer step has as many prompts"
@@ -445,9 +507,10 @@ class Config:
                 f"actor.max_tokens_per_pack ({self.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
                 f"data.max_response_length ({longest}), so the longest sample would fit no pack"
             )
-        if self.algorithm.name in _COMPARING and self.rollout.n < 2:
+        if self.algorithm.advantage_of in _COMPARING and self.rollout.n < 2:
+            chosen = self.algorithm.adv_estimator or self.algorithm.name
             raise ConfigError(
-                f"rollout.n={self.rollout.n} makes groups of one, where {self.algorithm.name} has nothing to compare; "
+                f"rollout.n={self.rollout.n} makes groups of one, where {chosen} has nothing to compare; "
                 "set rollout.n to 2 or more"
             )
         if self.rollout.max_reuse > 1 and self.trainer.total_training_steps is None:
@@ -489,15 +552,21 @@ class Config:
 
     @property
     def minibatches_per_step(self) -> int:
+        """Mini-batches of a batch, each of which is one optimizer step in every pass."""
+        return max(1, self.data.train_batch_size // self.actor.ppo_mini_batch_size)
+
+    @property
+    def updates_per_step(self) -> int:
         """Optimizer steps per training step."""
-        return self.data.train_batch_size // self.actor.ppo_mini_batch_size
+        return self.minibatches_per_step * self.actor.ppo_epochs
 
     def batch_arithmetic(self) -> str:
         """What a step trains on, in numbers, because nobody should have to guess what a mini-batch is."""
-        prompts, n, mini = self.data.train_batch_size, self.rollout.n, self.actor.ppo_mini_batch_size
+        prompts, n = self.data.train_batch_size, self.rollout.n
+        mini = prompts // self.minibatches_per_step
         return (
             f"a step: {prompts} prompts x {n} rollouts = {prompts * n} samples; "
-            f"{self.minibatches_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
+            f"{self.updates_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
             f"packs of at most {self.actor.max_tokens_per_pack} tokens"
         )
 
@@ -555,6 +624,10 @@ class LoneEngineConfig:
     max_response_length: int = 1024
     n: int = 1  # replies to each prompt
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     engine: str = "vllm"  # vllm | hf
     dtype: str = "bfloat16"  # bfloat16 | float32
     tensor_model_parallel_size: int = 1
@@ -571,6 +644,9 @@ class LoneEngineConfig:
         _one_of(_ENGINES, "engine", self.engine)
         _one_of(_DTYPES, "dtype", self.dtype)
         _at_least(0, self, "", "temperature")
+        _check_sampling(self, "")
+        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        _require(self.repetition_penalty > 0, "repetition_penalty", "positive", self.repetition_penalty)
         _require(0 <= self.seed < _SEEDS, "seed", f"from 0 to less than {_SEEDS}", self.seed)
         _at_least(1, self, "", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib")
 

@@ -7,8 +7,8 @@ others speak next, `continuation_ids` where the policy's own turn goes on.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -30,11 +30,13 @@ class ChatCodec:
 
     more_stops: tokens that end the assistant's turn as the tokenizer's eos_token does, where the model has several
     max_prompt_tokens: of a longer prompt of an episode the last ones are kept (data.truncation=left); None: all are
+    template_options: variables of the chat template, such as enable_thinking
     """
 
     tokenizer: Any
     more_stops: tuple[int, ...] = ()
     max_prompt_tokens: int | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         where = f"the tokenizer in {self.tokenizer.name_or_path!r}"
@@ -80,6 +82,7 @@ class ChatCodec:
                 tools=[function_schema(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 return_dict=False,
+                **self.template_options,
             )
         except TemplateSyntaxError as error:
             raise ConfigError(

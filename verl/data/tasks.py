@@ -196,8 +196,12 @@ class TaskStream:
         weights: Sequence[float] | None = None,
         seed: int = 0,
         cursor: TaskCursor | None = None,
+        shuffle: bool = True,
     ) -> None:
-        """`cursor` resumes a stream; raises DataError if it was made over other files, weights or another seed."""
+        """`cursor` resumes a stream; raises DataError if it was made over other files, weights or another seed.
+
+        shuffle: else every epoch has the rows in the order of their file
+        """
         if not sets:
             raise ConfigError("data.train_files names no file")
         if weights is not None:
@@ -208,6 +212,7 @@ class TaskStream:
         self._rows = tuple(len(tasks) for tasks in sets)
         self._weights = tuple(weights or self._rows)
         self._seed = seed
+        self._shuffle = shuffle
         self._orders: dict[int, tuple[int, Any]] = {}  # file -> (epoch, permutation)
         names = [tasks[0].id for tasks in sets]
         self._made_of = hashlib.sha256(repr((names, self._rows, self._weights, seed)).encode()).hexdigest()[:16]
@@ -246,7 +251,8 @@ class TaskStream:
     def _order(self, file: int, epoch: int) -> Any:
         if file not in self._orders or self._orders[file][0] != epoch:
             generator = np.random.default_rng((self._seed, file, epoch))
-            self._orders[file] = (epoch, generator.permutation(self._rows[file]))
+            order = np.arange(self._rows[file])
+            self._orders[file] = (epoch, generator.permutation(order) if self._shuffle else order)
         return self._orders[file][1]
 
     @property

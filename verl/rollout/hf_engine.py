@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling, each_of
@@ -161,7 +170,8 @@ class HFEngine:
             next_B = torch.zeros(len(prompts), dtype=torch.long)
             for row, sampling in enumerate(samplings):
                 if reasons[row] is None:
-                    token, logprob = _draw(logits_BV[row], sampling.temperature, generators[row])
+                    seen = [*prompts[row], *tokens[row]]
+                    token, logprob = _draw(logits_BV[row], sampling, seen, generators[row])
                     next_B[row] = token
                     tokens[row].append(token)
                     logprobs[row].append(logprob)
@@ -194,15 +204,37 @@ def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, t
     return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
 
 
+def _processors(sampling: Sampling) -> list[LogitsProcessor]:
+    """In vLLM's order. A penalty scales logits, so that it may come after the temperature, which does, too."""
+    made: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature == 0.0:
+        return made
+    if sampling.min_p > 0.0:
+        made.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k != -1:
+        made.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        made.append(TopPLogitsWarper(sampling.top_p))
+    return made
+
+
 def _generator(seed: int | None) -> torch.Generator:
     """Of its own for a seeded completion, torch's for all others."""
     return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
 
 
-def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> tuple[int, float]:
-    """A token and its log-prob; at temperature 0 the likeliest one, with its log-prob at temperature 1."""
-    logprobs_V = (logits_V.float() / (temperature or 1.0)).log_softmax(-1)
-    if temperature == 0.0:
+def _draw(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], generator: torch.Generator) -> tuple[int, float]:
+    """A token and its log-prob; at temperature 0 the likeliest one, with its log-prob at temperature 1.
+
+    seen: tokens of the prompt and of the reply so far
+    """
+    logits_1V = (logits_V.float() / (sampling.temperature or 1.0))[None]
+    for processor in _processors(sampling):
+        logits_1V = processor(torch.tensor([list(seen)]), logits_1V)
+    logprobs_V = logits_1V[0].log_softmax(-1)
+    if sampling.temperature == 0.0:
         token = int(logprobs_V.argmax())
     else:
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))

@@ -242,6 +242,10 @@ class VLLMEngine:
                 n=sampling.n,
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
                 logprobs=0,  # of the sampled token alone
                 stop_token_ids=list(sampling.stop_token_ids),
                 stop=list(sampling.stop_strings),

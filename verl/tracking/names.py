@@ -89,7 +89,12 @@ METRICS = (
         "mean of the absolute difference between the trainer's log p and the engine's, where it wrote",
     ),
     Metric("engine/gap_max", "nats", "largest of them"),
-    Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer, over the engine's samples"),
+    Metric(
+        "engine/kl",
+        "nats",
+        "token mean of log p by the engine - log p by the trainer, over the engine's samples; with "
+        "rollout.top_p and its like the bias of what is cut off, too",
+    ),
     Metric(
         "correction/mismatch_kl", "nats", "token mean of k3 of the engine's policy from the trainer's before the update"
     ),
@@ -102,10 +107,10 @@ METRICS = (
     Metric("correction/masked", "share", "its tokens that a mask or the veto left out"),
     Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
     Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
-    Metric("kl/reference", "nats", "token mean of log p - log p_ref (k1), where it is paid in the reward"),
+    Metric("kl/reference", "nats", "token mean of the KL estimate to the reference, where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),
-    Metric("val/<set>/total", "points", "mean reward of greedy replies to a validation set"),
-    Metric("val/<set>/exact", "share", "greedy replies that get the highest reward there is"),
+    Metric("val/<set>/total", "points", "mean reward of the replies to a validation set (rollout.val_kwargs)"),
+    Metric("val/<set>/exact", "share", "replies that get the highest reward there is"),
     Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
     Metric("eval/<category>/figure", "share", "a benchmark's category or aggregate, greedy (docs/evaluation.md)"),
     Metric("eval/<category>/missing", "count", "tasks of it that could not be judged, and are in no figure"),

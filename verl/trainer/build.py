@@ -25,7 +25,7 @@ from verl.data.report import RowReport
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import ConfigError
 from verl.evaluation.overlap import TrainTasks, check_overlap
-from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool, OnPublish
@@ -125,7 +125,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     settings = made_with(asdict(config))
     saved = find_saved(store, COMMAND, settings)
     cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
-    stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor)
+    stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor, config.data.shuffle)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
@@ -151,7 +151,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
             rolling = trainer.rollouts.rollout
-            greedy = replace(rolling, sampling=replace(rolling.sampling, temperature=0.0))
+            validating = replace(rolling, sampling=val_sampling(config, rolling.sampling))
             shown = config.trainer.num_transcripts_shown
             recorder = Recorder(folder, flattened(asdict(located(config))), made_by(config, device, total_steps))
             yield Fit(
@@ -163,7 +163,13 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     config.trainer.on_collapse,
                 ),
                 trainer,
-                Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
+                Validator(
+                    inputs.val,
+                    validating,
+                    build_reward(config.reward.name, config.reward.options),
+                    config.rollout.val_kwargs.n,
+                    rollout_settings(config).seed,
+                ),
                 inputs.exams,
                 workers.trainer,
                 store,
@@ -173,7 +179,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 settings,
                 folder,
                 saved,
-                CollapseWatch(signs_of(algorithm.compares_replies)),
+                CollapseWatch(signs_of(algorithm.compares_replies, config.rollout.truncated)),
                 recorder if config.trainer.record else None,
                 train_tasks=inputs.train_tasks,
             )
@@ -198,9 +204,7 @@ def build_trainer(
     interaction: what the policy acts in, None where an episode is one reply
     """
     engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config), codec.tokenizer.decode)
-    sampling = Sampling(
-        config.data.max_response_length, config.rollout.temperature, stop_token_ids=codec.stop_token_ids
-    )
+    sampling = train_sampling(config, codec.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
     reward = build_reward(config.reward.name, config.reward.options)
@@ -214,6 +218,31 @@ def build_trainer(
     return PPOTrainer(
         rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
     )
+
+
+def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How the policy is sampled for training."""
+    rollout = config.rollout
+    if rollout.truncated:
+        _log.warning(
+            "rollout.top_p, top_k, min_p or repetition_penalty: samples are of another distribution than the policy's, "
+            "whose log-probs the update takes. engine/kl is the bias, -log of the probability that is kept, and holds "
+            "the engine's rounding, too"
+        )
+    return Sampling(
+        config.data.max_response_length,
+        rollout.temperature,
+        stop_token_ids=stop_token_ids,
+        **{name: getattr(rollout, name) for name in TRUNCATION},
+    )
+
+
+def val_sampling(config: Config, training: Sampling) -> Sampling:
+    """How validation samples, which takes nothing of how training does but where replies end."""
+    val, whole = config.rollout.val_kwargs, training.whole()
+    if val.greedy:
+        return replace(whole, temperature=0.0)
+    return replace(whole, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
 
 
 def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
@@ -238,7 +267,7 @@ def load_codec(config: ModelConfig) -> ChatCodec:
         key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
         raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({error})") from error
     assert config.path is not None
-    return ChatCodec(tokenizer, end_tokens(config.path))
+    return ChatCodec(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
@@ -280,6 +309,7 @@ def step_settings(config: Config) -> StepSettings:
     """The step's arithmetic."""
     return StepSettings(
         minibatches_per_step=config.minibatches_per_step,
+        epochs=config.actor.ppo_epochs,
         critic_warmup=config.trainer.critic_warmup,
         train_on_observations=config.env.train_on_observations,
         seed=config.trainer.seed,
@@ -326,5 +356,5 @@ def build_publisher(
     coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
     prompts = (codec.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
-    probing = replace(sampling, max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
+    probing = replace(sampling.whole(), max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
     return Publisher(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, cast
 
-from verl.algorithms import ALGORITHMS
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
@@ -53,6 +53,10 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
+    if config.adv_estimator is not None:
+        algorithm = _with_advantage_of(
+            resolve("algorithm", ADV_ESTIMATORS[config.adv_estimator], ALGORITHMS), algorithm
+        )
     mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
@@ -74,6 +78,12 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
 
 def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
     """Raises ConfigError where an algorithm asks for what the rest of the configuration cannot give."""
+    if config.rollout.truncated and (algorithm.correction or algorithm.old_logprobs is OldLogprobs.ROLLOUT):
+        raise ConfigError(
+            "rollout.top_p, top_k, min_p and repetition_penalty make the engine's log-probs those of another "
+            "distribution, which algorithm.old_logprobs=rollout and algorithm.correction (on where "
+            "rollout.max_staleness is above 0) cannot take; leave the one or the other out"
+        )
     if algorithm.compares_replies and config.rollout.n < 2:
         raise ConfigError(f"rollout.n=1 leaves algorithm.name={algorithm.name} nothing to compare; set it to 2 or more")
     if algorithm.greedy_baseline and isinstance(reward, GroupReward):
@@ -86,6 +96,18 @@ def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> Non
             f"env.train_on_observations leaves no observation by which algorithm.name={algorithm.name} could tell "
             "states apart; set it to false"
         )
+
+
+def _with_advantage_of(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
+    """The algorithm with the advantage of a preset, and what that asks of rollouts; all else stays."""
+    return replace(
+        algorithm,
+        advantage=preset.advantage,
+        needs_critic=preset.needs_critic,
+        compares_replies=preset.compares_replies,
+        greedy_baseline=preset.greedy_baseline,
+        needs_turns=preset.needs_turns,
+    )
 
 
 def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
@@ -217,8 +239,6 @@ def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
     estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else usual)
     if coefficient <= 0:
         raise ConfigError("algorithm.kl_coefficient must be positive; switch KL off with algorithm.kl_placement=none")
-    if placement is KLPlacement.REWARD and estimator != "k1":
-        raise ConfigError(f"algorithm.kl_estimator={estimator}: KL in the reward is k1; the others belong in the loss")
     return KLTerm(placement, estimator, coefficient)
 
 

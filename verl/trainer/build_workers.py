@@ -74,13 +74,13 @@ def choose_device(config: RunConfig) -> str:
 
 
 def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
-    """total_steps: optimizer steps of the whole run, where a cosine ends"""
+    """total_steps: optimizer steps of the whole run, where a cosine ends and of which a warmup may be a share"""
     return OptimizerSettings(
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         weight_decay=config.weight_decay,
         max_grad_norm=grad_clip,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
         schedule="cosine" if config.schedule == "cosine" else "constant",
         total_steps=total_steps,
         min_lr_ratio=config.min_lr_ratio,
@@ -90,8 +90,8 @@ def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) 
 def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: int) -> RankSpec:
     """What every training rank builds."""
     assert config.model.path is not None
-    updates = total_steps * config.minibatches_per_step
-    of_policy = (total_steps - config.trainer.critic_warmup) * config.minibatches_per_step
+    updates = total_steps * config.updates_per_step
+    of_policy = (total_steps - config.trainer.critic_warmup) * config.updates_per_step
     critic = config.critic
     return RankSpec(
         model_path=config.model.path,

@@ -64,6 +64,7 @@ class Sign:
     relative: bool = True
     without_reward: bool = False  # only in steps that earn no more than the first ones
     compares: bool = False  # only where the algorithm compares the replies to a prompt
+    whole: bool = False  # only where the engine samples from all of the policy's distribution
 
 
 SIGNS = (
@@ -86,6 +87,7 @@ SIGNS = (
         "lower rollout.max_staleness, set rollout.dtype=float32, or set algorithm.old_logprobs=rollout",
         patience=3,
         relative=False,
+        whole=True,
     ),
     Sign(
         "few effective samples",
@@ -95,6 +97,7 @@ SIGNS = (
         "importance weights leave the update to a few samples: the policy moves faster than its samples are renewed",
         "lower rollout.max_staleness or actor.optim.lr",
         relative=False,
+        whole=True,
     ),
     Sign(
         "lost reward",
@@ -187,9 +190,13 @@ SIGNS = (
 )
 
 
-def signs_of(compares_replies: bool) -> list[Sign]:
-    """Those that say something of an algorithm that compares the replies to a prompt, or of one that does not."""
-    return [sign for sign in SIGNS if compares_replies or not sign.compares]
+def signs_of(compares_replies: bool, truncated: bool = False) -> list[Sign]:
+    """Those that say something of an algorithm that compares the replies to a prompt, or of one that does not.
+
+    truncated: the engine samples from a part of the policy's distribution, so that the two differ by intent
+    """
+    fitting = [sign for sign in SIGNS if compares_replies or not sign.compares]
+    return [sign for sign in fitting if not (truncated and sign.whole)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
+from verl.rollout.engine import TRUNCATION
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
@@ -205,6 +206,7 @@ def _settings(player: _Player) -> dict[str, Any]:
         **prompt_record(handled),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
+        **{name: getattr(config, name) for name in TRUNCATION},
         "sandbox": {name: getattr(config.sandbox, name) for name in ("timeout_s", "memory_mib")},
         "max_prompt_length": prompt_length,
         "max_response_length": reply_length,

@@ -69,7 +69,8 @@ def build_experience(
         if algorithm.kl.placement is KLPlacement.REWARD:
             assert ref_logprobs is not None
             sampled_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]
-            rewards = penalised(rewards, sampled_L[mask_L], ref_logprobs[row][mask_L], algorithm.kl.coefficient)
+            kl, ref_L = algorithm.kl, ref_logprobs[row]
+            rewards = penalised(rewards, sampled_L[mask_L], ref_L[mask_L], kl.coefficient, kl.estimator)
         token_rewards.append(rewards)
     groups = torch.tensor([sample.group for sample in samples])
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]

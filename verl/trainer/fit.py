@@ -147,7 +147,7 @@ class Fit:
         metrics = await self.validator.run()
         if self.exams.exams:
             self.display.phase("benchmarks")
-            metrics |= await self.exams.run(self.validator.rollout)
+            metrics |= await self.exams.run(self.validator.greedy)
         return metrics
 
     def _score(self) -> float | None:

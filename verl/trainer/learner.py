@@ -24,6 +24,7 @@ class StepSettings:
     """The batch arithmetic of a step."""
 
     minibatches_per_step: int = 1
+    epochs: int = 1  # passes over them
     critic_warmup: int = 0  # first steps, in which the critic alone learns
     train_on_observations: bool = False  # on what the environment said, too
     seed: int = 0
@@ -77,7 +78,8 @@ class Learner:
         chosen by them before it.
         """
         known = "old_logprobs" in experience.columns
-        needed = self.settings.minibatches_per_step > 1 or self.algorithm.selection is not None
+        settings = self.settings
+        needed = settings.minibatches_per_step * settings.epochs > 1 or self.algorithm.selection is not None
         if known or not needed or not self._of_trainer:
             return experience
         rows = rows_with_signal(experience, self.algorithm)
@@ -96,11 +98,12 @@ class Learner:
         return self.algorithm.old_logprobs is OldLogprobs.TRAINER
 
     def _update(self, experience: Experience, step: int) -> Metrics:
-        """Critic and policy on every mini-batch."""
+        """Critic and policy on every mini-batch, as often as there are epochs."""
         of_policy, of_critic = [], []
-        num_parts = self.settings.minibatches_per_step
-        first_seed = (self.settings.seed << 40) + step * num_parts
-        for number, part in enumerate(experience.split(num_parts)):
+        num_parts, epochs = self.settings.minibatches_per_step, self.settings.epochs
+        first_seed = (self.settings.seed << 40) + step * num_parts * epochs
+        parts = [part for _ in range(epochs) for part in experience.split(num_parts)]
+        for number, part in enumerate(parts):
             minibatch = with_selected(part, self.algorithm, first_seed + number)
             if self.critic:
                 of_critic.append(self.critic.update(minibatch))
@@ -126,7 +129,7 @@ class Learner:
         if ref is None or self.algorithm.kl.placement is not KLPlacement.REWARD:
             return {}
         sampled = [torch.tensor(sample.rollout_logprobs) for sample in samples] if old is None else old
-        divergence = tell.reference_kl(samples, sampled, ref)
+        divergence = tell.reference_kl(samples, sampled, ref, self.algorithm.kl.estimator)
         coefficient = self._algorithm_now().kl.coefficient
         if self.kl_control is not None:
             self.kl_control.observe(divergence, len(samples))

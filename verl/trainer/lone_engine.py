@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from verl.config.schema import Config, EnvConfig, LoneEngineConfig, RolloutConfig
 from verl.data.chat import ChatCodec
-from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.single_controller.group import Seat
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.threads import num_threads
@@ -48,7 +48,13 @@ async def lone_engine(
         ),
     )
     engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
-    sampling = Sampling(reply_length, config.temperature, config.n, codec.stop_token_ids)
+    sampling = Sampling(
+        reply_length,
+        config.temperature,
+        config.n,
+        codec.stop_token_ids,
+        **{name: getattr(config, name) for name in TRUNCATION},
+    )
     try:
         yield engine, sampling
     finally:

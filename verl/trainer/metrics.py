@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.filters import num_written
+from verl.algorithms.kl import KL_ESTIMATORS
 from verl.data.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.experience import Experience
@@ -101,9 +102,12 @@ def of_policy_alone(update: Mapping[str, float]) -> Metrics:
     return {name: value for name, value in update.items() if name.partition("_")[0] not in _GROUPS}
 
 
-def reference_kl(samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor]) -> float:
-    """Token mean of log p - log p_ref (k1) over the trained tokens."""
-    gaps = [(a - b)[mask_tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
+def reference_kl(
+    samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor], estimator: str = "k1"
+) -> float:
+    """Token mean of the estimate of KL over the trained tokens."""
+    estimate = KL_ESTIMATORS[estimator]
+    gaps = [estimate(a, b)[mask_tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
     return float(torch.cat(gaps).mean())
 
 

@@ -93,9 +93,10 @@ class Plan:
     def pack(self) -> PackShape:
         """The largest pack: prompts as the data have them, replies as long as they may become."""
         data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
+        mini = data.train_batch_size // self.config.minibatches_per_step
         shared = actor.share_prefix and n > 1
         group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
-        tokens = pack_tokens(actor.max_tokens_per_pack, group, actor.ppo_mini_batch_size, self.config.num_ranks)
+        tokens = pack_tokens(actor.max_tokens_per_pack, group, mini, self.config.num_ranks)
         return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
 
     @property
@@ -304,7 +305,7 @@ class Plan:
         forward = policy + critic  # of what is trained
         passes = self._needs_old + pays_kl(self.algorithm)
         parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
-        moved = _OPTIMIZER_BYTES * parameters * config.minibatches_per_step
+        moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
             "rollout": self._rollout(engines, speed),
             "score": (
@@ -312,8 +313,8 @@ class Plan:
                 f"{passes + bool(self.critic):d} forwards: FLOP / F",
             ),
             "update": (
-                (TRAINING + checkpointed) * forward / ranks / speed.flops,
-                f"{TRAINING + checkpointed:d} forwards of all that is trained: FLOP / F",
+                config.actor.ppo_epochs * (TRAINING + checkpointed) * forward / ranks / speed.flops,
+                f"{config.actor.ppo_epochs * (TRAINING + checkpointed):d} forwards of all that is trained: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
             "publish": (_PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_PUBLISH_BYTES} N bytes / W"),
@@ -333,7 +334,7 @@ class Plan:
     def _needs_old(self) -> bool:
         if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
             return False
-        several = self.config.minibatches_per_step > 1 or self.algorithm.selection is not None
+        several = self.config.updates_per_step > 1 or self.algorithm.selection is not None
         return several or self.algorithm.kl.placement is KLPlacement.REWARD
 
     def _forward(self, shape: ModelShape) -> float:

@@ -27,6 +27,7 @@ _OF_ARITHMETIC = (
     "model.",
     "algorithm.",
     "rollout.temperature",
+    "data.train_batch_size",
     "rollout.max_staleness",
     "data.max_response_length",
     "trainer.nnodes",

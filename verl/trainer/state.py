@@ -15,6 +15,7 @@ from verl.trainer.checkpoint import CheckpointStore, read_state
 _FREE = (
     "trainer.",
     "data.val_files",
+    "rollout.val_kwargs",
     "reward.num_workers",
     "actor.max_tokens_per_pack",  # this and the next two change rounding alone
     "actor.share_prefix",

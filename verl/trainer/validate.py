@@ -1,11 +1,11 @@
-"""Validation: one greedy reply to every task of the validation sets, scored without the drift of schedules."""
+"""Validation: replies to every task of the validation sets, scored without the drift of schedules."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.rollout.group import GroupRollout
 from verl.trainer.metrics import score_means
@@ -21,16 +21,30 @@ class Validator:
     """Validation sets by name, and how to answer them."""
 
     sets: Mapping[str, Sequence[Task]]
-    rollout: GroupRollout  # greedy
+    rollout: GroupRollout
     reward: Reward  # asked for the highest score there is, where it knows
+    n: int = 1  # replies to each task, whose scores are averaged
+    seed: int | None = 0  # of sampled replies; none if left out
+
+    @property
+    def greedy(self) -> GroupRollout:
+        """The same rollout with the likeliest tokens."""
+        return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
     async def run(self) -> dict[str, float]:
         """val/<set>/total, /<part>, /exact (share of replies with the highest score), and /<data source>/total."""
         metrics: dict[str, float] = {}
         for name, tasks in self.sets.items():
-            groups = await asyncio.gather(*(self.rollout.run(task, 1, _STEP) for task in tasks))
+            groups = await asyncio.gather(*(self._answer(task, number) for number, task in enumerate(tasks)))
             metrics |= {f"val/{name}/{key}": value for key, value in self._means(groups).items()}
         return metrics
+
+    async def _answer(self, task: Task, number: int) -> TrajectoryGroup:
+        """Sampled replies have the same seeds at every validation; greedy ones need none, and share their batches."""
+        first_seed = None
+        if self.seed is not None and self.rollout.sampling.temperature > 0:
+            first_seed = (self.seed << 40) + number * self.n
+        return await self.rollout.run(task, self.n, _STEP, first_seed)
 
     def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         judged = [(group.task, score) for group in groups for score in group.scores]

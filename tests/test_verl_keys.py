@@ -1,0 +1,388 @@
+"""Published commands, word for word: they resolve to what their own framework makes of them, setting by setting."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT
+from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.filters import name_of
+from verl.config.load import RECIPES, flattened, known_keys, load_config
+from verl.config.schema import Config
+from verl.config.verl_keys import ALIASES, INTERPRETED, MOOT, REFUSED, SAME_AS, page, spelled
+from verl.errors import ConfigError
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control
+from verl.trainer.build_workers import rank_spec
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_commands.json").read_text())
+SCRIPTS: dict[str, Any] = PUBLISHED["scripts"]
+DEFAULTS: dict[str, Any] = PUBLISHED["toolrl_defaults"]["values"]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+STEPS = 1000  # of a run, of which warmups are a share
+
+
+def built(config: Config) -> Algorithm:
+    return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+
+
+def ours(words: list[str]) -> dict[str, Any]:
+    """What a command comes to: the built algorithm, what the ranks are told, and the numbers of the run."""
+    config = load_config(words)
+    algorithm = built(config)
+    spec = rank_spec(config, algorithm, "cpu", STEPS)
+    clip: Mapping[str, Any] = algorithm.policy_loss.keywords  # type: ignore[attr-defined]
+    discount = getattr(algorithm.advantage, "keywords", {})
+    kl, data, trainer, rollout = algorithm.kl, config.data, config.trainer, config.rollout
+    control = build_kl_control(config.algorithm, algorithm)
+    found = {
+        "advantage": name_of(algorithm.advantage),
+        "discount": (discount["gamma"], discount["lam"]) if discount else None,
+        "policy loss": name_of(algorithm.policy_loss),
+        "aggregation": algorithm.aggregation.value,
+        "clip": (clip["clip_low"], clip["clip_high"], clip.get("dual_clip")),
+        "entropy": algorithm.entropy_coefficient,
+        "kl": (kl.placement.value, kl.estimator, kl.coefficient) if kl.placement is not KLPlacement.NONE else None,
+        "adaptive kl": control is not None,
+        "updates": config.updates_per_step,
+        "epochs of a batch": config.actor.ppo_epochs,
+        "lr": spec.optimizer.lr,
+        "warmup": spec.optimizer.warmup_steps,
+        "schedule": spec.optimizer.schedule,
+        "grad clip": spec.optimizer.max_grad_norm,
+        "checkpointing": spec.gradient_checkpointing,
+        "sampling": (rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, rollout.repetition_penalty),
+        "batch": data.train_batch_size,
+        "lengths": (data.max_prompt_length, data.max_response_length, config.env.max_turn_tokens),
+        "observations are trained": config.env.train_on_observations,
+        "run": (trainer.total_epochs, trainer.save_freq, trainer.test_freq, trainer.val_before_train),
+        "steps": trainer.total_training_steps,
+        "critic": None,
+    }
+    if spec.critic_path is not None:
+        critic = spec.critic_optimizer
+        found["critic"] = (critic.lr, critic.warmup_steps, spec.cliprange_value, trainer.critic_warmup)
+    return found
+
+
+def theirs(words: list[str], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of what upstream resolves the command to, as its source reads those keys. Every key is read."""
+    read: set[str] = set()
+    written = dict(word.lstrip("+").split("=", 1) for word in words)
+
+    def get(key: str, otherwise: Any = None) -> Any:
+        read.add(key)
+        return resolved.get(key, otherwise)
+
+    def asked(key: str, otherwise: Any) -> Any:
+        """Of a fork's own key, which is in the command alone."""
+        return type(otherwise)(written.get(key, otherwise))
+
+    estimator, n = get("algorithm.adv_estimator"), get(f"{ROLLOUT}n")
+    n *= get(f"{ROLLOUT}n_agent", 1) * asked(f"{ROLLOUT}n_trajectories", 1)
+    both = get(f"{ACTOR}clip_ratio")
+    mini, batch = get(f"{ACTOR}ppo_mini_batch_size"), get("data.train_batch_size")
+    epochs = get(f"{ACTOR}ppo_epochs")
+    updates = max(1, batch // mini) * epochs
+    loss = ("loss", {"low_var_kl": "k3"}[get(f"{ACTOR}kl_loss_type")], get(f"{ACTOR}kl_loss_coef"))
+    reward = ("reward", {"kl": "k1"}[get("algorithm.kl_penalty")], get("algorithm.kl_ctrl.kl_coef"))
+    in_loss, in_reward = get(f"{ACTOR}use_kl_loss"), get("algorithm.use_kl_in_reward", True)
+    kl = loss if in_loss else reward if in_reward else None
+    prompt, response, turn = get("data.max_prompt_length"), get("data.max_response_length"), None
+    if "data.max_start_length" in written:  # Search-R1's context rolls, its responses are turns
+        prompt, response, turn = int(written["data.max_start_length"]), prompt, response
+    discount = (get("algorithm.gamma"), get("algorithm.lam"))
+    sampling = (
+        n,
+        get(f"{ROLLOUT}temperature"),
+        get(f"{ROLLOUT}top_p"),
+        asked(f"{ROLLOUT}sampling_params.top_k", get(f"{ROLLOUT}top_k")),  # what SkyRL's agents are sampled with
+        asked(f"{ROLLOUT}sampling_params.repetition_penalty", 1.0),
+    )
+    critic = (float(get("critic.optim.lr")), None, get("critic.cliprange_value"), get("trainer.critic_warmup"))
+    ratio = asked("critic.optim.lr_warmup_steps_ratio", 0.0)
+    found = {
+        "advantage": {"gae": "gae", "grpo": "grpo"}[estimator],
+        "discount": discount if estimator == "gae" else None,  # GRPO's does not discount
+        "policy loss": "clipped",
+        "aggregation": get(f"{ACTOR}loss_agg_mode", "token-mean"),
+        "clip": (
+            get(f"{ACTOR}clip_ratio_low", both),
+            get(f"{ACTOR}clip_ratio_high", both),
+            get(f"{ACTOR}clip_ratio_c"),
+        ),
+        "entropy": get(f"{ACTOR}entropy_coeff"),
+        "kl": kl if kl is not None and kl[-1] != 0 else None,
+        "adaptive kl": get("algorithm.kl_ctrl.type") == "adaptive",
+        "updates": updates,
+        "epochs of a batch": epochs,
+        "lr": float(get(f"{ACTOR}optim.lr")),
+        "warmup": int(
+            get(f"{ACTOR}optim.lr_warmup_steps_ratio") * (STEPS - (critic[-1] if estimator == "gae" else 0)) * updates
+        ),
+        "schedule": "constant",
+        "grad clip": get(f"{ACTOR}grad_clip"),
+        "checkpointing": get("actor_rollout_ref.model.enable_gradient_checkpointing"),
+        "sampling": sampling,
+        "batch": batch,
+        "lengths": (prompt, response, turn),
+        "observations are trained": not get(f"{ACTOR}state_masking", True),
+        "run": (
+            get("trainer.total_epochs"),
+            max(0, get("trainer.save_freq")),
+            max(0, get("trainer.test_freq")),
+            get("trainer.val_before_train", True),
+        ),
+        "steps": asked("trainer.total_training_steps", 0) or None,
+        "critic": (critic[0], int(ratio * STEPS * updates), *critic[2:]) if estimator == "gae" else None,
+    }
+    assert not set(resolved) - read, "facts that are compared with nothing"
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_published_command_comes_to_what_upstream_makes_of_it(name: str) -> None:
+    words = SCRIPTS[name]["words"]
+    assert ours(words) == theirs(words, SCRIPTS[name]["resolved"])
+
+
+# Another value for every word that decides what is learned.
+OTHER = {
+    "algorithm.adv_estimator": "rloo",
+    "algorithm.gamma": "0.9",
+    "algorithm.lam": "0.9",
+    "algorithm.kl_ctrl.kl_coef": "0.7",
+    "data.train_batch_size": "4096",
+    "data.max_prompt_length": "333",
+    "data.max_response_length": "334",
+    "data.max_start_length": "335",
+    f"{ACTOR}optim.lr": "3e-5",
+    f"{ACTOR}optim.lr_warmup_steps_ratio": "0.5",
+    f"{ACTOR}ppo_mini_batch_size": "8",
+    f"{ACTOR}use_kl_loss": "flip",
+    f"{ACTOR}kl_loss_coef": "0.7",
+    f"{ACTOR}kl_loss_type": "mse",
+    f"{ACTOR}entropy_coeff": "0.7",
+    f"{ACTOR}clip_ratio_low": "0.1",
+    f"{ACTOR}clip_ratio_high": "0.7",
+    f"{ACTOR}clip_ratio_c": "5.0",
+    f"{ACTOR}state_masking": "false",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "flip",
+    f"{ROLLOUT}n": "3",
+    f"{ROLLOUT}n_agent": "3",
+    f"{ROLLOUT}n_trajectories": "3",
+    f"{ROLLOUT}temperature": "0.3",
+    f"{ROLLOUT}top_p": "0.3",
+    f"{ROLLOUT}sampling_params.top_k": "3",
+    f"{ROLLOUT}sampling_params.repetition_penalty": "1.1",
+    "critic.optim.lr": "3e-3",
+    "critic.optim.lr_warmup_steps_ratio": "0.5",
+    "trainer.critic_warmup": "7",
+    "trainer.save_freq": "77",
+    "trainer.test_freq": "77",
+    "trainer.val_before_train": "flip",
+    "trainer.total_epochs": "77",
+    "trainer.total_training_steps": "77",
+}
+# Words that upstream does not read, either, in this command: KL is paid elsewhere, or has no price.
+UNREAD: dict[str, set[str]] = {
+    "ToolRL grpo": {f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"},
+    "ToolRL ppo": set(),
+    "ToRL": {f"{ACTOR}kl_loss_type", "algorithm.kl_ctrl.kl_coef", f"{ACTOR}use_kl_loss"},
+    "Tool-N1": {"algorithm.kl_ctrl.kl_coef"},
+    "SearchR1 grpo": set(),
+    "SearchR1 ppo": set(),
+    "SearchR1 v0.3 fmt": set(),
+    "ReTool dapo": {f"{ACTOR}kl_loss_coef", "algorithm.kl_ctrl.kl_coef", f"{ACTOR}use_kl_loss"},
+    "ReTool ppo": {f"{ACTOR}kl_loss_coef", "algorithm.kl_ctrl.kl_coef", f"{ACTOR}use_kl_loss"},
+    "SkyRL 8b": set(),
+    "ReTool 7b dapo": {f"{ACTOR}kl_loss_coef", "algorithm.kl_ctrl.kl_coef", f"{ACTOR}use_kl_loss"},
+}
+
+
+ALIKE = ("SearchR1 grpo", "SearchR1 v0.3 fmt", "ReTool dapo", "ReTool 7b dapo")  # others have the same keys
+
+
+def changes() -> Iterator[Any]:
+    for name, script in SCRIPTS.items():
+        written = {word.lstrip("+").partition("=")[0] for word in script["words"]}
+        marks = [pytest.mark.slow] if name in ALIKE else []
+        yield from (pytest.param(name, key, marks=marks) for key in OTHER if key in written)
+
+
+@pytest.mark.parametrize(("name", "key"), [*changes()])
+def test_one_word_changed_comes_to_something_else(name: str, key: str) -> None:
+    def changed(word: str) -> str:
+        value = word.partition("=")[2]
+        flipped = {"true": "False", "false": "True"}.get(value.lower(), "")
+        return word.removesuffix(value) + (flipped if OTHER[key] == "flip" else OTHER[key])
+
+    words = SCRIPTS[name]["words"]
+    other = [changed(word) if word.lstrip("+").startswith(f"{key}=") else word for word in words]
+    assert other != words
+    try:
+        differs = ours(other) != theirs(words, SCRIPTS[name]["resolved"])
+    except ConfigError:  # two words that now contradict each other, or a value that training refuses
+        differs = True
+    assert differs == (key not in UNREAD[name])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_another_fact_of_upstreams_is_noticed(name: str) -> None:
+    words, resolved = SCRIPTS[name]["words"], SCRIPTS[name]["resolved"]
+    for key in (
+        f"{ACTOR}grad_clip",
+        f"{ACTOR}clip_ratio",
+        f"{ACTOR}ppo_epochs",
+        f"{ROLLOUT}top_p",
+        "trainer.save_freq",
+    ):
+        if key == f"{ACTOR}clip_ratio" and f"{ACTOR}clip_ratio_low" in resolved:
+            continue
+        assert ours(words) != theirs(words, {**resolved, key: 17})
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_moot_keys_are_named_once_in_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    load_config(SCRIPTS[name]["words"])
+    told = [record.message for record in caplog.records if record.message.startswith("keys that have no effect")]
+    assert len(told) == 1
+    reasons = [line.rpartition(": ")[2] for line in told[0].splitlines()[1:]]
+    assert len(set(reasons)) == len(reasons)
+    keys = [key for line in told[0].splitlines()[1:] for key in line.strip().rpartition(": ")[0].split(", ")]
+    written = {word.lstrip("+").partition("=")[0] for word in SCRIPTS[name]["words"]}
+    assert len(keys) == len(set(keys)) and set(keys) <= written
+
+
+# Where one machine is assumed, not eight GPUs; where nothing is logged elsewhere; and how often a run is looked at.
+OWN_DEFAULTS = {
+    "data.train_files",
+    "data.val_files",
+    "data.tokenizer",
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.logger",
+    "trainer.n_gpus_per_node",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.default_local_dir",
+}
+
+
+def word(key: str) -> str:
+    value = DEFAULTS[key]
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace("'", "")
+    return f"{key}={text}"
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_each_default_of_toolrls_is_ours(key: str) -> None:
+    more = ["trainer.n_gpus_per_node=8"] if key.endswith("tensor_model_parallel_size") else []
+    config = load_config([word(key), *more])
+    if key not in OWN_DEFAULTS:
+        assert numbers(config) == untouched()
+
+
+@cache
+def untouched() -> tuple[Any, ...]:
+    return numbers(load_config([]))
+
+
+def numbers(config: Config) -> tuple[Any, ...]:
+    """All that is learned by, the preset's settings spelled out."""
+    data = config.data
+    spec = rank_spec(replace(config, model=replace(config.model, path="m")), built(config), "cpu", STEPS)
+    return (
+        data.train_batch_size,
+        data.max_prompt_length,
+        data.max_response_length,
+        data.truncation,
+        repr(built(config)),
+        spec.optimizer,
+        spec.critic_optimizer,
+        spec.cliprange_value,
+        spec.gradient_checkpointing,
+        config.actor,
+        config.rollout,
+        config.reward,
+        config.env,
+        config.trainer,
+    )
+
+
+def test_all_defaults_of_toolrls_together_are_ours() -> None:
+    config = load_config([word(key) for key in DEFAULTS])
+    with_own = [word(key) for key in OWN_DEFAULTS]
+    assert numbers(config) == numbers(load_config(with_own))
+    assert (config.algorithm.name, config.rollout.n, config.rollout.tensor_model_parallel_size) == ("ppo", 1, 2)
+    assert config.critic.path == config.model.path == str(Path("~/models/deepseek-llm-7b-chat").expanduser())
+    assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
+    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(MOOT)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    known = known_keys()
+    assert all(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
+
+
+def test_the_page_of_verls_keys_is_the_codes() -> None:
+    assert (ROOT / "docs" / "verl_keys.md").read_text() == page()
+
+
+def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \| (.+) \|$", text[text.index("## veRL's keys") :], re.MULTILINE)
+    told = {key: (value, why) for key, value, why in rows}
+    values = {key: "null" if only.value is None else str(only.value) for key, only in REFUSED.items()}
+    assert told == {spelled(key): (values[key], only.why) for key, only in REFUSED.items()}
+    assert len(REFUSED) <= 10
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_refused_says_why(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    load_config([f"{spelled(key)}=null"])
+    assert "this trainer works in this way alone" in caplog.text
+    with pytest.raises(ConfigError, match=re.escape(f"{spelled(key)}=other is refused: ")):
+        load_config([f"{spelled(key)}=other"])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_scripts_take_verls_words(algorithm: str) -> None:
+    """As scripts/train.sh lays them out: the recipe, what the machine has, and then the user's words."""
+    words = [f"recipe=toolrl_{algorithm}", "model.path=m", "data.train_files=[a]", "data.val_files=[b]"]
+    words += ["trainer.nnodes=1", "trainer.n_gpus_per_node=8", "rollout.tensor_model_parallel_size=1"]
+    theirs = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.model.path=other"]
+    config = load_config([*words, *theirs, "+trainer.val_before_train=False"])
+    assert (config.rollout.tensor_model_parallel_size, config.model.path) == (2, "other")
+    assert not config.trainer.val_before_train
+    plain = load_config(words)
+    same = load_config([*words, f"algorithm.adv_estimator={'grpo' if algorithm == 'grpo' else 'gae'}"])
+    assert repr(built(same)) == repr(built(plain)) and replace(same, algorithm=plain.algorithm) == plain
+
+
+def test_every_recipe_says_what_it_relies_on() -> None:
+    """The defaults may follow veRL's without a recipe's changing."""
+    wanted = {
+        *("algorithm.name", "rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size", "actor.optim.lr"),
+        *("data.max_prompt_length", "data.max_response_length"),
+    }
+    for path in RECIPES.glob("*.yaml"):
+        written = set(flattened(OmegaConf.to_container(OmegaConf.load(path))))
+        assert wanted <= written, path.name
+        assert written & {"trainer.total_epochs", "trainer.total_training_steps"}, path.name

@@ -1,0 +1,287 @@
+"""veRL's keys as data: which of ours each one is, which have nothing left to do here, which are refused.
+
+Keys are written without veRL's `actor_rollout_ref.` before `model.`, `actor.`, `rollout.` and `ref.`. The page
+docs/verl_keys.md is made of these tables: python -m verl.config.verl_keys
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PREFIX = "actor_rollout_ref."
+GROUPS = ("model.", "actor.", "rollout.", "ref.")
+
+# One key of ours, with the same values.
+ALIASES: Mapping[str, str] = {
+    "data.tokenizer": "model.tokenizer_path",
+    "data.max_obs_length": "env.max_observation_tokens",
+    "data.shuffle_train_dataloader": "data.shuffle",
+    "data.apply_chat_template_kwargs": "model.chat_template_options",
+    "actor.clip_ratio_low": "algorithm.clip_low",
+    "actor.clip_ratio_high": "algorithm.clip_high",
+    "actor.clip_ratio_c": "algorithm.dual_clip",
+    "actor.loss_agg_mode": "algorithm.aggregation",
+    "actor.loss_scale_factor": "algorithm.aggregation_length",
+    "actor.entropy_coeff": "algorithm.entropy_coefficient",
+    "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
+    "actor.optim.warmup_style": "actor.optim.schedule",
+    "actor.optim.lr_scheduler_type": "actor.optim.schedule",
+    "actor.fsdp_config.param_offload": "actor.offload_params",
+    "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
+    "ref.fsdp_config.param_offload": "ref.offload_params",
+    "rollout.sampling_params.temperature": "rollout.temperature",
+    "rollout.sampling_params.top_p": "rollout.top_p",
+    "rollout.sampling_params.top_k": "rollout.top_k",
+    "rollout.sampling_params.repetition_penalty": "rollout.repetition_penalty",
+    "critic.model.path": "critic.path",
+    "critic.optim.warmup_style": "critic.optim.schedule",
+    "critic.optim.lr_scheduler_type": "critic.optim.schedule",
+    "critic.model.fsdp_config.param_offload": "critic.offload_params",
+    "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
+    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
+    "algorithm.rollout_correction.rollout_is": "algorithm.correction.weight",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.upper",
+    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.mask",
+    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.mask_upper",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.mask_lower",
+    "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.veto",
+    "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
+}
+
+# Made into one or several of ours by verl.config.legacy: what becomes of each.
+INTERPRETED: Mapping[str, str] = {
+    "data.filter_overlong_prompts": "`data.truncation=drop` where true",
+    "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` is then "
+    "`env.max_turn_tokens`, and its `data.max_prompt_length` ours for all turns, `data.max_response_length`",
+    "actor.clip_ratio": "`algorithm.clip_low` and `algorithm.clip_high`",
+    "actor.use_kl_loss": "`algorithm.kl_placement`: `loss` where true, else `reward`",
+    "actor.kl_loss_coef": "`algorithm.kl_coefficient`, where KL is in the loss",
+    "actor.kl_loss_type": "`algorithm.kl_estimator`, where KL is in the loss",
+    "actor.optim.lr_warmup_steps": "`actor.optim.warmup_steps` (there, training steps; here, optimizer steps)",
+    "actor.optim.lr_warmup_steps_ratio": "`actor.optim.warmup_ratio`",
+    "actor.optim.min_lr_ratio": "`actor.optim.min_lr_ratio`; null is 0",
+    "actor.state_masking": "`env.train_on_observations`, the other way round",
+    "actor.masking": "`env.train_on_observations`, the other way round",
+    "rollout.name": "`rollout.name`; other engines than `vllm` and `hf` are vLLM here",
+    "rollout.do_sample": "`rollout.temperature=0` where false, which training refuses",
+    "rollout.n_agent": "`rollout.n`, times veRL's `rollout.n`",
+    "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
+    "rollout.num_llm_calls_available": "`env.max_tool_calls`, in ToRL's environment (`env.codec=fence`, Python)",
+    "rollout.max_iterations": "`env.max_turns`",
+    "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
+    "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
+    "rollout.multi_turn.format": "`env.codec` (veRL's `hermes` if left out)",
+    "rollout.multi_turn.max_assistant_turns": "`env.max_turns`",
+    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`, as far as the turns allow",
+    "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (there, training steps; here, optimizer steps)",
+    "critic.optim.lr_warmup_steps_ratio": "`critic.optim.warmup_ratio`",
+    "critic.optim.min_lr_ratio": "`critic.optim.min_lr_ratio`; null is 0",
+    "algorithm.kl_penalty": "`algorithm.kl_estimator`, where KL is in the reward",
+    "algorithm.kl_ctrl.type": "`algorithm.kl_target` (veRL's 0.1 if left out) where `adaptive`",
+    "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, where KL is in the reward; 0 is no KL",
+    "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, where `algorithm.kl_ctrl.type=adaptive`",
+    "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
+    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false",
+    "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered",
+    "custom_reward_function.path": "`reward.name=path:name`",
+    "custom_reward_function.name": "`reward.name=path:name`",
+    "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with form",
+    "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with form",
+    "max_turns": "`env.max_tool_calls`, in Search-R1's environment",
+    "retriever.url": "`env.tools` in Search-R1's environment (`env.codec=search_r1`, `reward.name=search_r1`)",
+    "retriever.topk": "`env.tools`, as `retriever.url`",
+}
+
+# They must say the same as one of ours, which stands for both.
+SAME_AS: Mapping[str, str] = {
+    "rollout.prompt_length": "data.max_prompt_length",
+    "rollout.response_length": "data.max_response_length",
+    "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    "critic.ppo_epochs": "actor.ppo_epochs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A key with one way in which this trainer works; null stands for it, too."""
+
+    value: Any
+    why: str  # others are refused
+
+
+REFUSED: Mapping[str, Only] = {
+    "data.prompt_key": Only("prompt", "the column `prompt` holds the messages; rename yours"),
+    "data.train_data_num": Only(None, "all rows of a file are used; write a file with fewer"),
+    "data.val_data_num": Only(None, "all rows of a file are used; write a file with fewer"),
+    "model.external_lib": Only(None, "no code is imported for a model; packs compute transformers' own architectures"),
+    "rollout.ignore_eos": Only(False, "a reply ends where the model ends its turn"),
+    "algorithm.no_think_rl": Only(False, "the policy writes its thoughts itself"),
+    "reward_model.enable": Only(False, "rewards are functions (docs/reward.md); a model that judges is called by one"),
+    "reward_model.retrieval_score": Only(0, "a search that finds the answer is not paid for by itself"),
+    "trainer.val_only": Only(False, "`python -m verl.trainer.main_eval` judges without training"),
+    "trainer.default_hdfs_dir": Only(None, "checkpoints are written to `trainer.default_local_dir` alone; copy them"),
+}
+
+_NO_PADDING = "packs have no padding"
+_PACKS = "forward passes are packs of at most `actor.max_tokens_per_pack` tokens"
+_WHOLE = "a sample is not split over ranks"
+_SHARDED = "FSDP2 shards every state over the ranks; the `offload_params` and `offload_optimizer` keys are what is left"
+_VLLM = "the engine is started as training with new weights needs it"
+_SET = "a validation set is rolled out as a whole"
+_BESIDE = "reference and policy live in the same ranks and take the same packs"
+_RULES = "rewards are functions, named by `reward.name`"
+_ORDER = "prompts come in random order already"
+# A key that is one of these, or lies below one, has nothing left to do, whatever its value: why.
+MOOT: Mapping[str, str] = {
+    "data.val_batch_size": _SET,
+    "data.return_raw_input_ids": "rows are rendered once",
+    "data.return_raw_chat": "rows are rendered once",
+    "data.dataloader_num_workers": "rows are read from an index on disk",
+    "data.template_type": "`env.codec`, or `data.prompt_template`, says how a question is put",
+    "data.custom_cls": "rows are read by their columns (docs/data.md); a data set class is not run",
+    "actor_rollout_ref.hybrid_engine": "`rollout.placement` says where engines sit",
+    "actor_rollout_ref.exchange_size": "`rollout.bucket_mib` is the size of the buckets in which weights travel",
+    "model.use_remove_padding": _NO_PADDING,
+    "actor.strategy": "FSDP2 trains",
+    "actor.use_dynamic_bsz": _PACKS,
+    "actor.ppo_micro_batch_size": _PACKS,
+    "actor.ppo_micro_batch_size_per_gpu": _PACKS,
+    "actor.ulysses_sequence_parallel_size": _WHOLE,
+    "actor.shuffle": _ORDER,
+    "actor.optim.total_training_steps": "a schedule ends with the run",
+    "actor.fsdp_config": _SHARDED,
+    "rollout.mode": "every engine is asynchronous",
+    "rollout.calculate_log_probs": "engines return the log-probs of what they sample always",
+    "rollout.log_prob_micro_batch_size": _PACKS,
+    "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
+    "rollout.log_prob_use_dynamic_bsz": _PACKS,
+    "rollout.log_prob_max_token_len_per_gpu": _PACKS,
+    "rollout.enforce_eager": _VLLM,
+    "rollout.free_cache_engine": _VLLM,
+    "rollout.load_format": _VLLM,
+    "rollout.enable_memory_saver": _VLLM,
+    "rollout.enable_chunked_prefill": _VLLM,
+    "rollout.disable_log_stats": _VLLM,
+    "rollout.max_model_len": "prompt and response lengths add up to it",
+    "rollout.max_parallel_agents": "all episodes of a step run at once; `rollout.max_num_seqs` bounds what is decoded",
+    "rollout.max_starting_message_length": "`data.max_prompt_length` bounds the prompt",
+    "rollout.multi_turn.tool_config_path": "`env.tools` names the tools (docs/tools.md)",
+    "ref.log_prob_micro_batch_size": _BESIDE,
+    "ref.log_prob_micro_batch_size_per_gpu": _BESIDE,
+    "ref.log_prob_use_dynamic_bsz": _BESIDE,
+    "ref.log_prob_max_token_len_per_gpu": _BESIDE,
+    "ref.ulysses_sequence_parallel_size": _WHOLE,
+    "ref.fsdp_config": _SHARDED,
+    "critic.strategy": "FSDP2 trains",
+    "critic.model.use_remove_padding": _NO_PADDING,
+    "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` is for the critic, too",
+    "critic.model.tokenizer_path": "the critic reads the policy's tokens",
+    "critic.model.external_lib": "the critic is loaded as the policy is",
+    "critic.model.fsdp_config": _SHARDED,
+    "critic.fsdp_config": _SHARDED,
+    "critic.use_dynamic_bsz": _PACKS,
+    "critic.ppo_micro_batch_size": _PACKS,
+    "critic.ppo_micro_batch_size_per_gpu": _PACKS,
+    "critic.ppo_max_token_len_per_gpu": _PACKS,
+    "critic.forward_micro_batch_size": _PACKS,
+    "critic.forward_micro_batch_size_per_gpu": _PACKS,
+    "critic.forward_max_token_len_per_gpu": _PACKS,
+    "critic.ulysses_sequence_parallel_size": _WHOLE,
+    "critic.shuffle": _ORDER,
+    "critic.optim.total_training_steps": "a schedule ends with the run",
+    "algorithm.filter_groups.metric": "groups are filtered by their scores",
+    "reward_model.strategy": _RULES,
+    "reward_model.model": _RULES,
+    "reward_model.micro_batch_size": _RULES,
+    "reward_model.micro_batch_size_per_gpu": _RULES,
+    "reward_model.max_length": _RULES,
+    "reward_model.ulysses_sequence_parallel_size": _RULES,
+    "reward_model.use_dynamic_bsz": _RULES,
+    "reward_model.forward_max_token_len_per_gpu": _RULES,
+    "reward_model.reward_manager": _RULES,
+    "trainer.balance_batch": "packs are dealt evenly to the ranks",
+    "trainer.samples_save_path": "replies are written to the run's folder (transcripts)",
+    "trainer.log_val_generations": "replies are written to the run's folder (transcripts)",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` counts them",
+    "do_search": "an environment with tools is played to its end",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of veRL, or a fork, with other defaults than ToolRL's, which are ours."""
+
+    name: str
+    sign: str  # a key that it has and ToolRL's does not
+    defaults: Mapping[str, tuple[str, Any]]  # {our key: (veRL's, the value)}
+
+
+VERSIONS = (
+    Version(
+        "later versions of veRL",
+        "algorithm.use_kl_in_reward",
+        {
+            "algorithm.entropy_coefficient": ("actor.entropy_coeff", 0.0),
+            "algorithm.dual_clip": ("actor.clip_ratio_c", 3.0),
+        },
+    ),
+    Version("Search-R1", "rollout.n_agent", {"rollout.top_p": ("rollout.top_p", 0.95)}),
+    Version("SkyRL", "rollout.n_trajectories", {"trainer.val_before_train": ("trainer.val_before_train", False)}),
+)
+
+
+def short(key: str) -> str:
+    """veRL's key without the prefix that the groups of the policy have."""
+    inner = key.removeprefix(_PREFIX)
+    return inner if inner.startswith(GROUPS) else key
+
+
+def spelled(key: str) -> str:
+    """A key of these tables as veRL's scripts write it."""
+    return _PREFIX + key if key.startswith(GROUPS) else key
+
+
+def moot_reason(key: str) -> str | None:
+    """Why a short key has nothing left to do, itself or as one of a moot group; None where it has."""
+    return next((why for dead, why in MOOT.items() if f"{key}.".startswith(f"{dead}.")), None)
+
+
+def vocabulary() -> list[str]:
+    """Every key of veRL's that is known, as its scripts write it."""
+    return [spelled(key) for table in (ALIASES, INTERPRETED, SAME_AS, REFUSED, MOOT) for key in table]
+
+
+def page() -> str:
+    """docs/verl_keys.md."""
+    ours = {
+        **{key: f"`{our}`" for key, our in ALIASES.items()},
+        **INTERPRETED,
+        **{key: f"must equal `{our}`" for key, our in SAME_AS.items()},
+    }
+    refused = [(key, f"`{'null' if only.value is None else only.value}`", only.why) for key, only in REFUSED.items()]
+    parts = [
+        "# veRL's keys\n\nWhat a key of veRL's, or of a fork's, means here. Keys that both have (`actor.optim.lr`, "
+        "`rollout.n`, `trainer.save_freq` ..)\nare left out; `actor_rollout_ref.` before them is optional. Where a "
+        "command starts from, and what one key changes:\n[training.md](training.md#verls-keys). This page is made by "
+        "`python -m verl.config.verl_keys`.\n\n## Settings of ours",
+        _table(("key", "here"), sorted(ours.items())),
+        "\n## Nothing left to do\n\nNamed once, in one warning, by reason. A name stands for all keys below it.\n",
+        _table(("key", "why"), sorted(MOOT.items())),
+        "\n## Refused\n\nOther values than the one that is given, or null, are an error.\n",
+        _table(("key", "value", "why"), refused),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _table(columns: tuple[str, ...], rows: list[Any]) -> str:
+    head = f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+    lines = [f"| `{spelled(key)}` | {' | '.join(cells)} |" for key, *cells in rows]
+    return "\n".join([head, *lines])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
