@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
+from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed, build_codec
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
@@ -43,6 +43,7 @@ from verl.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from verl.utils.reward_score.search_r1 import SearchR1Reward
 
 TASK = Task("t#0", (Message("user", "What is 1+1?"),), "2", "sums")
 CALL = re.compile(r"<ask>(.*?)</ask>", re.DOTALL)
@@ -52,6 +53,7 @@ class AskCodec:
     """<ask>..</ask> is a call (several may follow one another), <pause> a pause, <ask> alone is malformed."""
 
     template_tools = False
+    final_stop_strings = ()
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         return messages[-1].content + "\n"
@@ -129,8 +131,10 @@ class Speaker:
         turn = len(self.asked)
         self.asked.append((tuple(prompt_ids), sampling))
         text = self.texts[turn]
-        ends = any(stop in text for stop in sampling.stop_strings)
-        ids = (*self.chat.reply_ids(text)[0], *(() if ends else (self.chat.end_token_id,)))
+        ids = (*self.chat.reply_ids(text)[0], self.chat.end_token_id)
+        beginnings = ((count, self.chat.tokenizer.decode(ids[:count])) for count in range(1, len(ids)))
+        stopped = (count for count, said in beginnings if any(stop in said for stop in sampling.stop_strings))
+        ids = ids[: next(stopped, len(ids))]
         cut = ids[: sampling.max_tokens]
         reason = FinishReason.LENGTH if len(cut) < len(ids) else FinishReason.STOP
         done = Completion(cut, tuple(-0.1 * (turn + 1) for _ in cut), reason, weight_version=turn)
@@ -476,3 +480,54 @@ def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatCodec) -> Non
 
     setting = Interaction(Echoes(), Dialogue(chat, Refusing(), 16), Budgets())
     assert play(Speaker(chat), setting) == Fault("t#0", 0, "no such role")
+
+
+PASSAGE = "Paris is the capital."
+TAIL = "<answer>Paris</answer> tail <answer>Rome</answer>"
+
+
+@tool
+def search(query: str) -> str:
+    """Finds passages."""
+    return PASSAGE
+
+
+def searched(chat: ChatCodec, name: str, *texts: str, max_tool_calls: int = 1) -> Trajectory:
+    """An episode of Search-R1's format or one like it, whose turns are just enough for its calls."""
+    setting = Interaction(
+        ToolEnvFactory([search], ToolRunner(ToolLimits())),
+        Dialogue(chat, build_codec(name), 64),
+        Budgets(max_turns=max_tool_calls + 1, max_tool_calls=max_tool_calls, max_tokens=4000),
+    )
+    return finished(Speaker(chat, *texts), setting)
+
+
+@pytest.mark.parametrize("name", ["search_r1", "otc_search"])
+def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, name: str) -> None:
+    reward, task = SearchR1Reward(), replace(TASK, answer='["Paris"]')
+    first = searched(chat, name, TAIL)
+    last = searched(chat, name, "<search>capital</search>", TAIL)
+    assert [use.name for use in last.tool_uses] == ["search"] and first.tool_uses == ()
+    for trajectory in (first, last):
+        assert trajectory.stop_reason is StopReason.STOP
+        assert trajectory.turns[-1].message.content == "<answer>Paris</answer>"  # the tail is neither read nor trained
+        assert reward.score(trajectory, task, 0).total == 1.0
+
+
+def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatCodec) -> None:
+    trajectory = searched(chat, "search_r1", "<search>a</search>", f"<search>b</search>{PASSAGE}{TAIL}")
+    assert trajectory.turns[-1].message.content == "<search>b</search>"
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 1)
+
+
+def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: ChatCodec) -> None:
+    texts = "<think>between <answer> and </answer>", " it goes</think>"
+    for before in ((), ("<search>a</search>",)):
+        trajectory = searched(chat, "search_r1", *before, texts[0], texts[1] + TAIL)
+        assert trajectory.reply.endswith("</think><answer>Paris</answer>")
+        assert trajectory.stop_reason is StopReason.STOP
+
+
+@pytest.mark.parametrize("name", ["retool", "artist", "fence", "zerotir", "hermes", "xml", "toolrl", "llama3_json"])
+def test_the_last_turn_of_other_formats_runs_on_to_its_end(name: str) -> None:
+    assert build_codec(name).final_stop_strings == ()

@@ -48,7 +48,7 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What an episode may use. In the last turn that is left, nothing more is done for the policy: it has to answer."""
+    """What an episode may use. In the last turn that is left no tool is run: the policy has to answer."""
 
     max_turns: int = 8  # times that the policy writes
     max_tool_calls: int = 8
@@ -174,13 +174,16 @@ class _Episode:
         text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
         parsed = self._dialogue.codec.parse(text)
+        paused = isinstance(parsed, GoOn) and not ended
         if last is not None:
+            if paused:  # at a final stop string that is no answer yet, such as one inside a thought
+                return self._out_of_room()
             await self._step(env, message)
             return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
         unanswered: tuple[Message, ...] = ()
         match parsed:
-            case GoOn() if not ended:
-                return None
+            case GoOn() if paused:
+                return self._out_of_room()
             case Malformed(problem):
                 self._num_malformed += 1
                 if budgets.tell_malformed:
@@ -205,12 +208,13 @@ class _Episode:
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next words, put into the ledger. In the last turn nothing makes it pause."""
+        """The policy's next words, put into the ledger. The last turn pauses nowhere, but stops where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
-        pauses = () if last else self._dialogue.codec.stop_strings(self._dialogue.written(self._since_observation))
+        codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)
+        stops = codec.final_stop_strings if last else codec.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
-        sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=pauses, seed=seed)
+        sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "broke a reply off")
@@ -228,6 +232,10 @@ class _Episode:
         self._turns[-1] = replace(self._turns[-1], replies=answers)
         self._context = self._dialogue.answer_ids(answers, written, ended, tools)
         self._since_observation = []
+        return self._out_of_room()
+
+    def _out_of_room(self) -> StopReason | None:
+        """Why the policy cannot write on, if it cannot."""
         return StopReason.LENGTH if self._room < 1 else None
 
     @property

@@ -70,6 +70,10 @@ class Codec(Protocol):
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """Where the policy is to pause, besides at its end token. `written`: its text since the last observation."""
 
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """Where the last assistant turn stops, in which no tool is run: at what ends an answer in this format."""
+
     def parse(self, written: str) -> Parsed:
         """What the policy asks for. Calls inside its thinking are none.
 
@@ -84,7 +88,14 @@ class Codec(Protocol):
         """How a policy writes these calls; `parse` reads them back, unless a value holds what ends a call."""
 
 
-_ASKED = ("opening", "template_tools", "stop_strings", "parse", "observation")  # of every codec in an episode
+_ASKED = (  # of every codec in an episode
+    "opening",
+    "template_tools",
+    "stop_strings",
+    "final_stop_strings",
+    "parse",
+    "observation",
+)
 
 
 def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:

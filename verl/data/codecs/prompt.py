@@ -110,6 +110,11 @@ class Prompted:
         """None: calls end with the turn."""
         return ()
 
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """None: an answer ends with the turn."""
+        return ()
+
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """The results as they are, side by side; the chat template puts them into one turn or several."""
         return tuple(results)
