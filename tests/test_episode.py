@@ -54,6 +54,8 @@ class AskCodec:
 
     template_tools = False
     final_stop_strings = ()
+    turns_per_call = 1
+    parallel_calls = True
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         return messages[-1].content + "\n"

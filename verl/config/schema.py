@@ -186,8 +186,8 @@ class EnvConfig:
     codec: str | None = None  # how calls and answers look as text (docs/codecs.md)
     codec_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
-    max_turns: int = 8  # times that the policy writes; in the last one nothing more is done for it
-    max_tool_calls: int = 8
+    max_turns: int | None = None  # assistant turns; what max_tool_calls takes in the codec's format if left out
+    max_tool_calls: int = 8  # in all turns together; with none left the next turn is the last, in which no tool is run
     max_turn_tokens: int | None = None  # of one turn; what is left of data.max_response_length if left out
     max_observation_tokens: int = 512  # of one answer
     observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one

@@ -50,7 +50,7 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 class Budgets:
     """What an episode may use. In the last turn that is left no tool is run: the policy has to answer."""
 
-    max_turns: int = 8  # times that the policy writes
+    max_turns: int = 9  # assistant turns
     max_tool_calls: int = 8
     max_tokens: int = 1024  # of all turns together, observations included, the prompt not
     max_prompt_tokens: int = 2048
@@ -208,7 +208,7 @@ class _Episode:
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next words, put into the ledger. The last turn pauses nowhere, but stops where its answer ends."""
+        """The policy's next words, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)

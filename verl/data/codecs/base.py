@@ -74,6 +74,14 @@ class Codec(Protocol):
     def final_stop_strings(self) -> tuple[str, ...]:
         """Where the last assistant turn stops, in which no tool is run: at what ends an answer in this format."""
 
+    @property
+    def turns_per_call(self) -> int:
+        """Assistant turns that one call costs: as many as the policy is made to pause until the call is run."""
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether one turn may hold several calls."""
+
     def parse(self, written: str) -> Parsed:
         """What the policy asks for. Calls inside its thinking are none.
 
@@ -93,6 +101,8 @@ _ASKED = (  # of every codec in an episode
     "template_tools",
     "stop_strings",
     "final_stop_strings",
+    "turns_per_call",
+    "parallel_calls",
     "parse",
     "observation",
 )

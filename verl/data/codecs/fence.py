@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Parsed
 from verl.data.codecs.inline import InlineCodec
@@ -74,8 +75,12 @@ class FenceCodec(InlineCodec):
 
 @dataclass(frozen=True)
 class ZeroTirCodec(InlineCodec):
-    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is."""
+    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is.
 
+    A call costs two turns: one up to the opening fence, one in it. Its published code counts stops the same way.
+    """
+
+    turns_per_call: ClassVar[int] = 2
     prompt_template: str | None = "zerotir"
     raw: bool = True
     limit: int = 1024

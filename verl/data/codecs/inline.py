@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.data.codecs.base import Malformed, Parsed
 from verl.data.codecs.prompt import Prompted
@@ -25,6 +26,7 @@ class InlineCodec(Prompted, ABC):
     empty: what is shown of an output without any text
     """
 
+    parallel_calls: ClassVar[bool] = False
     raw: bool = False
     tool: str = "python"
     argument: str = "code"

@@ -88,6 +88,8 @@ class Prompted:
     """
 
     place: ClassVar[str] = "{question}"
+    turns_per_call: ClassVar[int] = 1
+    parallel_calls: ClassVar[bool] = True
     prompt_template: str | None = None
 
     def __post_init__(self) -> None:
