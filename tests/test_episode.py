@@ -63,7 +63,7 @@ class AskCodec:
     def stop_strings(self, written: str) -> tuple[str, ...]:
         return ("</ask>\n", "<pause>")
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         calls = tuple(ToolCall("echo", {"text": text}) for text in CALL.findall(written))
         if calls:
             return Calls(calls)
@@ -533,3 +533,24 @@ def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: Ch
 @pytest.mark.parametrize("name", ["retool", "artist", "fence", "zerotir", "hermes", "xml", "toolrl", "llama3_json"])
 def test_the_last_turn_of_other_formats_runs_on_to_its_end(name: str) -> None:
     assert build_codec(name).final_stop_strings == ()
+
+
+def test_a_typed_call_reaches_the_tool_as_its_schema_says(chat: ChatCodec) -> None:
+    seen: list[Any] = []
+
+    @tool
+    def create(path: str, file_text: str, mode: int = 420) -> str:
+        """Writes a file."""
+        seen.append((path, file_text, mode))
+        return "written"
+
+    said = (
+        '<function=create>\n<parameter=path>\n7\n</parameter>\n<parameter=file_text>\n{"a": 1}\n</parameter>\n'
+        "<parameter=mode>\n{}\n</parameter>\n</function>"
+    )
+    envs = ToolEnvFactory([create], ToolRunner(ToolLimits()))
+    setting = Interaction(envs, Dialogue(chat, build_codec("xml"), 64), Budgets(max_tokens=4000))
+    speaker = Speaker(chat, said.replace("{}", "high"), said.replace("{}", "384"), "Done.")
+    trajectory = finished(speaker, setting)
+    assert seen == [("7", '{"a": 1}', 384)] and trajectory.num_malformed_calls == 1
+    assert "'mode' must be an integer" in trajectory.turns[0].replies[0].content

@@ -120,6 +120,7 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
+        self._tools: list[ToolSpec] = []  # that are offered
         self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
@@ -149,6 +150,7 @@ class _Episode:
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         self._context = self._dialogue.opening_ids(opening)
+        self._tools = list(opening.tools)
         self._prompt_length = len(self._context)
         if self._prompt_length > self._budgets.max_prompt_tokens:
             raise DataError(
@@ -173,7 +175,7 @@ class _Episode:
             return StopReason.LENGTH
         text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
-        parsed = self._dialogue.codec.parse(text)
+        parsed = self._dialogue.codec.parse(text, self._tools)
         paused = isinstance(parsed, GoOn) and not ended
         if last is not None:
             if paused:  # at a final stop string that is no answer yet, such as one inside a thought
@@ -254,6 +256,7 @@ class _Episode:
                 self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._answering_s - begun_s))
             raise
         self.uses += result.tool_uses
+        self._tools += result.tools
         self._score = result.score or self._score
         return result
 

@@ -82,10 +82,11 @@ class Codec(Protocol):
     def parallel_calls(self) -> bool:
         """Whether one turn may hold several calls."""
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """What the policy asks for. Calls inside its thinking are none.
 
         `written`: all of its text since the last observation, the stop string that it paused at included.
+        tools: those that are offered, for formats that write arguments without their types
         """
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
@@ -93,7 +94,7 @@ class Codec(Protocol):
         chat template puts into turns of their own, with the head of the policy's next turn."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """How a policy writes these calls; `parse` reads them back, unless a value holds what ends a call."""
+        """How a policy writes these calls; `parse` reads them back, unless a text in them ends a call or a thought."""
 
 
 _ASKED = (  # of every codec in an episode

@@ -14,7 +14,7 @@ from typing import ClassVar
 from verl.data.codecs.base import Calls, Final, GoOn, Parsed
 from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.text import find_spoken, speech_start
-from verl.types import ToolCall
+from verl.types import ToolCall, ToolSpec
 
 OPENING, CLOSING, OUTPUT = "```python", "```", "```output"
 _CLOSING_LINE = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
@@ -57,7 +57,7 @@ class FenceCodec(InlineCodec):
         """The opening of the output, which the policy writes itself."""
         return (OUTPUT,)
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """A fence closes on a line of its own; without any complete block the policy goes on."""
         if not written.rstrip().endswith(OUTPUT):
             return Final()
@@ -96,7 +96,7 @@ class ZeroTirCodec(InlineCodec):
         """At either fence; at the closing one, `stop_strings` already tells of the next."""
         return written.rstrip().endswith((OPENING, CLOSING))
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """Code that ends with what was written is run; at an opening fence the policy goes on."""
         ended = written.rstrip()
         if ended.endswith(OPENING):

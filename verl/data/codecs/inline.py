@@ -54,7 +54,7 @@ class InlineCodec(Prompted, ABC):
         """Where the policy pauses."""
 
     @abstractmethod
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """What it asks for."""
 
     @abstractmethod

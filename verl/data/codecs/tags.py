@@ -9,7 +9,7 @@ from functools import partial
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
 from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.text import find_spoken, speech_start
-from verl.types import ToolCall
+from verl.types import ToolCall, ToolSpec
 
 ANSWER, ANSWER_END = "<answer>", "</answer>"
 _FENCE, _FENCE_END = "```python", "```"
@@ -51,7 +51,7 @@ class TagsCodec(InlineCodec):
         """Both closing tags where every turn is one action; else none, so that the text runs on to its end."""
         return (self._closing, ANSWER_END) if self.must_act else ()
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """The first call outside thoughts; a pause inside a thought is none."""
         beginning = speech_start(written)
         start = find_spoken(written, self._opening, beginning)
