@@ -73,6 +73,10 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop brings its own"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
+        (
+            ("recipe=torl", "env.judge_timeout_s=3"),
+            "env.judge_timeout_s=3 has no effect: this environment does not judge",
+        ),
         ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
         ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),

@@ -195,6 +195,7 @@ class EnvConfig:
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for engine or tool is not counted
     episode_timeout_s: float = 1200.0  # of all its answers
+    judge_timeout_s: float = 300.0  # of the environment, to judge an episode that has ended
     max_concurrent_calls: int = 64  # of one tool
     train_on_observations: bool = False  # on what the environment says, too, as a model of it
     retries: int = 2  # of an episode that a broken service ended, and of a call
@@ -202,7 +203,7 @@ class EnvConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
         _at_least(0, self, "env.", "max_tool_calls", "retries")
-        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s"):
+        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s", "judge_timeout_s"):
             _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("tell", "end"), "env.on_malformed", self.on_malformed)

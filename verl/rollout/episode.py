@@ -1,7 +1,8 @@
 """One episode: the policy and an environment take turns, in tokens on this side and in messages on that.
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
-again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
+again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which. However it
+ended, an environment that judges is asked for its verdict then.
 Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
 place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
 (`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
@@ -11,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
-from verl.envs.base import Env, EnvFactory, StepResult
+from verl.envs.base import Env, EnvFactory, Judge, StepResult
 from verl.envs.clock import Clock
-from verl.errors import DataError, ServiceDownError, VerlError
+from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
@@ -57,6 +59,7 @@ class Budgets:
     max_turn_tokens: int | None = None  # that the policy writes in one turn
     turn_s: float = 300.0  # for the environment to answer one turn, or to open
     episode_s: float = 1200.0  # for all of its answers
+    judge_s: float = 300.0  # for its verdict at the end
     retries: int = 1  # of a whole episode that a broken service ended
     tell_malformed: bool = True  # whether the policy hears that a call cannot be read, or the episode ends there
 
@@ -93,6 +96,8 @@ class Interaction:
             except ServiceDownError as error:
                 problem = str(error)
                 lost += attempt.uses
+            except JudgeError as error:
+                return Fault(task.id, index, str(error), (*lost, *attempt.uses))
             except DataError as error:
                 return Fault(task.id, index, str(error), tuple(lost))
         return Fault(task.id, index, problem, tuple(lost))
@@ -107,7 +112,7 @@ class _LateError(Exception):
 
 
 class _Episode:
-    """An attempt. Raises ServiceDownError for what is nobody's fault but a service's."""
+    """An attempt. Raises ServiceDownError and JudgeError for what is nobody's fault but a service's."""
 
     def __init__(
         self, setting: Interaction, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
@@ -124,13 +129,13 @@ class _Episode:
         self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
-        self._score: Score | None = None
         self._answering_s = 0.0  # that the environment took
 
     async def run(self) -> Trajectory:
         env = self._guarded_make()
         try:
             stop_reason = await self._play(env)
+            score = await self._verdict(env)
         finally:
             await _close(env)
         return Trajectory(
@@ -138,9 +143,9 @@ class _Episode:
             self._index,
             tuple(self._turns),
             stop_reason,
-            Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
+            Outcome.SCORED if stop_reason in _SCORED or score is not None else Outcome.MODEL_FAULT,
             tuple(self.uses),
-            self._score,
+            score,
             self._num_malformed,
         )
 
@@ -257,8 +262,23 @@ class _Episode:
             raise
         self.uses += result.tool_uses
         self._tools += result.tools
-        self._score = result.score or self._score
         return result
+
+    async def _verdict(self, env: Env) -> Score | None:
+        """The environment's own score of the episode, where it judges."""
+        if not isinstance(env, Judge):
+            return None
+        limit_s = self._budgets.judge_s
+        try:
+            async with Clock(limit_s).running():
+                score = await _guarded(env.judge(), "judge")
+        except TimeoutError as error:
+            raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
+        except ServiceDownError as error:
+            raise JudgeError(str(error)) from error
+        if score is not None and not (isinstance(score, Score) and _is_finite(score)):
+            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers")
+        return score
 
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
@@ -280,6 +300,10 @@ class _Episode:
             raise
         except Exception as error:
             raise _broken("making it", error) from error
+
+
+def _is_finite(score: Score) -> bool:
+    return all(map(math.isfinite, (score.total, *score.parts.values())))
 
 
 async def _guarded(step: Awaitable[_T], doing: str) -> _T:

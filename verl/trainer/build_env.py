@@ -67,6 +67,7 @@ def build_interaction(
             max_turn_tokens=env.max_turn_tokens,
             turn_s=env.turn_timeout_s,
             episode_s=env.episode_timeout_s,
+            judge_s=env.judge_timeout_s,
             retries=env.retries,
             tell_malformed=env.on_malformed == "tell",
         ),
