@@ -696,3 +696,39 @@ def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for(chat: ChatCo
         played = asyncio.run(setting.run(Speaker(chat, *said), Sampling(1), task, 0, None))
         assert isinstance(played, Trajectory) and played.stop_reason is StopReason.LENGTH
         assert reward.score(played, task, 0) == Score(total, {"bought": total})
+
+
+@dataclass
+class Paying(Echo):
+    """Gives 0.25 for the first turn that it answers, 0.5 for the second, nothing for the others."""
+
+    async def step(self, message: Message) -> StepResult:
+        result = await super().step(message)
+        return replace(result, reward={1: 0.25, 2: 0.5}.get(self.steps))
+
+
+def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec) -> None:
+    """A pause is part of the turn that goes on after it: the environment answers, and pays, once."""
+    setting = Interaction(Paying, Dialogue(chat, AskCodec(), 16), Budgets())  # type: ignore[arg-type]
+    trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "<ask>b</ask>\n", "done"), setting)
+    assert [turn.reward for turn in trajectory.turns] == [None, 0.25, 0.5, None] and trajectory.turn_rewards == 0.75
+    group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
+    assert group.returns == (1.75,)
+    for observed in (False, True):
+        (sample,) = to_samples(group, 0, train_on_observations=observed)
+        assert [reward for _, reward in sample.turn_rewards] == [0.25, 0.5] and sample.reward == 1.0
+        until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place, _ in sample.turn_rewards]
+        assert [text.rpartition("<ask>")[2] for text in until] == ["a</ask>\n", "b</ask>\n"]
+        assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])
+def test_a_reward_of_a_turn_that_is_no_number_is_a_fault(reward: Any, chat: ChatCodec) -> None:
+    class Odd(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return replace(await super().step(message), reward=reward)
+
+    fault = play(Speaker(chat, *THREE * 2), Interaction(Odd, Dialogue(chat, AskCodec(), 16), Budgets()))  # type: ignore[arg-type]
+    assert isinstance(fault, Fault) and fault.problem == (
+        f"the environment: step gave the reward {reward!r}, not a finite number"
+    )

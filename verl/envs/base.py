@@ -30,6 +30,7 @@ class StepResult:
     done: bool = False
     tool_uses: tuple[ToolUse, ...] = ()
     tools: tuple[ToolSpec, ...] = ()  # that are there from now on, in addition
+    reward: float | None = None  # for this turn, besides what the episode is worth; not every algorithm takes it
 
 
 class Env(Protocol):

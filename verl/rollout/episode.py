@@ -262,6 +262,8 @@ class _Episode:
             raise
         self.uses += result.tool_uses
         self._tools += result.tools
+        if result.reward is not None:
+            self._turns[-1] = replace(self._turns[-1], reward=_checked(result.reward))
         return result
 
     async def _verdict(self, env: Env) -> Score | None:
@@ -300,6 +302,12 @@ class _Episode:
             raise
         except Exception as error:
             raise _broken("making it", error) from error
+
+
+def _checked(reward: float) -> float:
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number")
+    return float(reward)
 
 
 def _is_finite(score: Score) -> bool:
