@@ -45,13 +45,16 @@ def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
 
 @dataclass(frozen=True)
 class FenceCodec(InlineCodec):
-    """ToRL: at ```` ```output ```` the last complete block since the last output is run."""
+    """ToRL: at ```` ```output ```` the last complete block since the last output is run.
+
+    empty: as in its published code, which takes an output without text for one that timed out
+    """
 
     prompt_template: str | None = "torl"
     raw: bool = True
     limit: int = 256
     last_line_of_errors: bool = True
-    empty: str = "(no output)"
+    empty: str = "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """The opening of the output, which the policy writes itself."""

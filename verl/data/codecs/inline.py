@@ -87,7 +87,7 @@ class InlineCodec(Prompted, ABC):
         if not text.strip():
             return self.empty
         if self.last_line_of_errors and "Error" in text:
-            text = text.rpartition("\n")[2]
+            text = text.rstrip().rpartition("\n")[2]
         if not self.limit or len(text) < self.limit:
             return text
         return self.too_long or shorten(text, self.limit)
