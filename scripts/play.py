@@ -26,7 +26,7 @@ from rich.panel import Panel
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.data.tasks import TaskSet
-from verl.envs.base import Env, StepResult, TaskChecker
+from verl.envs.base import Env, Judge, TaskChecker
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
@@ -51,8 +51,8 @@ def read_message(line: str, tools: Iterable[str]) -> Message:
     return Message("assistant", line, (ToolCall(name, arguments),))
 
 
-async def play(env: Env) -> StepResult | None:
-    """One episode; None if the input ended before it did."""
+async def play(env: Env) -> bool:
+    """One episode. Returns whether it ended before the input did."""
     opening = await env.reset()
     tools = {spec.name: spec for spec in opening.tools}
     _show(opening.messages)
@@ -72,8 +72,8 @@ async def play(env: Env) -> StepResult | None:
             tools |= {spec.name: spec for spec in result.tools}
             _show_tools(result.tools)
         if result.done:
-            return result
-    return None
+            return True
+    return False
 
 
 def _ask() -> str | None:
@@ -98,14 +98,13 @@ def _show_tools(tools: Iterable[ToolSpec]) -> None:
         _console.print(f"[bold]{escape(spec.name)}[/]({escape(names)})  [dim]{escape(spec.description)}[/]")
 
 
-def _tell_end(end: StepResult | None) -> None:
-    if end is None:
-        _console.print("left before the end")
-    elif end.score is None:
+async def _tell_end(env: Env) -> None:
+    score = await env.judge() if isinstance(env, Judge) else None
+    if score is None:
         _console.print("the end; this environment leaves the score to a reward")
     else:
-        parts = ", ".join(f"{name} {value:g}" for name, value in end.score.parts.items())
-        _console.print(f"the end: score {end.score.total:g} ({escape(parts)})")
+        parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+        _console.print(f"the end: score {score.total:g} ({escape(parts)})")
 
 
 def _find_task(arguments: argparse.Namespace) -> Task:
@@ -125,7 +124,10 @@ async def _play(arguments: argparse.Namespace) -> None:
     await check_services([factory])
     env = factory(task)
     try:
-        _tell_end(await play(env))
+        if await play(env):
+            await _tell_end(env)
+        else:
+            _console.print("left before the end")
         await env.close()
     finally:
         await factory.close()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from verl.envs.base import Env, EnvFactory, StepResult
-from verl.types import Message, Task, ToolCall
+from verl.envs.base import Env, EnvFactory, Judge, StepResult
+from verl.types import Message, Score, Task, ToolCall
 
 
 def call(name: str, **arguments: Any) -> Message:
@@ -25,14 +25,21 @@ def say(text: str = "Done.") -> Message:
     return Message("assistant", text)
 
 
-async def play(env: Env, messages: Sequence[Message]) -> list[StepResult]:
+class Played(list[StepResult]):
+    """What the steps of an episode gave, and the environment's verdict after them, where it judges."""
+
+    score: Score | None = None
+
+
+async def play(env: Env, messages: Sequence[Message]) -> Played:
     """One episode from its opening to its close."""
     await env.reset()
-    results = [await env.step(message) for message in messages]
+    results = Played([await env.step(message) for message in messages])
+    results.score = await env.judge() if isinstance(env, Judge) else None
     await env.close()
     return results
 
 
-def run(factory: EnvFactory, task: Task, *messages: Message) -> list[StepResult]:
+def run(factory: EnvFactory, task: Task, *messages: Message) -> Played:
     """One episode of a factory's environment."""
     return asyncio.run(play(factory(task), messages))

@@ -7,25 +7,33 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.advantage import gae
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.dapo import DAPO
 from verl.algorithms.dr_grpo import DR_GRPO
 from verl.algorithms.filters import accuracy, grader_faults, length, name_of, passed, truncated, zero_variance
+from verl.algorithms.gigpo import GIGPO, gigpo
+from verl.algorithms.grpo import GRPO
 from verl.algorithms.overlong import Overlong
+from verl.algorithms.ppo import PPO
+from verl.algorithms.reinforce_pp import REINFORCE_PP
 from verl.algorithms.remax import REMAX
 from verl.data.chat import ChatCodec
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
 from verl.trainer.collection import Collection, NoSignalError
 from verl.trainer.experience import build_experience, turns_of
 from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.types import (
@@ -273,3 +281,70 @@ def test_turns_and_their_states_by_hand() -> None:
     assert first[0] == second[0] != third[0]  # one prompt, another prompt
     assert first[1] == second[2] and second[1] not in first and third[1] not in (*first, *second)
     assert turns_of([Sample((1, 2), (False, False), (0.0, 0.0), 0, 0.0)])[0].turn_L.dtype is torch.long
+
+
+def rewarded(ids: Sequence[int], reward: float, *of_turns: tuple[int, float]) -> Sample:
+    """Tokens of which the 5s are the policy's."""
+    return Sample(tuple(ids), tuple(each == 5 for each in ids), (0.0,) * len(ids), 0, reward, of_turns)
+
+
+def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:
+    """Rewards 0, 0.5, 1 and values 0.2, 0.4, 0.6 at gamma 0.5: deltas 0, 0.4, 0.4, advantages 0.3, 0.6, 0.4."""
+    algorithm = replace(PPO, advantage=partial(gae, gamma=0.5, lam=1.0), kl=KLTerm())
+    sample, values = rewarded((1, 5, 5, 7, 5), 1.0, (2, 0.5)), [torch.tensor([9.0, 0.2, 0.4, 9.0, 0.6])]
+    columns = build_experience([sample], None, algorithm, values=values).columns
+    torch.testing.assert_close(columns["returns"][0], torch.tensor([0.0, 0.5, 1.0, 0.0, 1.0]))
+    torch.testing.assert_close(
+        columns["advantages"][0], torch.tensor([0.0, -0.87287, 1.09109, 0.0, -0.21822]), atol=1e-4, rtol=0
+    )
+
+
+def test_gigpo_compares_what_turns_were_given_by_hand() -> None:
+    """R = 1.5 and 0; in the first turn, whose state both met, R_1 = 0.5 + 0.95 * 1 and 0; the second met no other."""
+    samples = [rewarded((1, 2, 5, 7, 5), 1.0, (2, 0.5)), rewarded((1, 2, 5, 8, 5), 0.0)]
+    algorithm = replace(GIGPO, advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=False), kl=KLTerm())
+    first, second = build_experience(samples, None, algorithm).columns["advantages"]
+    torch.testing.assert_close(first, torch.tensor([0.0, 0.0, 0.75 + 0.725, 0.0, 0.75]))
+    torch.testing.assert_close(second, -first)
+
+
+@pytest.mark.parametrize("algorithm", [GIGPO, PPO], ids=["gigpo", "ppo"])
+def test_the_last_turns_reward_and_the_episodes_are_paid_at_one_place(algorithm: Algorithm) -> None:
+    ids, plain = (1, 2, 5, 7, 5, 5), replace(algorithm, kl=KLTerm())
+    values = [torch.arange(6.0), torch.arange(6.0)]
+    both = [
+        build_experience([rewarded(ids, *paid), rewarded(ids, 0.0)], None, plain, values=values).columns["advantages"]
+        for paid in ((1.5,), (1.0, (5, 0.5)))
+    ]
+    assert [row.tolist() for row in both[0]] == [row.tolist() for row in both[1]]
+
+
+def with_turn_rewards(whole: TrajectoryGroup, *rewards: float | None) -> TrajectoryGroup:
+    pairs = zip(whole.trajectories, rewards, strict=True)
+    paid = tuple(replace(each, turns=(replace(each.turns[0], reward=reward),)) for each, reward in pairs)
+    return replace(whole, trajectories=paid)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, REINFORCE_PP, DR_GRPO, REMAX], ids=lambda each: each.name)
+def test_rewards_of_turns_are_refused_where_an_episode_has_one(
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(self: GroupRollout, task: Task, n: int, step: int, first_seed: int) -> TrajectoryGroup:
+        return with_turn_rewards(group([0.0, 1.0][:n], name=task.id), *[0.25, None][:n])
+
+    monkeypatch.setattr(GroupRollout, "run", run)
+    with pytest.raises(
+        ConfigError, match=rf"rewards for single turns .*, but algorithm.name={algorithm.name} takes one"
+    ):
+        asyncio.run(trainer(algorithm).rollouts.take(0))
+    assert len(asyncio.run(trainer(GIGPO).rollouts.take(0)).kept) == 2
+
+
+def test_a_group_that_differs_in_rewards_of_turns_has_a_spread() -> None:
+    equal = group([0.5, 0.5])
+    assert zero_variance(equal) == zero_variance(with_turn_rewards(equal, 0.25, 0.25)) == [False] * 2
+    differing = with_turn_rewards(equal, 0.25, None)
+    assert differing.returns == (0.75, 0.5) and zero_variance(differing) == [True] * 2
+    metrics = rollout_metrics([differing])
+    assert (metrics["reward/turns"], metrics["reward/zero_variance_groups"]) == (0.125, 0.0)
+    assert "reward/turns" not in rollout_metrics([equal]) and known("reward/turns")

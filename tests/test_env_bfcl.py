@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.episodes import call, calls, play, run, say
-from verl.envs.base import StepResult
+from tests.episodes import Played, call, calls, play, run, say
 from verl.envs.bfcl import _MODULES, MAX_STEPS, Api, BfclFactory, _documented
 from verl.envs.bfcl_tasks import CATEGORIES, FAULTY, Category, bfcl_tasks
 from verl.envs.registry import build_env_factory
@@ -31,10 +30,10 @@ def gold_messages(task: Task) -> list[Message]:
     return [message for turn in turns for message in (*(calls(*made) for made in turn), say())]
 
 
-def final_score(results: list[StepResult]) -> Score:
+def final_score(results: Played) -> Score:
     assert results[-1].done and not any(result.done for result in results[:-1])
-    assert results[-1].score is not None
-    return results[-1].score
+    assert results.score is not None
+    return results.score
 
 
 def task_of(id: str) -> Task:
@@ -114,7 +113,20 @@ def test_a_scenario_is_lost_by_calling_for_ever() -> None:
     task = bfcl_tasks("base", limit=1)[0]
     results = run(BfclFactory(), task, *[call("pwd")] * MAX_STEPS, say(), *[call("pwd")] * (MAX_STEPS + 1))
     assert [result.done for result in results] == [False] * (2 * MAX_STEPS + 1) + [True]
-    assert results[-1].score is None and results[-1].tool_uses == ()
+    assert final_score(results).parts["success"] == 0.0 and results[-1].tool_uses == ()
+
+
+def test_a_scenario_that_is_cut_off_is_judged_as_it_stands() -> None:
+    """Its turn in progress counts as ended, and no scenario is won that did not come to its last turn."""
+    task = bfcl_tasks("base", limit=1)[0]  # 3 + 2 + 1 + 4 calls; the last are to move a file and compare it
+    won = gold_messages(task)
+    assert run(BfclFactory(), task, *won[:-1]).score == run(BfclFactory(), task, *won).score  # without the last word
+    parts = run(BfclFactory(), task, *won[: len(won) - 3]).score
+    assert parts is not None and parts.parts["success"] == 0.0 and parts.parts["turns"] == 0.75
+    assert parts.parts["functions"] == 0.6
+    nothing = run(BfclFactory("artist"), task).score
+    assert nothing is not None and nothing.parts["turns"] == nothing.parts["functions"] == 0.0
+    assert nothing.total == 0.5 * nothing.parts["state"] < 0.5
 
 
 def test_withheld_functions_appear_at_their_turn_and_excluded_ones_never() -> None:

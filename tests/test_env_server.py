@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from tests.episodes import call, calls, play, say
+from tests.episodes import Played, call, calls, play, say
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.remote import Batcher, RemoteFactory
 from verl.envs.server import build_app
-from verl.envs.wire import Answer, CreateRequest, Step
+from verl.envs.wire import Answer, CreateRequest, Step, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
@@ -55,17 +55,21 @@ RESULTS = st.builds(
     st.booleans(),
     st.lists(st.builds(ToolUse, st.text(), st.sampled_from(ToolStatus), FLOATS), max_size=2).map(tuple),
     st.lists(SPECS, max_size=1).map(tuple),
-    st.none() | st.builds(Score, FLOATS, st.dictionaries(st.text(), FLOATS, max_size=2)),
 )
+SCORES = st.none() | st.builds(Score, FLOATS, st.dictionaries(st.text(), FLOATS, max_size=2))
 OBSERVATIONS = st.builds(Observation, st.lists(MESSAGES, max_size=2).map(tuple), st.lists(SPECS, max_size=2).map(tuple))
 
 
-@given(TASKS, MESSAGES, RESULTS, OBSERVATIONS)
-def test_the_wire_loses_nothing(task: Task, message: Message, result: StepResult, observation: Observation) -> None:
+@given(TASKS, MESSAGES, RESULTS, OBSERVATIONS, SCORES)
+def test_the_wire_loses_nothing(
+    task: Task, message: Message, result: StepResult, observation: Observation, score: Score | None
+) -> None:
     request = CreateRequest(task=task, count=3)
     assert CreateRequest.model_validate_json(request.model_dump_json()).task == task
     assert Step.model_validate_json(Step(episode="e", message=message).model_dump_json()).message == message
     assert Answer.model_validate_json(Answer(position=0, result=result).model_dump_json()).result == result
+    verdict = Verdict(score=score)
+    assert Answer.model_validate_json(Answer(position=0, verdict=verdict).model_dump_json()).verdict == verdict
     assert (
         Answer.model_validate_json(Answer(position=0, observation=observation).model_dump_json()).observation
         == observation
@@ -106,8 +110,9 @@ def buy(task: Task) -> list[Message]:
     return [calls(*made), call("checkout"), say()]
 
 
-def without_times(results: Sequence[StepResult]) -> list[Any]:
-    return [(r.messages, r.done, [(u.name, u.status) for u in r.tool_uses], r.tools, r.score) for r in results]
+def without_times(played: Played) -> list[Any]:
+    steps = [(r.messages, r.done, [(u.name, u.status) for u in r.tool_uses], r.tools) for r in played]
+    return [*steps, played.score]
 
 
 def test_a_remote_environment_is_like_a_local_one(shop_url: str) -> None:
@@ -120,7 +125,7 @@ def test_a_remote_environment_is_like_a_local_one(shop_url: str) -> None:
         theirs = await asyncio.gather(*(play(remote(task), messages) for task, messages in episodes))
         ours = [await play(local(task), messages) for task, messages in episodes]
         assert list(map(without_times, theirs)) == list(map(without_times, ours))
-        assert [results[-1].score.total for results in theirs if results[-1].score] == [1.0, 0.0, 0.0] * len(tasks)
+        assert [played.score.total for played in theirs if played.score] == [1.0, 0.0, 0.0] * len(tasks)
         await remote.close()
 
     asyncio.run(both())
@@ -147,7 +152,7 @@ def test_two_hundred_episodes_at_once_leave_nothing_open(shop_url: str) -> None:
         before = httpx2.get(f"{shop_url}/health", trust_env=False).json()["episodes"]
         tasks = build_tasks("shop", {"count": 25})
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in tasks for _ in range(8)))
-        assert [results[-1].score.total for results in played if results[-1].score] == [1.0] * 200
+        assert [each.score.total for each in played if each.score] == [1.0] * 200
         assert httpx2.get(f"{shop_url}/health", trust_env=False).json() == {"env": "shop", "episodes": before}
         await remote.close()
 
@@ -175,7 +180,7 @@ def test_a_group_is_one_request_of_each_kind() -> None:
         await remote.close()
 
     asyncio.run(group())
-    assert asked == [("/create", 16), ("/reset", 16), ("/step", 16), ("/close", 16)]
+    assert asked == [("/create", 16), ("/reset", 16), ("/step", 16), ("/judge", 16), ("/close", 16)]
 
 
 def test_what_is_asked_together_is_sent_together_and_faults_are_their_own() -> None:
@@ -280,7 +285,7 @@ def test_episodes_go_to_a_server_that_is_up(shop_url: str) -> None:
     async def use() -> None:
         remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
-        assert all(results[-1].score is not None and results[-1].score.total == 1.0 for results in played)
+        assert all(each.score is not None and each.score.total == 1.0 for each in played)
         await remote.close()
 
     asyncio.run(use())
@@ -321,7 +326,13 @@ class Broken(ShopEnv):
             self.close = None
         if message.content == "down":
             raise ServiceDownError("index", "not there")
+        self.broken = message.content == "no verdict"
         return await super().step(message)
+
+    async def judge(self):
+        if self.broken:
+            raise KeyError("state")
+        return await super().judge()
 """
 
 
@@ -336,6 +347,10 @@ def test_an_environment_that_breaks_is_a_fault_of_its_own_episode(tmp_path: Path
             await asyncio.gather(*(env.reset() for env in episodes))
             told = zip(episodes, ("bug", "nothing", "down", "unclosable", "Done."), strict=True)
             results = await asyncio.gather(*(env.step(say(text)) for env, text in told), return_exceptions=True)
+            assert (await episodes[4].judge()) == Score(0.0, {"bought": 0.0})
+            await episodes[4].step(say("no verdict"))
+            with pytest.raises(ServiceDownError, match="KeyError: 'state'"):
+                await episodes[4].judge()
             await asyncio.gather(*(env.close() for env in episodes))
             assert httpx2.get(f"{url}/health", trust_env=False).json()["episodes"] == 0
             with pytest.raises(ServiceDownError, match="KeyError: 'products'"):
@@ -345,9 +360,17 @@ def test_an_environment_that_breaks_is_a_fault_of_its_own_episode(tmp_path: Path
 
         bug, nothing, down, _, fine = asyncio.run(ask())
     assert isinstance(bug, ServiceDownError) and "KeyError: 'bug'" in str(bug)
-    assert isinstance(nothing, ServiceDownError) and "a result or a fault" in str(nothing)
+    assert isinstance(nothing, ServiceDownError) and "a verdict or a fault" in str(nothing)
     assert isinstance(down, ServiceDownError) and str(down) == f"index at {url}: not there"
     assert isinstance(fine, StepResult) and fine.done
+
+
+def test_an_environment_without_a_judge_gives_no_verdict() -> None:
+    made = {"task": {"id": "t", "prompt": [], "answer": "", "data_source": "x"}, "count": 1}
+    with TestClient(build_app("single_turn", build_env_factory("single_turn"), idle_s=60.0)) as client:
+        episodes = client.post("/create", json=made).json()
+        answer = client.post("/judge", json=episodes).json()
+        assert (answer["verdict"], answer["fault"]) == ({"score": None}, None)
 
 
 def test_requests_that_are_not_in_the_protocol_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from transformers import AutoTokenizer
 from scripts.make_env_tasks import to_row
 from tests.conftest import ROOT
 from tests.test_env_tau2 import small_domain, small_task
+from tests.test_episode import Speaker
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
+from verl.data.codecs.base import build_codec
 from verl.data.codecs.prompt import load_template
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
@@ -25,10 +28,12 @@ from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import shop_tasks
 from verl.envs.tau2.env import Tau2Factory
 from verl.errors import ConfigError, DataError
+from verl.rollout.engine import Sampling
 from verl.rollout.episode import Interaction
 from verl.trainer import main_generation, main_ppo
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record
+from verl.trainer.build_env import build_interaction, check_names, opening_of, prompt_record, turn_limit
+from verl.types import Message, Task, Trajectory
 
 CHAT = ("env.name=tool", "env.codec=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
@@ -68,6 +73,10 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop brings its own"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
+        (
+            ("recipe=torl", "env.judge_timeout_s=3"),
+            "env.judge_timeout_s=3 has no effect: this environment does not judge",
+        ),
         ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
         ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
@@ -202,3 +211,73 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, chat: ChatC
     spoiled = replace(tasks[0], answer='{"half": ')
     with pytest.raises(DataError, match=r"reward_model\.ground_truth"):
         prompt_ids(spoiled)
+
+
+PYTHON = """
+from verl.envs.tools.function import tool
+
+
+@tool
+def python(code: str) -> str:
+    \"\"\"Runs Python code.\"\"\"
+    return "4"
+"""
+ZEROTIR, TORL = ("So\n```python", "\nprint(4)\n```"), ("```python\nprint(4)\n```\n```output",)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 4, 20])
+@pytest.mark.parametrize(("recipe", "call"), [("zerotir", ZEROTIR), ("zerotir_ppo", ZEROTIR), ("torl", TORL)])
+def test_as_many_calls_can_be_made_as_are_allowed(
+    recipe: str, call: tuple[str, ...], calls: int, chat: ChatCodec, tmp_path: Path
+) -> None:
+    """A policy that calls whenever it can; in ZeroTIR's format each call takes two turns."""
+    (tmp_path / "tools.py").write_text(PYTHON)
+    config = load_config(
+        [f"recipe={recipe}", f"env.max_tool_calls={calls}", f"env.tools=['{tmp_path}/tools.py:python']"]
+    )
+    setting = build_interaction(config.env, config.sandbox, chat, 1000, 100_000, None)
+    assert setting is not None and setting.budgets.max_turns == calls * len(call) + 1
+    task = Task("t", (Message("user", "2+2?"),), "4", "sums")
+    played = asyncio.run(setting.run(Speaker(chat, *call * (calls + 1)), Sampling(1), task, 0, None))
+    assert isinstance(played, Trajectory) and played.num_tool_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("words", "turns"),
+    [
+        (("recipe=torl",), 2),
+        (("recipe=retool",), 9),
+        (("recipe=search_r1",), 5),
+        (("recipe=otc_grpo",), 5),
+        (("recipe=otc_ppo",), 5),
+        (("recipe=artist_math",), 9),
+        (("recipe=artist_tools",), 30),
+        (("recipe=zerotir",), 5),
+        (("recipe=zerotir_ppo",), 5),
+        (("recipe=tool_loop",), 3),
+        (("recipe=torl", "env.max_turns=7"), 7),
+        (CHAT, 9),
+        (OTHER, 16),  # turns without a call, too
+        ((*OTHER, "env.max_turns=2"), 2),  # all calls in one turn
+        ((*CHAT, "env.max_tool_calls=0", "env.max_turns=1"), 1),
+    ],
+)
+def test_turns_are_those_that_the_calls_take(words: tuple[str, ...], turns: int) -> None:
+    env = load_config(words).env
+    assert turn_limit(env, build_codec(env.codec or "", env.codec_options)) == turns
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (("recipe=zerotir", "env.max_turns=4"), 5),
+        (("recipe=zerotir", "env.max_tool_calls=20", "env.max_turns=5"), 41),
+        (("recipe=torl", "env.max_tool_calls=2", "env.max_turns=2"), 3),
+        ((*CHAT, "env.max_turns=1"), 2),
+    ],
+)
+def test_turns_in_which_the_calls_cannot_be_made_are_refused(words: tuple[str, ...], needed: int) -> None:
+    env = load_config(words).env
+    said = rf"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: .* take {needed} "
+    with pytest.raises(ConfigError, match=said):
+        check_names(env, None)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from verl.envs.tau2.tasks import tau2_tasks
 from verl.envs.tau2.users import ChatUser, ScriptedUser
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError, ServiceDownError
-from verl.types import Message, Task, ToolCall, ToolStatus
+from verl.types import Message, Score, Task, ToolCall, ToolStatus
 
 ADDRESS = {"address1": "1 A St", "address2": "", "city": "Rome", "state": "NY", "country": "USA", "zip": "10001"}
 SHIRTS = {
@@ -243,9 +244,9 @@ CANCEL = {"name": "cancel_pending_order", "arguments": {"order_id": "#W1", "reas
 
 def scores(task: Task, *messages: Message) -> dict[str, float]:
     env = Tau2Env(task, small_domain(), ScriptedUser(), max_user_turns=3)
-    end = asyncio.run(play(env, messages))[-1]
-    assert end.done and end.score is not None
-    return {"total": end.score.total, **end.score.parts}
+    played = asyncio.run(play(env, messages))
+    assert played[-1].done and played.score is not None
+    return {"total": played.score.total, **played.score.parts}
 
 
 def test_both_the_database_and_what_was_said_count() -> None:
@@ -255,6 +256,14 @@ def test_both_the_database_and_what_was_said_count() -> None:
     assert scores(task, cancel, say("It is red.")) == {"total": 0, "db": 1, "communicate": 0}
     assert scores(task, say("It is red and costs 1,020.50.")) == {"total": 0, "db": 0, "communicate": 1}
     assert scores(task, cancel, say("<think>red, 1020.50</think>Done.")) == {"total": 0, "db": 1, "communicate": 0}
+
+
+def test_a_conversation_that_is_cut_off_is_judged_as_it_stands() -> None:
+    env = partial(Tau2Env, small_task([CANCEL], ["red"]), small_domain(), ScriptedUser(), 3)
+    cancel = calls(ToolCall(**CANCEL))
+    assert asyncio.run(play(env(), [cancel])).score == Score(0.0, {"db": 1.0, "communicate": 0.0})
+    asked = asyncio.run(play(env(), [cancel, say("It is red, is it?")]))
+    assert not asked[-1].done and asked.score == Score(1.0, {"db": 1.0, "communicate": 1.0})
 
 
 def test_the_scripted_user_answers_questions_and_hangs_up_otherwise() -> None:
@@ -451,8 +460,8 @@ def test_the_gold_wins_in_the_real_data(domain: Any, idle_wins: int) -> None:
         gold = json.loads(task.answer)
         said = say(" ".join(["Done.", *gold["communicate"]]))
         acted = run(factory, task, *(call(action["name"], **action["arguments"]) for action in gold["actions"]), said)
-        assert acted[-1].score is not None and acted[-1].score.total == 1.0, task.id
-        idle = run(factory, task, said)[-1].score
+        assert acted.score is not None and acted.score.total == 1.0, task.id
+        idle = run(factory, task, said).score
         assert idle is not None
         won += idle.total == 1.0
     assert won == idle_wins  # those whose database must stay as it is

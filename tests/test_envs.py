@@ -31,8 +31,11 @@ class Echo:
         return Observation(self.task.prompt)
 
     async def step(self, message):
-        right = message.content == self.task.answer
-        return StepResult(done=True, score=Score(self.bonus * right, {"right": float(right)}))
+        self.right = message.content == self.task.answer
+        return StepResult(done=True)
+
+    async def judge(self):
+        return Score(self.bonus * self.right, {"right": float(self.right)})
 
     async def close(self):
         pass
@@ -121,8 +124,9 @@ def test_calls_are_answered_in_their_order_and_texts_stay_texts() -> None:
 
 def test_single_turn_ends_with_the_first_message() -> None:
     task = Task("t", (Message("user", "hi"),), "gold", "test")
-    (result,) = run(build_env_factory("single_turn"), task, say())
-    assert result.done and result.score is None and not result.messages
+    played = run(build_env_factory("single_turn"), task, say())
+    (result,) = played
+    assert result.done and played.score is None and not result.messages
 
 
 def test_the_shop_is_won_by_buying_what_was_asked_for() -> None:
@@ -130,12 +134,13 @@ def test_the_shop_is_won_by_buying_what_was_asked_for() -> None:
     for task in build_tasks("shop", {"count": 20}):
         wanted = json.loads(task.answer)
         buy = [ToolCall("set_quantity", {"product_id": id, "quantity": number}) for id, number in wanted.items()]
-        *_, paid, end = run(shop, task, calls(*buy), call("checkout"), say())
+        played = run(shop, task, calls(*buy), call("checkout"), say())
+        *_, paid, end = played
         bill = sum(task.extra["products"][id]["price"] * number for id, number in wanted.items())
         assert json.loads(paid.messages[0].content) == {"paid": bill}
-        assert end.done and end.score is not None and end.score.total == 1.0
+        assert end.done and played.score is not None and played.score.total == 1.0
         for spoiled in ([say()], [calls(*buy), say()], [calls(*buy[1:]), call("checkout"), say()]):
-            lost = run(shop, task, *spoiled)[-1].score
+            lost = run(shop, task, *spoiled).score
             assert lost is not None and lost.total == 0.0
 
 
@@ -151,8 +156,8 @@ def test_a_class_in_a_file_is_an_environment(tmp_path: Path) -> None:
     file = tmp_path / "own_env.py"
     file.write_text(OWN)
     task = Task("t", (Message("user", "say so"),), "so", "test")
-    (result,) = run(build_env_factory(f"{file}:Echo", {"bonus": 2.0}), task, say("so"))
-    assert result.score is not None and result.score.total == 2.0
+    played = run(build_env_factory(f"{file}:Echo", {"bonus": 2.0}), task, say("so"))
+    assert played.score is not None and played.score.total == 2.0
     with pytest.raises(ConfigError, match="has no option 'malus'; its options are bonus"):
         build_env_factory(f"{file}:Echo", {"malus": 1})
     with pytest.raises(ConfigError, match="must be a class with `reset`, `step`"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
+from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed, build_codec
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
+from verl.envs.registry import ClassFactory
+from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.function import tool
 from verl.envs.tools.runner import ToolLimits, ToolRunner
@@ -43,6 +46,8 @@ from verl.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.search_r1 import SearchR1Reward
 
 TASK = Task("t#0", (Message("user", "What is 1+1?"),), "2", "sums")
 CALL = re.compile(r"<ask>(.*?)</ask>", re.DOTALL)
@@ -52,6 +57,9 @@ class AskCodec:
     """<ask>..</ask> is a call (several may follow one another), <pause> a pause, <ask> alone is malformed."""
 
     template_tools = False
+    final_stop_strings = ()
+    turns_per_call = 1
+    parallel_calls = True
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         return messages[-1].content + "\n"
@@ -59,7 +67,7 @@ class AskCodec:
     def stop_strings(self, written: str) -> tuple[str, ...]:
         return ("</ask>\n", "<pause>")
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         calls = tuple(ToolCall("echo", {"text": text}) for text in CALL.findall(written))
         if calls:
             return Calls(calls)
@@ -88,10 +96,13 @@ class Echo:
         if self.on_step is not None:
             await self.on_step(self.steps)
         if not message.tool_calls:
-            return StepResult(done=True, score=Score(1.0, {}))
+            return StepResult(done=True)
         uses = tuple(ToolUse("echo", ToolStatus.SUCCESS, 0.0) for _ in message.tool_calls)
         answers = tuple(Message("tool", call.arguments["text"], tool="echo") for call in message.tool_calls)
         return StepResult(answers, tool_uses=uses)
+
+    async def judge(self) -> Score:
+        return Score(1.0, {})
 
     async def close(self) -> None:
         self.closed.append(self.task)
@@ -129,8 +140,10 @@ class Speaker:
         turn = len(self.asked)
         self.asked.append((tuple(prompt_ids), sampling))
         text = self.texts[turn]
-        ends = any(stop in text for stop in sampling.stop_strings)
-        ids = (*self.chat.reply_ids(text)[0], *(() if ends else (self.chat.end_token_id,)))
+        ids = (*self.chat.reply_ids(text)[0], self.chat.end_token_id)
+        beginnings = ((count, self.chat.tokenizer.decode(ids[:count])) for count in range(1, len(ids)))
+        stopped = (count for count, said in beginnings if any(stop in said for stop in sampling.stop_strings))
+        ids = ids[: next(stopped, len(ids))]
         cut = ids[: sampling.max_tokens]
         reason = FinishReason.LENGTH if len(cut) < len(ids) else FinishReason.STOP
         done = Completion(cut, tuple(-0.1 * (turn + 1) for _ in cut), reason, weight_version=turn)
@@ -238,7 +251,7 @@ def test_tokens_are_never_more_than_allowed(chat: ChatCodec, max_tokens: int) ->
     used = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
     used += sum(len(turn.context_ids) for turn in trajectory.turns[1:])
     assert used <= max_tokens
-    assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.LENGTH, Outcome.MODEL_FAULT)
+    assert trajectory.stop_reason is StopReason.LENGTH
 
 
 def test_one_turn_can_have_a_limit_of_its_own(chat: ChatCodec) -> None:
@@ -356,7 +369,7 @@ def test_a_hung_environment_runs_into_its_limits(chat: ChatCodec) -> None:
     for name, reason in (("turn_s", StopReason.TURN_TIMEOUT), ("episode_s", StopReason.EPISODE_TIMEOUT)):
         envs = Echoes(second)
         trajectory = finished(Speaker(chat, *THREE), interaction(chat, envs, **{name: 0.5}))
-        assert (trajectory.stop_reason, trajectory.outcome) == (reason, Outcome.MODEL_FAULT)
+        assert trajectory.stop_reason is reason
         assert envs.closed == [TASK]
         # the calls that were never answered are in the ledger: they are to blame, and not those before them
         assert [len(turn.message.tool_calls) for turn in trajectory.turns] == [1, 2]
@@ -476,3 +489,246 @@ def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatCodec) -> Non
 
     setting = Interaction(Echoes(), Dialogue(chat, Refusing(), 16), Budgets())
     assert play(Speaker(chat), setting) == Fault("t#0", 0, "no such role")
+
+
+PASSAGE = "Paris is the capital."
+TAIL = "<answer>Paris</answer> tail <answer>Rome</answer>"
+
+
+@tool
+def search(query: str) -> str:
+    """Finds passages."""
+    return PASSAGE
+
+
+def searched(chat: ChatCodec, name: str, *texts: str, max_tool_calls: int = 1) -> Trajectory:
+    """An episode of Search-R1's format or one like it, whose turns are just enough for its calls."""
+    setting = Interaction(
+        ToolEnvFactory([search], ToolRunner(ToolLimits())),
+        Dialogue(chat, build_codec(name), 64),
+        Budgets(max_turns=max_tool_calls + 1, max_tool_calls=max_tool_calls, max_tokens=4000),
+    )
+    return finished(Speaker(chat, *texts), setting)
+
+
+@pytest.mark.parametrize("name", ["search_r1", "otc_search"])
+def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, name: str) -> None:
+    reward, task = SearchR1Reward(), replace(TASK, answer='["Paris"]')
+    first = searched(chat, name, TAIL)
+    last = searched(chat, name, "<search>capital</search>", TAIL)
+    assert [use.name for use in last.tool_uses] == ["search"] and first.tool_uses == ()
+    for trajectory in (first, last):
+        assert trajectory.stop_reason is StopReason.STOP
+        assert trajectory.turns[-1].message.content == "<answer>Paris</answer>"  # the tail is neither read nor trained
+        assert reward.score(trajectory, task, 0).total == 1.0
+
+
+def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatCodec) -> None:
+    trajectory = searched(chat, "search_r1", "<search>a</search>", f"<search>b</search>{PASSAGE}{TAIL}")
+    assert trajectory.turns[-1].message.content == "<search>b</search>"
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 1)
+
+
+def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: ChatCodec) -> None:
+    texts = "<think>between <answer> and </answer>", " it goes</think>"
+    for before in ((), ("<search>a</search>",)):
+        trajectory = searched(chat, "search_r1", *before, texts[0], texts[1] + TAIL)
+        assert trajectory.reply.endswith("</think><answer>Paris</answer>")
+        assert trajectory.stop_reason is StopReason.STOP
+
+
+@pytest.mark.parametrize("name", ["retool", "artist", "fence", "zerotir", "hermes", "xml", "toolrl", "llama3_json"])
+def test_the_last_turn_of_other_formats_runs_on_to_its_end(name: str) -> None:
+    assert build_codec(name).final_stop_strings == ()
+
+
+def test_a_typed_call_reaches_the_tool_as_its_schema_says(chat: ChatCodec) -> None:
+    seen: list[Any] = []
+
+    @tool
+    def create(path: str, file_text: str, mode: int = 420) -> str:
+        """Writes a file."""
+        seen.append((path, file_text, mode))
+        return "written"
+
+    said = (
+        '<function=create>\n<parameter=path>\n7\n</parameter>\n<parameter=file_text>\n{"a": 1}\n</parameter>\n'
+        "<parameter=mode>\n{}\n</parameter>\n</function>"
+    )
+    envs = ToolEnvFactory([create], ToolRunner(ToolLimits()))
+    setting = Interaction(envs, Dialogue(chat, build_codec("xml"), 64), Budgets(max_tokens=4000))
+    speaker = Speaker(chat, said.replace("{}", "high"), said.replace("{}", "384"), "Done.")
+    trajectory = finished(speaker, setting)
+    assert seen == [("7", '{"a": 1}', 384)] and trajectory.num_malformed_calls == 1
+    assert "'mode' must be an integer" in trajectory.turns[0].replies[0].content
+
+
+@dataclass
+class Watched(Echo):
+    """Judges by the number of steps that it has answered, and notes what it is asked."""
+
+    asked: list[str] = field(default_factory=list)
+
+    async def step(self, message: Message) -> StepResult:
+        self.asked.append("step")
+        return await super().step(message)
+
+    async def judge(self) -> Score:
+        self.asked.append("judge")
+        return Score(float(self.steps), {"steps": float(self.steps)})
+
+    async def close(self) -> None:
+        self.asked.append("close")
+
+
+async def _late(number: int) -> None:
+    if number == 2:
+        await _forever()
+
+
+@pytest.mark.parametrize(
+    ("budgets", "texts", "reason", "steps"),
+    [
+        ({}, THREE, StopReason.STOP, 4),
+        ({"max_turns": 2}, THREE, StopReason.MAX_TURNS, 2),
+        ({"max_tool_calls": 1}, THREE, StopReason.MAX_TOOL_CALLS, 2),
+        ({"max_tokens": 3}, THREE, StopReason.LENGTH, 0),
+        ({"max_turn_tokens": 20}, ("<ask>a</ask>\n", "I will go on and on " * 9), StopReason.LENGTH, 1),
+        ({"max_tokens": 30}, ("<ask>a b c d e f g</ask>\n",), StopReason.LENGTH, 1),
+        ({"tell_malformed": False}, ("<ask>a</ask>\n", "<ask>oh"), StopReason.MALFORMED, 2),
+        ({"turn_s": 0.1}, THREE, StopReason.TURN_TIMEOUT, 2),
+        ({"episode_s": 0.1}, THREE, StopReason.EPISODE_TIMEOUT, 2),
+    ],
+)
+def test_an_environment_judges_once_however_the_episode_ends(
+    budgets: dict[str, Any], texts: Sequence[str], reason: StopReason, steps: int, chat: ChatCodec
+) -> None:
+    made: list[Watched] = []
+
+    def envs(task: Task) -> Watched:
+        made.append(Watched(task, _late if "turn_s" in budgets or "episode_s" in budgets else None))
+        return made[-1]
+
+    setting = Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets(**budgets))  # type: ignore[arg-type]
+    trajectory = finished(Speaker(chat, *texts), setting)
+    assert (trajectory.stop_reason, trajectory.outcome) == (reason, Outcome.SCORED)
+    assert trajectory.score == Score(float(steps), {"steps": float(steps)})
+    assert [each.asked for each in made] == [["step"] * steps + ["judge", "close"]]
+
+
+def test_without_a_judge_the_episode_is_left_to_a_reward(chat: ChatCodec) -> None:
+    class Undecided(Echo):
+        async def judge(self) -> None:  # type: ignore[override]
+            return None
+
+    for env in (Undecided, ToolEnvFactory([search], ToolRunner(ToolLimits()))):
+        setting = Interaction(env, Dialogue(chat, AskCodec(), 16), Budgets(max_tokens=3))  # type: ignore[arg-type]
+        trajectory = finished(Speaker(chat, *THREE), setting)
+        assert (trajectory.outcome, trajectory.score) == (Outcome.MODEL_FAULT, None)
+
+
+async def _raises() -> Score:
+    raise KeyError("state")
+
+
+async def _is_down() -> Score:
+    raise ServiceDownError("tests", "do not answer")
+
+
+async def _hangs() -> Score:
+    await _forever()
+    raise AssertionError
+
+
+async def _is_no_number() -> Score:
+    return Score(math.nan, {})
+
+
+async def _is_no_score() -> Any:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "problem"),
+    [
+        (_raises, "the environment: judge raised KeyError: 'state'"),
+        (_is_down, "tests: do not answer"),
+        (_hangs, "the environment: did not judge within env.judge_timeout_s=0.1"),
+        (_is_no_number, "the environment: judge gave Score(total=nan, parts={}), not a Score of finite numbers"),
+        (_is_no_score, "the environment: judge gave 1.0, not a Score of finite numbers"),
+    ],
+)
+def test_a_verdict_that_fails_is_a_fault_and_no_zero(judge: Callable[[], Any], problem: str, chat: ChatCodec) -> None:
+    class Failing(Echo):
+        async def judge(self) -> Score:
+            return await judge()  # type: ignore[no-any-return]
+
+    engine = Speaker(chat, *THREE)
+    setting = Interaction(Failing, Dialogue(chat, AskCodec(), 16), Budgets(judge_s=0.1))  # type: ignore[arg-type]
+    fault = play(engine, setting)
+    assert isinstance(fault, Fault) and fault.problem == problem
+    assert len(engine.asked) == 4  # it is not played again
+    assert [use.status for use in fault.lost_uses] == [ToolStatus.SUCCESS] * 4
+
+
+def test_an_episode_that_a_service_ended_is_not_judged(chat: ChatCodec) -> None:
+    made: list[Watched] = []
+
+    def envs(task: Task) -> Watched:
+        made.append(Watched(task, failing(1, ServiceDownError("search", "gone")) if not made else None))
+        return made[-1]
+
+    setting = Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets())  # type: ignore[arg-type]
+    finished(Speaker(chat, *THREE[:2], *THREE), setting)
+    assert [each.asked[-2:] for each in made] == [["step", "close"], ["judge", "close"]]
+
+
+def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for(chat: ChatCodec) -> None:
+    """The shop: everything is bought and paid when the tokens run out."""
+    (task,) = shop_tasks(1)
+    codec = build_codec("hermes")
+    wanted = [ToolCall("set_quantity", {"product_id": id, "quantity": n}) for id, n in json.loads(task.answer).items()]
+    texts = (codec.render(wanted), codec.render([ToolCall("checkout", {})]), "So I have bought it. " * 99)
+    budgets = Budgets(max_turn_tokens=200, max_tokens=4000)
+    setting = Interaction(ClassFactory(ShopEnv), Dialogue(chat, codec, 64), budgets)
+    reward = build_reward("env")
+    for said, total in ((texts, 1.0), ((texts[0], texts[2]), 0.0)):
+        played = asyncio.run(setting.run(Speaker(chat, *said), Sampling(1), task, 0, None))
+        assert isinstance(played, Trajectory) and played.stop_reason is StopReason.LENGTH
+        assert reward.score(played, task, 0) == Score(total, {"bought": total})
+
+
+@dataclass
+class Paying(Echo):
+    """Gives 0.25 for the first turn that it answers, 0.5 for the second, nothing for the others."""
+
+    async def step(self, message: Message) -> StepResult:
+        result = await super().step(message)
+        return replace(result, reward={1: 0.25, 2: 0.5}.get(self.steps))
+
+
+def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec) -> None:
+    """A pause is part of the turn that goes on after it: the environment answers, and pays, once."""
+    setting = Interaction(Paying, Dialogue(chat, AskCodec(), 16), Budgets())  # type: ignore[arg-type]
+    trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "<ask>b</ask>\n", "done"), setting)
+    assert [turn.reward for turn in trajectory.turns] == [None, 0.25, 0.5, None] and trajectory.turn_rewards == 0.75
+    group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
+    assert group.returns == (1.75,)
+    for observed in (False, True):
+        (sample,) = to_samples(group, 0, train_on_observations=observed)
+        assert [reward for _, reward in sample.turn_rewards] == [0.25, 0.5] and sample.reward == 1.0
+        until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place, _ in sample.turn_rewards]
+        assert [text.rpartition("<ask>")[2] for text in until] == ["a</ask>\n", "b</ask>\n"]
+        assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])
+def test_a_reward_of_a_turn_that_is_no_number_is_a_fault(reward: Any, chat: ChatCodec) -> None:
+    class Odd(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return replace(await super().step(message), reward=reward)
+
+    fault = play(Speaker(chat, *THREE * 2), Interaction(Odd, Dialogue(chat, AskCodec(), 16), Budgets()))  # type: ignore[arg-type]
+    assert isinstance(fault, Fault) and fault.problem == (
+        f"the environment: step gave the reward {reward!r}, not a finite number"
+    )

@@ -10,11 +10,11 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, scores
-from verl.data.codecs.base import build_codec
+from verl.data.codecs.base import Malformed, build_codec
 from verl.errors import ConfigError, DataError
 from verl.evaluation.api_bank import api_bank
 from verl.evaluation.base import Setting
-from verl.types import Message, Task, ToolCall
+from verl.types import Message, Task, ToolCall, ToolSpec
 
 GOLD = {"name": "Add", "parameters": {"a": "1", "b": ["x"]}}
 SYSTEM = """Be helpful.
@@ -72,8 +72,25 @@ def test_the_gold_call_is_right_under_other_handlers(codec: str) -> None:
     folder = real_data("toolrl", "benchmarks", "apibank_level-1.json").parent
     for level in api_bank(Setting(folder, codec=codec)).categories:
         few = level.tasks()[:8]
-        assert all(score.total == 1.0 for score in scores(level, codec, lambda task: [gold_reply(codec, task)], few))
+        found = scores(level, codec, lambda task: [gold_reply(codec, task)], few)
+        assert [score.total for score in found] == [float(can_be_written(codec, task)) for task in few]
         assert not any(score.total for score in scores(level, codec, lambda _: ["I cannot."], few))
+
+
+def can_be_written(codec: str, task: Task) -> bool:
+    tools = [ToolSpec(**told) for told in task.extra["tools"]]
+    return not isinstance(build_codec(codec).parse(gold_reply(codec, task), tools), Malformed)
+
+
+def test_golds_whose_types_their_tools_forbid_are_as_many_as_the_note_says() -> None:
+    """The format without types has the tool's: "4" for an integer is 4, and a list with Python's quotes is none."""
+    folder = real_data("toolrl", "benchmarks", "apibank_level-1.json").parent
+    found = api_bank(Setting(folder, codec="xml"))
+    tasks = [task for level in found.categories for task in level.tasks()]
+    forbidden = sum(not can_be_written("xml", task) for task in tasks)
+    assert any(f"{forbidden} golds with a value" in note for note in found.notes)
+    (likes,) = (json.loads(task.answer) for task in tasks if task.id.endswith("level-3.json#68"))
+    assert likes == {"name": "LikeCount", "parameters": {"post_id": 4}}
 
 
 def test_toolrl_reads_the_rows_own_words_and_others_the_dialogue(tmp_path: Path) -> None:

@@ -87,13 +87,18 @@ def test_python_is_run_and_the_last_message_answers(tmp_path: Path, codec: str) 
     assert (episode.num_tool_calls, group.scores[0].total) == (1, 1.0)
 
 
-def test_calls_are_as_many_as_the_setting_says(tmp_path: Path) -> None:
-    setting = small(tmp_path)
-    code = build_codec("hermes").render([ToolCall("python", {"code": "print(6 * 7)"})])
-    for told, calls in ((None, 4), (1, 1)):
-        one = category(math(replace(setting, max_tool_calls=told)), "math/aime24_python")
-        (group,) = groups(one, "hermes", lambda _, calls=calls: [*[code] * calls, r"\boxed{42}"])
-        assert (group.trajectories[0].num_tool_calls, group.scores[0].total) == (calls, 1.0)
+HERMES = (build_codec("hermes").render([ToolCall("python", {"code": "print(6 * 7)"})]),)
+ZEROTIR = ("So\n```python", "\nprint(6 * 7)\n```")  # a call takes two turns
+
+
+@pytest.mark.parametrize(("told", "calls"), [(None, 4), (1, 1), (0, 0)])
+@pytest.mark.parametrize(("codec", "call"), [("hermes", HERMES), ("zerotir", ZEROTIR)])
+def test_calls_are_as_many_as_the_setting_says(
+    codec: str, call: tuple[str, ...], told: int | None, calls: int, tmp_path: Path
+) -> None:
+    one = category(math(replace(small(tmp_path), max_tool_calls=told)), "math/aime24_python")
+    (group,) = groups(one, codec, lambda _: [*call * calls, r"\boxed{42}"])
+    assert (group.trajectories[0].num_tool_calls, group.scores[0].total) == (calls, 1.0)
 
 
 @pytest.mark.parametrize("piece", [r"\boxed{", "{", "}", "$", "%", r"\boxed{1}", " "])

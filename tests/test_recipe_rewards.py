@@ -387,9 +387,9 @@ def test_artist_tools_takes_the_environments_word() -> None:
     judged = Score(0.0, {"state": 0.5, "functions": 0.25})
     told = episode(FIVE, "<think>t</think> f()", "no thought", score=judged)
     assert total("artist_tools", told) == 0.5 * 0.5 + 0.5 * 0.25 + 0.5 * 0.5
-    assert total("artist_tools", replace(told, score=None)) == 0.25  # it ended before it was judged
-    with pytest.raises(ConfigError, match="environment whose score has parts"):
-        total("artist_tools", replace(told, score=Score(1.0, {})))
+    for score in (None, Score(1.0, {})):
+        with pytest.raises(ConfigError, match="environment whose score has parts"):
+            total("artist_tools", replace(told, score=score))
 
 
 MATH_GOLDS = ["5", r"\frac{1}{2}", "1,2", r"\text{Evelyn}", r"(-\infty, 3]"]

@@ -194,19 +194,23 @@ def test_no_byte_of_a_record_is_lost_in_silence(plain_run: Path, tmp_path: Path)
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "step-000001.npz", header=np.array(json.dumps({"format": 0})))
-    with pytest.raises(DataError, match="is of an unknown format; expected format 1"):
+    with pytest.raises(DataError, match="is of an unknown format; expected format 2"):
         read_record(tmp_path / "step-000001.npz")
 
 
 numbers = st.floats(allow_nan=False, width=64)
 tokens = st.tuples(st.integers(0, 200_000), st.booleans(), numbers | st.just(math.nan))
-rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers, st.none() | numbers), min_size=1, max_size=5)
+of_turns = st.lists(st.tuples(st.integers(0, 9), numbers), max_size=2).map(tuple)
+rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers, of_turns, st.none() | numbers), min_size=1, max_size=5)
 
 
 @settings(deadline=None)
 @given(rows, st.none() | numbers)
-def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, float | None]], kl: float | None) -> None:
-    samples = [Sample(*zip(*each, strict=True), number, reward) for number, (each, reward, _) in enumerate(rows)]
+def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, Any, float | None]], kl: float) -> None:
+    samples = [
+        Sample(*zip(*each, strict=True), number, reward, of_turns)
+        for number, (each, reward, of_turns, _) in enumerate(rows)
+    ]
     lesson = Lesson(samples, [baseline for *_, baseline in rows], kl)
     record = Record(7, lesson, {"actor/loss": 0.1, "actor/lr": math.inf}, {"a.b": [1]}, {"code": "x"})
     with TemporaryDirectory() as folder:

@@ -92,7 +92,8 @@ def test_a_reward_that_cannot_be_made_is_heard_at_once(file: Path) -> None:
 def test_an_environments_own_verdict_is_a_reward() -> None:
     task = Task("t#0", (Message("user", "go"),), "", "shop")
     judged = Trajectory(task, 0, (), StopReason.STOP, Outcome.SCORED, score=Score(0.5, {"state": 0.5}))
-    unfinished = Trajectory(task, 0, (), StopReason.LENGTH, Outcome.MODEL_FAULT)
+    never_judged = Trajectory(task, 0, (), StopReason.LENGTH, Outcome.MODEL_FAULT)
     reward = build_reward("env")
     assert reward.score(judged, task, 0) == Score(0.5, {"state": 0.5})
-    assert reward.score(unfinished, task, 0) == Score(0.0, {"unfinished": 1.0})
+    with pytest.raises(ConfigError, match="needs an environment that judges"):
+        reward.score(never_judged, task, 0)

@@ -220,6 +220,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "stop_reason": "stop",
         "outcome": "scored",
         "num_tokens": 3,
+        "turn_rewards": [None, None],
         "tool_uses": [{"name": "calculator", "status": "success", "seconds": 0.25}],
     }
 

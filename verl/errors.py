@@ -71,3 +71,10 @@ class ServiceDownError(VerlError):
 
     def __str__(self) -> str:
         return f"{self.service}: {self.problem}"
+
+
+class JudgeError(VerlError):
+    """An environment could not judge an episode, or not in time. It is never the policy's fault.
+
+    The episode is not played again: those that cannot be judged would be replaced by others that can.
+    """

@@ -95,6 +95,7 @@ class Turn:
     completion: Completion
     message: Message
     replies: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
+    reward: float | None = None  # of the environment for this turn, where it gives any
 
 
 class StopReason(StrEnum):
@@ -164,6 +165,11 @@ class Trajectory:
         return len(self.tool_uses)
 
     @property
+    def turn_rewards(self) -> float:
+        """The sum of what the environment gave for single turns."""
+        return sum(turn.reward for turn in self.turns if turn.reward is not None)
+
+    @property
     def reply(self) -> str:
         """The text of the policy's last turn; empty when it wrote nothing."""
         return self.turns[-1].message.content if self.turns else ""
@@ -184,6 +190,12 @@ class TrajectoryGroup:
     lost_uses: tuple[ToolUse, ...] = ()  # of attempts that a broken service ended, of the missing rollouts, too
     baseline: float | None = None  # the reward of a greedy rollout beside them, where the algorithm asks for one
 
+    @property
+    def returns(self) -> tuple[float, ...]:
+        """[G] rewards and what was given for single turns, together."""
+        pairs = zip(self.rewards, self.trajectories, strict=True)
+        return tuple(reward + trajectory.turn_rewards for reward, trajectory in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -193,4 +205,5 @@ class Sample:
     action_mask: tuple[bool, ...]  # [L] True where the policy sampled the token
     rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where the mask is False, NaN where another wrote
     group: int  # samples of one prompt share it
-    reward: float
+    reward: float  # of the episode, paid at the last trained token
+    turn_rewards: tuple[tuple[int, float], ...] = ()  # (last token of a turn, reward for that turn), in addition

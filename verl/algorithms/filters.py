@@ -1,6 +1,7 @@
 """Which rollouts are trained on. A filter looks at one group and says of each of its rollouts whether it stays.
 
-Filters see rewards as they are after shaping within the group, before any penalty for length. Rollouts are dropped
+Filters see rewards as they are after shaping within the group, before any penalty for length; `zero_variance` with what
+an environment gave for single turns. Rollouts are dropped
 before advantages are estimated: those that stay are compared with one another alone.
 """
 
@@ -22,7 +23,7 @@ def zero_variance(group: TrajectoryGroup, least_spread: float = 1e-6) -> list[bo
 
     Told by the spread and not by a mean of 0 or 1, which would let graded rewards without a difference through.
     """
-    return _all_or_none(group, max(group.rewards) - min(group.rewards) > least_spread)
+    return _all_or_none(group, max(group.returns) - min(group.returns) > least_spread)
 
 
 def accuracy(

@@ -3,9 +3,10 @@
     A = A_episode + w * A_turn
     A_episode = (R - mean(group)) / (std(group) + 1e-6)
     A_turn = the same of R_t among all turns of the group's episodes that answered the same observation
-    R_t = sum of gamma^(j - t) r_j over turns j >= t
+    R = sum of r_j over all turns;  R_t = sum of gamma^(j - t) r_j over turns j >= t
     loss = mean over tokens of [clip(A, p / p_old) + 0.01 * k3(p, p_ref)]
 
+r_j is what the environment gives for turn j (`StepResult.reward`); the last turn's has the episode's reward, too.
 Its authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor
 (`algorithm.options.divide_by_std`). A state is the text that was put before the policy since it last wrote: the first
 turns of a group share theirs. A turn whose state nobody else met has no A_turn. Their prompts are made anew for each
@@ -55,4 +56,5 @@ GIGPO = Algorithm(
     aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.LOSS, "k3", 0.01),
     needs_turns=True,
+    takes_turn_rewards=True,
 )

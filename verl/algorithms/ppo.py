@@ -3,6 +3,7 @@
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}, whitened over the batch
     loss = mean over tokens of clip(A, p / p_old);  the critic learns A_t + V_t
 
+r_t is the episode's reward on its last token, and an environment's reward for a turn on that turn's last token.
 ToolRL takes gamma = lam = 1, k1 in the reward at 0.001 and an entropy bonus of 0.001. Peers differ in what lies
 between turns: OpenRLHF sets the values of tool tokens to 0 and lets GAE run through them; here, as in veRL, they do
 not exist.
@@ -24,5 +25,6 @@ PPO = Algorithm(
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
     entropy_coefficient=0.001,
     needs_critic=True,
+    takes_turn_rewards=True,
     compares_replies=False,
 )

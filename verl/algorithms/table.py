@@ -38,6 +38,10 @@ A key that the preset has no use for is an error. Filters (`verl/algorithms/filt
 `grader_faults`, `length`, `truncated`, or `file.py:function` of yours. Your own algorithm is a file with an
 `Algorithm` in it: `algorithm.name=mine.py:MINE`.
 
+Rewards for single turns (`StepResult.reward` of an environment) are added to the episode's: each is paid at the last
+token of its turn, the episode's at the last of all. `ppo` and `gigpo` tell them apart; with any other algorithm they
+are an error (`Algorithm.takes_turn_rewards` of your own).
+
 Losses are sums over trained tokens whose weights are made once for a whole mini-batch: how it is cut into packs and
 dealt to ranks changes nothing. Below, p is the policy, p_old the policy before the step's updates, p_ref the
 reference, r a reply's reward, clip(A, x) = max(-A x, -A * (x held within 1 - low and 1 + high)), and stop() lets no

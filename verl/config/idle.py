@@ -54,6 +54,7 @@ _OF_EPISODES = (
         Rule(key, lambda c: c.env.name != "tool", "it is for the tools of env.name=tool")
         for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
     ),
+    Rule("env.judge_timeout_s", lambda c: c.env.name in ("single_turn", "tool"), "this environment does not judge"),
     Rule("sandbox", lambda c: not c.env.several_turns, _ONE_REPLY),
     *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
 )

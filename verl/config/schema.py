@@ -253,8 +253,8 @@ class EnvConfig:
     codec: str | None = None  # how calls and answers look as text (docs/codecs.md)
     codec_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
-    max_turns: int = 8  # times that the policy writes; in the last one nothing more is done for it
-    max_tool_calls: int = 8
+    max_turns: int | None = None  # assistant turns; what max_tool_calls takes in the codec's format if left out
+    max_tool_calls: int = 8  # in all turns together; with none left the next turn is the last, in which no tool is run
     max_turn_tokens: int | None = None  # of one turn; what is left of data.max_response_length if left out
     max_observation_tokens: int = 512  # of one answer
     observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one
@@ -262,6 +262,7 @@ class EnvConfig:
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for engine or tool is not counted
     episode_timeout_s: float = 1200.0  # of all its answers
+    judge_timeout_s: float = 300.0  # of the environment, to judge an episode that has ended
     max_concurrent_calls: int = 64  # of one tool
     train_on_observations: bool = False  # on what the environment says, too, as a model of it
     retries: int = 2  # of an episode that a broken service ended, and of a call
@@ -269,7 +270,7 @@ class EnvConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
         _at_least(0, self, "env.", "max_tool_calls", "retries")
-        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s"):
+        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s", "judge_timeout_s"):
             _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("tell", "end"), "env.on_malformed", self.on_malformed)

@@ -22,20 +22,23 @@ def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: boo
 def of_turns(
     turns: Sequence[Turn], group_id: int = 0, reward: float = 0.0, train_on_observations: bool = False
 ) -> Sample:
-    """The tokens of all turns in order; those of the completions are the trained ones.
+    """The tokens of all turns in order; those of the completions are the trained ones. `reward` is the episode's.
 
     With `train_on_observations` those that the environment put in between are, too; the prompt never is.
     """
     token_ids: list[int] = []
     action_mask: list[bool] = []
     logprobs: list[float] = []
+    turn_rewards: list[tuple[int, float]] = []
     for number, turn in enumerate(turns):
         context, written = turn.context_ids, turn.completion.token_ids
         observed = train_on_observations and number > 0
         token_ids += [*context, *written]
         action_mask += [observed] * len(context) + [True] * len(written)
         logprobs += [*[_UNKNOWN if observed else 0.0] * len(context), *turn.completion.logprobs]
-    return Sample(tuple(token_ids), tuple(action_mask), tuple(logprobs), group_id, reward)
+        if turn.reward is not None:
+            turn_rewards.append((len(token_ids) - 1, turn.reward))
+    return Sample(tuple(token_ids), tuple(action_mask), tuple(logprobs), group_id, reward, tuple(turn_rewards))
 
 
 def to_sample(prompt_ids: tuple[int, ...], completion: Completion, group_id: int = 0, reward: float = 0.0) -> Sample:

@@ -1,8 +1,9 @@
 """What an environment is: messages in, messages out. Tokens, masks, templates, time limits and budgets are not its own.
 
 A new environment is one file with one class: made for a task, `reset` says how the episode opens, `step` answers what
-the policy said. An environment never raises for what a policy does; verl.errors.ServiceDownError tells that something
-it needs is broken, and ends the episode as an infrastructure fault.
+the policy said, and `judge`, where the environment scores its own state, is asked once at the end. An environment
+never raises for what a policy does; verl.errors.ServiceDownError tells that something it needs is broken, and ends the
+episode as an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StepResult:
     done: bool = False
     tool_uses: tuple[ToolUse, ...] = ()
     tools: tuple[ToolSpec, ...] = ()  # that are there from now on, in addition
-    score: Score | None = None  # at the end, where the environment itself judges
+    reward: float | None = None  # for this turn, besides what the episode is worth; not every algorithm takes it
 
 
 class Env(Protocol):
@@ -43,6 +44,17 @@ class Env(Protocol):
 
     async def close(self) -> None:
         """Give back what the episode holds. Called once, however it ended."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """An environment that scores the state that an episode has left; the episodes of others are left to a reward."""
+
+    async def judge(self) -> Score | None:
+        """The score of the state as it is. Asked once, before `close`, at every end of an episode: the policy answered,
+        `step` said that it is done, or tokens, turns, calls or time were used up. What keeps it from a verdict is an
+        infrastructure fault. None leaves the episode to a reward, too.
+        """
 
 
 class EnvFactory(Protocol):

@@ -1,6 +1,6 @@
 """BFCL's multi-turn simulators as an environment: eight stateful APIs (files, trading, travel ..), a scripted user.
 
-The user's turns are in the data: after a message without calls the next one follows, after the last the score. As in
+The user's turns are in the data: after a message without calls the next one follows, after the last the end. As in
 BFCL's checker, a turn is right if the policy called something, the public state of every API equals that of a second
 set on which the gold calls were made, and what the gold calls answered is among what the policy has been answered so
 far. Turns whose gold is empty are not judged.
@@ -113,7 +113,7 @@ class BfclEnv:
         self._turns_right.append(self._turn_is_right())
         turn = len(self._turns_right)
         if turn == len(self._gold_turns):
-            return StepResult(done=True, score=self._score())
+            return StepResult(done=True)
         self._calls.append([])
         self._steps = 0
         added = tuple(spec for spec in _tools_of_turn(self._task, turn) if self._withheld.get(spec.name) == turn)
@@ -140,8 +140,16 @@ class BfclEnv:
         all_answered = not Counter(answers) - Counter(self._policy.answers)
         return bool(self._calls[-1]) and self._policy.state() == self._gold.state() and all_answered
 
-    def _score(self) -> Score:
-        """ARTIST (arXiv 2505.01441) pays 0.5 * share of matching state variables + 0.5 * share of matching calls."""
+    async def judge(self) -> Score:
+        """ARTIST (arXiv 2505.01441) pays 0.5 * share of matching state variables + 0.5 * share of matching calls.
+
+        Where a limit cut the scenario off, the turn in progress counts as ended, if anything was called in it, and the
+        turns after it are wrong: in BFCL's checker a scenario that did not come to its end is lost.
+        """
+        in_progress = len(self._turns_right)
+        for turn in range(in_progress, len(self._gold_turns)):
+            right = self._turn_is_right()  # plays the gold, whose state the policy's is compared with
+            self._turns_right.append(right and turn == in_progress and 0 < self._steps <= MAX_STEPS)
         ours, theirs = self._policy.state(), self._gold.state()
         equal = [key in ours and ours[key] == value for key, value in theirs.items()]
         made = Counter(self._policy.bound(call) for turn in self._calls for call in turn)

@@ -20,9 +20,10 @@ from verl.envs.base import Observation, StepResult
 from verl.envs.wire import Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
 from verl.services import check_urls
-from verl.types import Message, Task
+from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
+_LONGEST_JUDGE_S = 86_400.0  # who asks gives up before; a server that is gone without a word holds nothing for ever
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
 Answers = AsyncIterator[tuple[int, Got | Exception]]
@@ -78,16 +79,18 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float, window_s: float) -> None:
         self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
         self._client = httpx2.AsyncClient(
-            base_url=self.url, timeout=timeout_s, limits=httpx2.Limits(max_connections=None), trust_env=False
+            base_url=self.url, limits=httpx2.Limits(max_connections=None), trust_env=False
         )
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
+        self.judge: Batcher[str, Answer] = Batcher(self._judge, window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
         """Fresh episodes of one task."""
-        async with self._post("/create", CreateRequest(task=task, count=count)) as reply:
+        async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as reply:
             return CreateReply.model_validate_json(await reply.aread()).episodes
 
     async def disconnect(self) -> None:
@@ -100,23 +103,26 @@ class Server:
     def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
         return self._ask("/step", StepList(steps=list(steps)))
 
+    def _judge(self, episodes: Sequence[str]) -> Answers[Answer]:
+        return self._ask("/judge", EpisodeList(episodes=list(episodes)), _LONGEST_JUDGE_S)
+
     async def _close(self, episodes: Sequence[str]) -> Answers[None]:
-        async with self._post("/close", EpisodeList(episodes=list(episodes))):
+        async with self._post("/close", EpisodeList(episodes=list(episodes)), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
-    async def _ask(self, path: str, request: BaseModel) -> Answers[Answer]:
-        async with self._post(path, request) as reply:
+    async def _ask(self, path: str, request: BaseModel, timeout_s: float | None = None) -> Answers[Answer]:
+        async with self._post(path, request, timeout_s or self._timeout_s) as reply:
             async for line in reply.aiter_lines():
                 answer = Answer.model_validate_json(line)
                 yield answer.position, answer
 
     @asynccontextmanager
-    async def _post(self, path: str, request: BaseModel) -> AsyncIterator[httpx2.Response]:
+    async def _post(self, path: str, request: BaseModel, timeout_s: float) -> AsyncIterator[httpx2.Response]:
         """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
-            async with self._client.stream("POST", path, content=body, headers=headers) as reply:
+            async with self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply:
                 if reply.is_error:
                     text = (await reply.aread()).decode(errors="replace")
                     raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
@@ -150,6 +156,15 @@ class RemoteEnv:
         assert result is not None
         return result
 
+    async def judge(self) -> Score | None:
+        """The verdict there; None where the environment there does not judge, or the episode was never opened."""
+        if self._place is None:
+            return None
+        server, episode = self._place
+        verdict = _unpacked(server, await server.judge.ask(episode)).verdict
+        assert verdict is not None
+        return verdict.score
+
     async def close(self) -> None:
         """Let it go there, too. A server that does not hear it forgets idle episodes anyway."""
         if self._place is None:
@@ -164,7 +179,7 @@ class RemoteEnv:
 class RemoteFactory:
     """Environments on servers at these URLs (one, or several to share the tasks between them).
 
-    timeout_s: how long one request may take, and with it the slowest step
+    timeout_s: how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s alone
     window_s:  how long a request waits for others to travel with
     """
 

@@ -22,10 +22,10 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
-from verl.envs.base import Env, EnvFactory
+from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.text import utf8
-from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList
+from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.services import serve
@@ -123,6 +123,10 @@ async def _step(message: Message, env: Env) -> dict[str, Any]:
     return {"result": await env.step(message)}
 
 
+async def _judge(env: Env) -> dict[str, Any]:
+    return {"verdict": Verdict(score=await env.judge() if isinstance(env, Judge) else None)}
+
+
 def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
     """The server for one environment."""
     episodes = Episodes(factory, idle_s)
@@ -156,6 +160,10 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
     async def step(request: StepList) -> StreamingResponse:
         questions = [(step.episode, partial(_step, step.message)) for step in request.steps]
         return StreamingResponse(episodes.ask(questions), media_type=_LINES)
+
+    @app.post("/judge")
+    async def judge(request: EpisodeList) -> StreamingResponse:
+        return StreamingResponse(episodes.ask([(name, _judge) for name in request.episodes]), media_type=_LINES)
 
     @app.post("/close")
     async def close(request: EpisodeList) -> Closed:

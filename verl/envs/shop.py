@@ -93,8 +93,12 @@ class ShopEnv:
         """Answers calls; a message without any ends the errand."""
         if message.tool_calls:
             return answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
+        return StepResult(done=True)
+
+    async def judge(self) -> Score:
+        """1 if exactly what was asked for has been bought."""
         bought = float(self._shop.bought == json.loads(self._task.answer))
-        return StepResult(done=True, score=Score(bought, {"bought": bought}))
+        return Score(bought, {"bought": bought})
 
     async def close(self) -> None:
         """Holds nothing."""

@@ -5,6 +5,7 @@ pydantic reads and writes the dataclasses of verl/types.py and verl/envs/base.py
     POST /create  CreateRequest -> CreateReply     n episodes of one task
     POST /reset   EpisodeList   -> Answer ..       an observation for each: a line of JSON as soon as it is there
     POST /step    StepList      -> Answer ..       a result for each, in the same way
+    POST /judge   EpisodeList   -> Answer ..       a verdict for each, in the same way
     POST /close   EpisodeList   -> Closed
     GET  /health                -> Health
 """
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.envs.base import Observation, StepResult
 from verl.envs.tools.text import utf8
-from verl.types import Message, Task
+from verl.types import Message, Score, Task
 
 
 class CreateRequest(BaseModel):
@@ -56,6 +57,12 @@ class StepList(BaseModel):
     steps: list[Step]
 
 
+class Verdict(BaseModel):
+    """The score of an episode; None where its environment does not judge."""
+
+    score: Score | None
+
+
 class Fault(BaseModel):
     """Why an episode cannot go on: something is broken, and the policy is not to blame."""
 
@@ -64,17 +71,20 @@ class Fault(BaseModel):
 
 
 class Answer(BaseModel):
-    """What came of one item of a request: exactly one of the three."""
+    """What came of one item of a request: exactly one of the four."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a number that is none must not become null
 
     position: int  # of the item in the request
     observation: Observation | None = None
     result: StepResult | None = None
+    verdict: Verdict | None = None
     fault: Fault | None = None
 
     @model_validator(mode="after")
-    def _is_one_of_three(self) -> Self:
-        if sum(found is not None for found in (self.observation, self.result, self.fault)) != 1:
-            raise ValueError("an answer is an observation, a result or a fault")
+    def _is_one_of_four(self) -> Self:
+        if sum(found is not None for found in (self.observation, self.result, self.verdict, self.fault)) != 1:
+            raise ValueError("an answer is an observation, a result, a verdict or a fault")
         return self
 
 

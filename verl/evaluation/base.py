@@ -55,7 +55,7 @@ class Play:
     env: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
-    max_turns: int = 2
+    max_turns: int | None = None  # what max_tool_calls takes in the handler's format
     max_tool_calls: int = 16
     max_observation_tokens: int = 512  # of one answer; what is longer loses its middle
     tell_malformed: bool = True  # or the episode ends with a call that cannot be read

@@ -74,8 +74,8 @@ _BEFORE_ANSWER = "####"  # in GSM8K's published rows, behind a solution
 def math(setting: Setting) -> Benchmark:
     """Every set twice: in one reply (math/gsm8k), and with calls of Python (math/gsm8k_python)."""
     plain = Play("math", handled=False)
-    calls = setting.max_tool_calls or _CALLS
-    python = Play("math", env="tool", tools=("python",), max_turns=calls + 1, max_tool_calls=calls)
+    calls = _CALLS if setting.max_tool_calls is None else setting.max_tool_calls
+    python = Play("math", env="tool", tools=("python",), max_tool_calls=calls)
     categories = [
         Category(f"math/{name}{suffix}", partial(_tasks, setting, name, asked), play)
         for suffix, asked, play in (("", _PLAIN, plain), ("_python", _PYTHON, python))

@@ -87,14 +87,13 @@ def _category(setting: Setting, name: str, play: Play) -> Category:
 
 
 def _play(setting: Setting, usual_calls: int) -> Play:
-    calls = setting.max_tool_calls or usual_calls
+    calls = usual_calls if setting.max_tool_calls is None else setting.max_tool_calls
     options = setting.search or {"corpus": str(_corpus(setting))}
     return Play(
         "qa",
         {"judge": dict(setting.judge)} if setting.judge else {},
         env="tool",
         tools=({"name": "search", **options},),
-        max_turns=calls + 1,
         max_tool_calls=calls,
     )
 

@@ -1,7 +1,8 @@
 """One episode: the policy and an environment take turns, in tokens on this side and in messages on that.
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
-again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which.
+again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which. However it
+ended, an environment that judges is asked for its verdict then.
 Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
 place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
 (`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
@@ -11,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
-from verl.envs.base import Env, EnvFactory, StepResult
+from verl.envs.base import Env, EnvFactory, Judge, StepResult
 from verl.envs.clock import Clock
-from verl.errors import DataError, ServiceDownError, VerlError
+from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
@@ -48,15 +50,16 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What an episode may use. In the last turn that is left, nothing more is done for the policy: it has to answer."""
+    """What an episode may use. In the last turn that is left no tool is run: the policy has to answer."""
 
-    max_turns: int = 8  # times that the policy writes
+    max_turns: int = 9  # assistant turns
     max_tool_calls: int = 8
     max_tokens: int = 1024  # of all turns together, observations included, the prompt not
     max_prompt_tokens: int = 2048
     max_turn_tokens: int | None = None  # that the policy writes in one turn
     turn_s: float = 300.0  # for the environment to answer one turn, or to open
     episode_s: float = 1200.0  # for all of its answers
+    judge_s: float = 300.0  # for its verdict at the end
     retries: int = 1  # of a whole episode that a broken service ended
     tell_malformed: bool = True  # whether the policy hears that a call cannot be read, or the episode ends there
 
@@ -93,6 +96,8 @@ class Interaction:
             except ServiceDownError as error:
                 problem = str(error)
                 lost += attempt.uses
+            except JudgeError as error:
+                return Fault(task.id, index, str(error), (*lost, *attempt.uses))
             except DataError as error:
                 return Fault(task.id, index, str(error), tuple(lost))
         return Fault(task.id, index, problem, tuple(lost))
@@ -107,7 +112,7 @@ class _LateError(Exception):
 
 
 class _Episode:
-    """An attempt. Raises ServiceDownError for what is nobody's fault but a service's."""
+    """An attempt. Raises ServiceDownError and JudgeError for what is nobody's fault but a service's."""
 
     def __init__(
         self, setting: Interaction, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
@@ -120,16 +125,17 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
+        self._tools: list[ToolSpec] = []  # that are offered
         self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
-        self._score: Score | None = None
         self._answering_s = 0.0  # that the environment took
 
     async def run(self) -> Trajectory:
         env = self._guarded_make()
         try:
             stop_reason = await self._play(env)
+            score = await self._verdict(env)
         finally:
             await _close(env)
         return Trajectory(
@@ -137,9 +143,9 @@ class _Episode:
             self._index,
             tuple(self._turns),
             stop_reason,
-            Outcome.SCORED if stop_reason in _SCORED else Outcome.MODEL_FAULT,
+            Outcome.SCORED if stop_reason in _SCORED or score is not None else Outcome.MODEL_FAULT,
             tuple(self.uses),
-            self._score,
+            score,
             self._num_malformed,
         )
 
@@ -149,6 +155,7 @@ class _Episode:
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         self._context = self._dialogue.opening_ids(opening)
+        self._tools = list(opening.tools)
         self._prompt_length = len(self._context)
         if self._prompt_length > self._budgets.max_prompt_tokens:
             raise DataError(
@@ -173,14 +180,17 @@ class _Episode:
             return StopReason.LENGTH
         text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
-        parsed = self._dialogue.codec.parse(text)
+        parsed = self._dialogue.codec.parse(text, self._tools)
+        paused = isinstance(parsed, GoOn) and not ended
         if last is not None:
+            if paused:  # at a final stop string that is no answer yet, such as one inside a thought
+                return self._out_of_room()
             await self._step(env, message)
             return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
         unanswered: tuple[Message, ...] = ()
         match parsed:
-            case GoOn() if not ended:
-                return None
+            case GoOn() if paused:
+                return self._out_of_room()
             case Malformed(problem):
                 self._num_malformed += 1
                 if budgets.tell_malformed:
@@ -205,12 +215,13 @@ class _Episode:
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next words, put into the ledger. In the last turn nothing makes it pause."""
+        """The policy's next words, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
-        pauses = () if last else self._dialogue.codec.stop_strings(self._dialogue.written(self._since_observation))
+        codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)
+        stops = codec.final_stop_strings if last else codec.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
-        sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=pauses, seed=seed)
+        sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "broke a reply off")
@@ -228,6 +239,10 @@ class _Episode:
         self._turns[-1] = replace(self._turns[-1], replies=answers)
         self._context = self._dialogue.answer_ids(answers, written, ended, tools)
         self._since_observation = []
+        return self._out_of_room()
+
+    def _out_of_room(self) -> StopReason | None:
+        """Why the policy cannot write on, if it cannot."""
         return StopReason.LENGTH if self._room < 1 else None
 
     @property
@@ -246,8 +261,26 @@ class _Episode:
                 self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._answering_s - begun_s))
             raise
         self.uses += result.tool_uses
-        self._score = result.score or self._score
+        self._tools += result.tools
+        if result.reward is not None:
+            self._turns[-1] = replace(self._turns[-1], reward=_checked(result.reward))
         return result
+
+    async def _verdict(self, env: Env) -> Score | None:
+        """The environment's own score of the episode, where it judges."""
+        if not isinstance(env, Judge):
+            return None
+        limit_s = self._budgets.judge_s
+        try:
+            async with Clock(limit_s).running():
+                score = await _guarded(env.judge(), "judge")
+        except TimeoutError as error:
+            raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
+        except ServiceDownError as error:
+            raise JudgeError(str(error)) from error
+        if score is not None and not (isinstance(score, Score) and _is_finite(score)):
+            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers")
+        return score
 
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
@@ -269,6 +302,16 @@ class _Episode:
             raise
         except Exception as error:
             raise _broken("making it", error) from error
+
+
+def _checked(reward: float) -> float:
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number")
+    return float(reward)
+
+
+def _is_finite(score: Score) -> bool:
+    return all(map(math.isfinite, (score.total, *score.parts.values())))
 
 
 async def _guarded(step: Awaitable[_T], doing: str) -> _T:

@@ -38,6 +38,7 @@ METRICS = (
     Metric("reward/<part>", "points", "mean of one named part of the reward"),
     Metric("reward/<data_source>/total", "points", "mean reward of the replies to one data source"),
     Metric("reward/<data_source>/<part>", "points", "mean of one part over the replies to one data source"),
+    Metric("reward/turns", "points", "mean sum of the rewards that an environment gave for a reply's turns, if any"),
     Metric("reward/zero_variance_groups", "share", "groups whose rewards are all equal: nothing to learn from"),
     Metric("reward/infrastructure_faults", "count", "replies left out because something broke; never trained as a 0"),
     Metric("reply/tokens_mean", "tokens", "mean length of what the policy wrote in an episode"),

@@ -73,6 +73,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
             "reward": reward,
+            "turn_rewards": [turn.reward for turn in trajectory.turns],
             "stop_reason": trajectory.stop_reason,
             "outcome": trajectory.outcome,
             "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),

@@ -28,6 +28,9 @@ from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
 from verl.types import Message, Task
 
+# Assistant turns without a call where the environment answers them, too: as many as a BFCL scenario has at most.
+_MESSAGES = 8
+
 
 def build_interaction(
     env: EnvConfig,
@@ -57,13 +60,14 @@ def build_interaction(
         envs,
         dialogue,
         Budgets(
-            max_turns=env.max_turns,
+            max_turns=turn_limit(env, codec),
             max_tool_calls=env.max_tool_calls,
             max_tokens=max_response_length,
             max_prompt_tokens=max_prompt_length,
             max_turn_tokens=env.max_turn_tokens,
             turn_s=env.turn_timeout_s,
             episode_s=env.episode_timeout_s,
+            judge_s=env.judge_timeout_s,
             retries=env.retries,
             tell_malformed=env.on_malformed == "tell",
         ),
@@ -75,11 +79,30 @@ def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_interaction`."""
     if env.codec is None:
         return
-    _build_codec(env, prompt_template)
+    turn_limit(env, _build_codec(env, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
     for each in env.tools:
         resolve("tool", tool_name(each), TOOLS)
+
+
+def turn_limit(env: EnvConfig, codec: Codec) -> int:
+    """Assistant turns of an episode: env.max_turns, or what env.max_tool_calls takes in the codec's format.
+
+    Raises ConfigError for an env.max_turns in which so many calls could not be made.
+    """
+    in_sequence = env.max_tool_calls * codec.turns_per_call
+    if env.max_turns is None:
+        return in_sequence + (1 if env.name in ("tool", "single_turn") else _MESSAGES)
+    at_once = min(env.max_tool_calls, 1) * codec.turns_per_call
+    needed = (at_once if codec.parallel_calls else in_sequence) + 1
+    if env.max_turns < needed:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
+            f"env.codec={env.codec} they take {needed} assistant turns, the answer included; leave env.max_turns out, "
+            "or lower env.max_tool_calls"
+        )
+    return env.max_turns
 
 
 def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:

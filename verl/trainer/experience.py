@@ -55,7 +55,8 @@ def build_experience(
     values: Sequence[Tensor] | None = None,
     baselines: Sequence[float | None] = (),
 ) -> Experience:
-    """Rewards on the last trained token, less the KL penalty if it is paid there; then the algorithm's advantages.
+    """Rewards on the last trained token, those for single turns on the last of each, less the KL penalty if it is paid
+    there; then the algorithm's advantages.
 
     The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
     needs them before the update; a KL penalty in the reward then takes the engine's.
@@ -64,8 +65,11 @@ def build_experience(
     masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
     for row, (sample, mask_L) in enumerate(zip(samples, masks, strict=True)):
-        rewards = torch.zeros(int(mask_L.sum()))
-        rewards[-1:] = sample.reward
+        rewards_L = torch.zeros(len(mask_L))
+        for position, reward in sample.turn_rewards:
+            rewards_L[position] += reward
+        rewards = rewards_L[mask_L]
+        rewards[-1:] += sample.reward
         if algorithm.kl.placement is KLPlacement.REWARD:
             assert ref_logprobs is not None
             sampled_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]

@@ -32,9 +32,11 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
             metrics |= _reward_means(f"reward/{source}", members)
     replies = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [num_written(trajectory) for trajectory in replies]
+    paid = any(turn.reward is not None for trajectory in replies for turn in trajectory.turns)
     return {
         **metrics,
-        "reward/zero_variance_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        **({"reward/turns": sum(each.turn_rewards for each in replies) / len(replies)} if paid else {}),
+        "reward/zero_variance_groups": sum(len(set(group.returns)) == 1 for group in groups) / len(groups),
         "reply/tokens_mean": sum(lengths) / len(lengths),
         "reply/tokens_max": max(lengths),
         "reply/truncated": sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in replies) / len(replies),

@@ -25,8 +25,9 @@ from verl.errors import DataError
 from verl.trainer.threads import threads_of
 from verl.types import Sample
 
-FORMAT = 1
-_NAMES = tuple(field.name for field in fields(Sample))
+FORMAT = 2
+_TURN_REWARDS = "turn_rewards"  # few, and of another length than everything else: they are in the header
+_NAMES = tuple(field.name for field in fields(Sample) if field.name != _TURN_REWARDS)
 _LENGTHS, _BASELINES, _HEADER = "lengths", "baselines", "header"
 _PACKAGE = Path(__file__).parents[1]
 _DAMAGED = "Copy it again if it was copied; a step without a record cannot be run again"
@@ -125,6 +126,7 @@ def _arrays(record: Record) -> dict[str, Any]:
         "format": FORMAT,
         "step": record.step,
         "kl_coefficient": lesson.kl_coefficient,
+        _TURN_REWARDS: [sample.turn_rewards for sample in lesson.samples],
         "metrics": dict(record.metrics),
         "settings": dict(record.settings),
         "made_by": dict(record.made_by),
@@ -153,7 +155,9 @@ def _record(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]
             columns[name] = [tuple(flat[start:end]) for start, end in bounds]
         else:
             columns[name] = arrays[f"sample.{name}"].tolist()
-    samples = [Sample(**dict(zip(_NAMES, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    rewards = [tuple((place, reward) for place, reward in each) for each in header[_TURN_REWARDS]]
+    rows = zip(*columns.values(), rewards, strict=True)
+    samples = [Sample(**dict(zip((*_NAMES, _TURN_REWARDS), row, strict=True))) for row in rows]
     baselines = [None if np.isnan(each) else float(each) for each in arrays[_BASELINES]]
     lesson = Lesson(samples, baselines, header["kl_coefficient"])
     return Record(header["step"], lesson, header["metrics"], header["settings"], header["made_by"])

@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.data.tasks import TaskStream
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.rollout.group import GroupRollout
 from verl.trainer.collection import Collection, penalised
 from verl.trainer.depth import Depth
@@ -233,6 +233,7 @@ class Rollouts:
         wanted: fresh groups of this step
         """
         group = slot.work.result()
+        check_turn_rewards(group, self.algorithm)
         if self.shaping is not None and group.trajectories:
             rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
             group = replace(group, rewards=rewards)
@@ -277,6 +278,17 @@ class Rollouts:
         self._left = [Draw(**draw) for draw in state["pending"]]
         self.depth.now = min(state["depth"], self.depth.most)
         self.shaping_state = state["shaping"]
+
+
+def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
+    """Raises ConfigError for rewards of single turns that the algorithm would add up, or lose."""
+    given = any(turn.reward is not None for trajectory in group.trajectories for turn in trajectory.turns)
+    if given and not algorithm.takes_turn_rewards:
+        raise ConfigError(
+            f"the environment of {group.task.id} gives rewards for single turns (StepResult.reward), but "
+            f"algorithm.name={algorithm.name} takes one reward for an episode; choose gigpo or ppo, or let the "
+            "environment give one score at the end (`judge`)"
+        )
 
 
 def prompt_length(task: Task) -> int:

@@ -70,10 +70,23 @@ class Codec(Protocol):
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """Where the policy is to pause, besides at its end token. `written`: its text since the last observation."""
 
-    def parse(self, written: str) -> Parsed:
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """Where the last assistant turn stops, in which no tool is run: at what ends an answer in this format."""
+
+    @property
+    def turns_per_call(self) -> int:
+        """Assistant turns that one call costs: as many as the policy is made to pause until the call is run."""
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether one turn may hold several calls."""
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """What the policy asks for. Calls inside its thinking are none.
 
         `written`: all of its text since the last observation, the stop string that it paused at included.
+        tools: those that are offered, for formats that write arguments without their types
         """
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
@@ -81,10 +94,19 @@ class Codec(Protocol):
         chat template puts into turns of their own, with the head of the policy's next turn."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """How a policy writes these calls; `parse` reads them back, unless a value holds what ends a call."""
+        """How a policy writes these calls; `parse` reads them back, unless a text in them ends a call or a thought."""
 
 
-_ASKED = ("opening", "template_tools", "stop_strings", "parse", "observation")  # of every codec in an episode
+_ASKED = (  # of every codec in an episode
+    "opening",
+    "template_tools",
+    "stop_strings",
+    "final_stop_strings",
+    "turns_per_call",
+    "parallel_calls",
+    "parse",
+    "observation",
+)
 
 
 def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:

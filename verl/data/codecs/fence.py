@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Parsed
 from verl.data.codecs.inline import InlineCodec
 from verl.data.codecs.text import find_spoken, speech_start
-from verl.types import ToolCall
+from verl.types import ToolCall, ToolSpec
 
 OPENING, CLOSING, OUTPUT = "```python", "```", "```output"
 _CLOSING_LINE = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
@@ -44,19 +45,22 @@ def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
 
 @dataclass(frozen=True)
 class FenceCodec(InlineCodec):
-    """ToRL: at ```` ```output ```` the last complete block since the last output is run."""
+    """ToRL: at ```` ```output ```` the last complete block since the last output is run.
+
+    empty: as in its published code, which takes an output without text for one that timed out
+    """
 
     prompt_template: str | None = "torl"
     raw: bool = True
     limit: int = 256
     last_line_of_errors: bool = True
-    empty: str = "(no output)"
+    empty: str = "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """The opening of the output, which the policy writes itself."""
         return (OUTPUT,)
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """A fence closes on a line of its own; without any complete block the policy goes on."""
         if not written.rstrip().endswith(OUTPUT):
             return Final()
@@ -74,8 +78,12 @@ class FenceCodec(InlineCodec):
 
 @dataclass(frozen=True)
 class ZeroTirCodec(InlineCodec):
-    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is."""
+    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is.
 
+    A call costs two turns: one up to the opening fence, one in it. Its published code counts stops the same way.
+    """
+
+    turns_per_call: ClassVar[int] = 2
     prompt_template: str | None = "zerotir"
     raw: bool = True
     limit: int = 1024
@@ -91,7 +99,7 @@ class ZeroTirCodec(InlineCodec):
         """At either fence; at the closing one, `stop_strings` already tells of the next."""
         return written.rstrip().endswith((OPENING, CLOSING))
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """Code that ends with what was written is run; at an opening fence the policy goes on."""
         ended = written.rstrip()
         if ended.endswith(OPENING):

@@ -13,7 +13,7 @@ from functools import partial
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
 from verl.data.codecs.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
 from verl.data.codecs.turns import TurnsCodec
-from verl.types import ToolCall
+from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 
@@ -21,7 +21,7 @@ from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 class HermesCodec(TurnsCodec):
     """One JSON object a block."""
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """All blocks outside thoughts, or what is wrong with the first that cannot be read."""
         calls: list[ToolCall] = []
         position = speech_start(written, self.in_thought)

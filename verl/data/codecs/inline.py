@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.data.codecs.base import Malformed, Parsed
 from verl.data.codecs.prompt import Prompted
@@ -25,6 +26,7 @@ class InlineCodec(Prompted, ABC):
     empty: what is shown of an output without any text
     """
 
+    parallel_calls: ClassVar[bool] = False
     raw: bool = False
     tool: str = "python"
     argument: str = "code"
@@ -52,7 +54,7 @@ class InlineCodec(Prompted, ABC):
         """Where the policy pauses."""
 
     @abstractmethod
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """What it asks for."""
 
     @abstractmethod
@@ -85,7 +87,7 @@ class InlineCodec(Prompted, ABC):
         if not text.strip():
             return self.empty
         if self.last_line_of_errors and "Error" in text:
-            text = text.rpartition("\n")[2]
+            text = text.rstrip().rpartition("\n")[2]
         if not self.limit or len(text) < self.limit:
             return text
         return self.too_long or shorten(text, self.limit)

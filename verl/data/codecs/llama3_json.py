@@ -9,7 +9,7 @@ from typing import Any
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
 from verl.data.codecs.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
 from verl.data.codecs.turns import TurnsCodec
-from verl.types import Message, ToolCall
+from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END
 
 PYTHON_TAG = "<|python_tag|>"
@@ -20,7 +20,7 @@ _CALL_KEYS = ('"name"', '"parameters"')
 class Llama3JsonCodec(TurnsCodec):
     """A reply that is JSON but of no call is an answer, unless the python tag announces a call."""
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """The calls that the reply is, thoughts before them left out."""
         said = written[speech_start(written, self.in_thought) :].strip()
         if said.startswith(THINK):

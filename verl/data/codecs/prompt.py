@@ -88,6 +88,8 @@ class Prompted:
     """
 
     place: ClassVar[str] = "{question}"
+    turns_per_call: ClassVar[int] = 1
+    parallel_calls: ClassVar[bool] = True
     prompt_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +110,11 @@ class Prompted:
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """None: calls end with the turn."""
+        return ()
+
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """None: an answer ends with the turn."""
         return ()
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:

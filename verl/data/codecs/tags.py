@@ -22,7 +22,8 @@ class TagsCodec(InlineCodec):
     call_tag, result_tag: their names, without brackets
     before, inside, after: the white space before the result's opening tag, next to its text, and behind its closing tag
     fenced: the text of a call may stand in a Markdown fence of Python, which is taken off
-    must_act: a turn ends with `<answer>..</answer>`, where the policy is stopped too; without one it is malformed
+    must_act: a turn ends with `<answer>..</answer>`, where the policy is stopped too; without one it is malformed. The
+        last turn stops at both tags, as in Search-R1's published code: what comes behind the first action is never read
     """
 
     call_tag: str = "code"
@@ -55,7 +56,12 @@ class TagsCodec(InlineCodec):
         """The closing tags."""
         return (self._closing, ANSWER_END) if self.must_act else (self._closing,)
 
-    def parse(self, written: str) -> Parsed:
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """Both closing tags where every turn is one action; else none, so that the text runs on to its end."""
+        return (self._closing, ANSWER_END) if self.must_act else ()
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """The first call outside thoughts; a pause inside a thought is none."""
         beginning = speech_start(written)
         start = find_spoken(written, self._opening, beginning)

@@ -24,7 +24,7 @@ class ToolN1Codec(SystemPrompted):
             return tuple(messages)
         return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """Every element of the list, or what is wrong with the first that cannot be read."""
         try:
             block = only_block(written)

@@ -34,7 +34,7 @@ class ToolRlCodec(SystemPrompted):
         history = _history([message for message in messages if message.role != "system"])
         return (self.system(messages, numbered_tools(tools)), Message("user", f"{HISTORY_HEADING}\n{history}"))
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """Every line of the block, or what is wrong with the first that cannot be read."""
         try:
             block = only_block(written)

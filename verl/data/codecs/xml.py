@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.text import BadCallError, find_spoken, read_whole_json, skip_space, speech_start, to_json
+from verl.data.codecs.text import BadCallError, find_spoken, skip_space, speech_start, to_json
 from verl.data.codecs.turns import TurnsCodec
-from verl.types import ToolCall
+from verl.data.codecs.typed import argument_types, typed
+from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -23,17 +24,18 @@ _NAME = re.compile(r"([^<>\n]+)>")
 class XmlCodec(TurnsCodec):
     """`<tool_call>` around a function is allowed and not asked for.
 
-    Nothing here knows the tool's schema: a value that is JSON as a whole is what that JSON says (5, true, [1, 2],
-    "5"), any other text is a string, without the one newline at each of its ends. So a string like 5 is written "5".
+    A value is read by the tool's schema: where that allows a string the text is one, as it stands but for one newline
+    at each end, even if it looks like a number, JSON or another parameter's tag; other types are read as JSON. Without
+    a schema it is text. A value ends at the first `</parameter>`, as in OpenHands.
     """
 
-    def parse(self, written: str) -> Parsed:
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         """All functions outside thoughts, or what is wrong with the first that cannot be read."""
         calls: list[ToolCall] = []
         beginning = position = speech_start(written, self.in_thought)
         try:
             while (start := find_spoken(written, FUNCTION, position)) >= 0:
-                call, position = _read(written, start + len(FUNCTION))
+                call, position = _read(written, start + len(FUNCTION), tools)
                 calls.append(call)
         except BadCallError as error:
             return Malformed(str(error))
@@ -46,7 +48,7 @@ class XmlCodec(TurnsCodec):
         return "\n".join(_render(call) for call in calls)
 
 
-def _read(written: str, position: int) -> tuple[ToolCall, int]:
+def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
     """(the call whose name begins here, where its closing tag ends)"""
     name, position = _name(written, position, FUNCTION)
     arguments: dict[str, Any] = {}
@@ -60,11 +62,12 @@ def _read(written: str, position: int) -> tuple[ToolCall, int]:
             raise BadCallError(f"Between parameters of {name[:80]!r} must come {PARAMETER}NAME> or {FUNCTION_END}.")
         key, start = _name(written, position + len(PARAMETER), PARAMETER)
         end = written.find(PARAMETER_END, start)
-        if end < 0 or written.find(PARAMETER, start, end) >= 0:
+        if end < 0:
             raise BadCallError(f"{PARAMETER}{key[:80]}> is never closed with {PARAMETER_END}.")
         if key in arguments:
             raise BadCallError(f"The parameter {key[:80]!r} is given twice.")
-        arguments[key] = _value(written[start:end].removeprefix("\n").removesuffix("\n"))
+        text = written[start:end].removeprefix("\n").removesuffix("\n")
+        arguments[key] = typed(text, argument_types(tools, name, key), key)
         position = end + len(PARAMETER_END)
 
 
@@ -75,16 +78,8 @@ def _name(written: str, position: int, tag: str) -> tuple[str, int]:
     return found[1].strip(), found.end()
 
 
-def _value(text: str) -> Any:
-    try:
-        return read_whole_json(text)
-    except BadCallError:
-        return text
-
-
 def _render(call: ToolCall) -> str:
     lines = [TOOL_CALL, f"{FUNCTION}{call.name}>"]
     for key, value in call.arguments.items():
-        plain = isinstance(value, str) and _value(value) is value and not any(tag in value for tag in _TAGS)
-        lines += [f"{PARAMETER}{key}>", value if plain else to_json(value, _TAGS), PARAMETER_END]
+        lines += [f"{PARAMETER}{key}>", value if isinstance(value, str) else to_json(value, _TAGS), PARAMETER_END]
     return "\n".join([*lines, FUNCTION_END, TOOL_CALL_END])

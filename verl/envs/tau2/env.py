@@ -62,10 +62,10 @@ class Tau2Env:
             return answer_calls(message.tool_calls, self._call)
         self._said.append(replace(message, content=_visible(message.content)))
         if len(self._said) // 2 >= self._max_user_turns:
-            return StepResult(done=True, score=self._score())
+            return StepResult(done=True)
         answer = await self._user.answer(self._task, self._said)
         if answer is None:
-            return StepResult(done=True, score=self._score())
+            return StepResult(done=True)
         self._said.append(Message("user", answer))
         return StepResult((self._said[-1],))
 
@@ -75,7 +75,8 @@ class Tau2Env:
     def _call(self, call: ToolCall) -> Any:
         return self._domain.toolbox.call(self._tools, call)
 
-    def _score(self) -> Score:
+    async def judge(self) -> Score:
+        """The database as it is and what has been said so far, also where a limit cut the conversation off."""
         gold = json.loads(self._task.answer)
         wanted, _ = replay(self._domain, [ToolCall(**action) for action in gold["actions"]])
         told = [_plain(message.content) for message in self._said if message.role == "assistant"]

@@ -66,8 +66,8 @@ class ArtistToolsReward:
     format: float = 0.5
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """An episode that ended before the environment judged it has the format part alone."""
-        judged = {"state": 0.0, "functions": 0.0} if trajectory.score is None else trajectory.score.parts
+        """Raises ConfigError for an environment that does not judge, or not in these parts."""
+        judged = {} if trajectory.score is None else trajectory.score.parts
         if not {"state", "functions"} <= judged.keys():
             raise ConfigError('reward artist_tools needs an environment whose score has parts "state" and "functions"')
         said = [turn.message.content.lstrip() for turn in trajectory.turns]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory
 
 
 class EnvReward:
-    """What `StepResult.score` said last; 0 for an episode that ended before the environment could judge it."""
+    """What the environment's `judge` said at the end. Raises ConfigError for an environment that does not judge."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        return trajectory.score or Score(0.0, {"unfinished": 1.0})
+        if trajectory.score is None:
+            raise ConfigError(
+                "reward env needs an environment that judges: one with `async judge()` (verl/envs/base.py)"
+            )
+        return trajectory.score
