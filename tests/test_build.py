@@ -43,7 +43,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
 from verl.single_controller.group import Seat
 from verl.single_controller.ray import Bundle
-from verl.trainer.build import load_codec, load_tasks, run_folder, train_sampling, val_sampling
+from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder, train_sampling, val_sampling
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_engine, start_workers
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
@@ -528,3 +528,10 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
 def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.max_num_batched_tokens.*at least rollout\.max_num_seqs=64"):
         load_config(["rollout.max_num_batched_tokens=63", "rollout.max_num_seqs=64"])
+
+
+def test_training_seeds_requests_of_the_transformers_engine_alone() -> None:
+    seeds = {
+        name: rollout_settings(load_config([f"rollout.name={name}", "trainer.seed=3"])).seed for name in ("vllm", "hf")
+    }
+    assert seeds == {"vllm": None, "hf": 3}
