@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, KL_PLACEMENT
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
+from verl.algorithms.advantage import grpo
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
 from verl.config.idle import IN_A_CHAT
@@ -160,14 +161,24 @@ def test_the_estimator_of_pass_at_k_is_verls() -> None:
     assert load_config(words).algorithm.options == {"divide_by_std": True}
     plain = load_config([*words, "algorithm.norm_adv_by_std_in_grpo=false"])
     assert plain.algorithm.options == {"divide_by_std": False}
-    centred = load_config(["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "rollout.n=2"])
-    assert name_of(built(centred).advantage) == "group_centred"
+
+
+def test_whether_an_advantage_is_divided_by_the_std(caplog: pytest.LogCaptureFixture) -> None:
+    def advantage(*words: str) -> str:
+        return name_of(built(load_config([*words, "rollout.n=2"])).advantage)
+
+    plain = "algorithm.norm_adv_by_std_in_grpo=false"
+    assert advantage("algorithm.adv_estimator=grpo", plain) == advantage("recipe=toolrl_grpo", plain) == "group_centred"
+    assert advantage("algorithm.name=dr_grpo", "algorithm.norm_adv_by_std_in_grpo=true") == "grpo"
+    assert not caplog.records
+    assert advantage("algorithm.adv_estimator=rloo", plain) == "rloo" and "is not divided by" in caplog.text
 
 
 def test_what_is_known_of_presets_without_torch_is_true() -> None:
     presets = {name: resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS}
     paid = {name: preset.kl.placement.value for name, preset in presets.items() if preset.kl.coefficient}
     assert paid == KL_PLACEMENT
+    assert {name for name, preset in presets.items() if preset.advantage is grpo} == set(DIVIDES_BY_STD)
     for setting, names in DISCOUNTS.items():
         found = [name for name, preset in presets.items() if setting in signature(preset.advantage).parameters]
         assert sorted(found) == sorted(names)

@@ -31,6 +31,8 @@ ALGORITHMS: Mapping[str, str] = {
 WITH_CRITIC = ("ppo",)
 LEARNS_FROM_ONE = ("ppo", "reinforce_pp", "remax")  # all others compare the replies to a prompt
 DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
+# whose advantage is GRPO's
+DIVIDES_BY_STD = ("grpo", "toolrl_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")
 KL_PLACEMENT = {  # of presets that pay for KL
     "grpo": "loss",
     "gigpo": "loss",

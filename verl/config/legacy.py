@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, KL_PLACEMENT
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, moot_reason, short, spelled
 from verl.errors import ConfigError
 
@@ -172,18 +172,30 @@ def _read_packs(made: Translation) -> None:
 
 
 def _read_estimator(made: Translation) -> None:
-    by_std = made.flag("algorithm.norm_adv_by_std_in_grpo")
-    estimator = made.now("algorithm.adv_estimator")
-    if estimator == "grpo" and by_std is False:
-        made.put("algorithm.adv_estimator", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
-    if made.settings.get("algorithm.adv_estimator") == "grpo_passk":
-        made.settings["algorithm.options.divide_by_std"] = by_std is not False  # as veRL's, unlike the paper's
-    preset = ADV_ESTIMATORS.get(str(estimator), str(made.now("algorithm.name")))
+    preset = ADV_ESTIMATORS.get(str(made.now("algorithm.adv_estimator")), str(made.now("algorithm.name")))
+    _read_division(made, preset)
     for name, presets in DISCOUNTS.items():
         key = f"algorithm.{name}"
         if preset in ALGORITHMS and preset not in presets and made.settings.get(key) == 1:
             del made.settings[key]
             made.moot[made.spelled.pop(key)] = "the advantage does not discount"
+
+
+def _read_division(made: Translation, preset: str) -> None:
+    """Whether advantages are divided by the group's standard deviation. veRL's pass@k is, unlike the paper's."""
+    key = "algorithm.norm_adv_by_std_in_grpo"
+    by_std = made.flag(key)
+    if by_std is None and made.settings.get("algorithm.adv_estimator") == "grpo_passk":
+        by_std = True
+    if by_std is None:
+        return
+    if preset in ("pass_at_k", "gigpo"):
+        made.settings["algorithm.options.divide_by_std"] = by_std
+    elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
+        if by_std != (preset != "dr_grpo"):
+            made.put("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
+    else:
+        made.moot[key] = "the advantage is not divided by a standard deviation"
 
 
 def _read_clip(made: Translation) -> None:

@@ -113,7 +113,7 @@ class ActorConfig:
 
     ppo_mini_batch_size: int = 256  # per optimizer step; more than data.train_batch_size: one step for the batch
     ppo_epochs: int = 1  # passes over the mini-batches of a batch
-    max_tokens_per_pack: int = 16384  # of one forward on one rank
+    max_tokens_per_pack: int = 16384  # of one forward on one rank; more where the longest sample needs it
     share_prefix: bool = True  # hold the common prompt of a group once
     grad_clip: float = 1.0
     offload_params: bool = False  # GPU: they wait in host memory from a publication to the next scores or update

@@ -84,7 +84,8 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, where KL is in the reward; 0 is no KL",
     "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, where `algorithm.kl_ctrl.type=adaptive`",
     "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
-    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false",
+    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k, "
+    "`algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
     "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered",
     "custom_reward_function.path": "`reward.name=path:name`",
