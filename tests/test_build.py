@@ -355,7 +355,10 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     common = {"data_source": "mine", "reward_model": {"ground_truth": "Ho"}}
     data.write_text("\n".join(json.dumps({"prompt": prompt, **common}) for prompt in rows))
     template = model / "chat_template.jinja"
-    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}Hi")
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
     config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
     codec = load_codec(config.model)
     with pytest.raises(
@@ -365,7 +368,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path, caplog: pytest.L
     (kept,), _ = load_tasks(replace(config, data=replace(config.data, on_bad_row="skip")), codec.task_prompt_ids)
     assert len(kept) == 1 and "left out 1 of 2 prompts" in caplog.text
     demonstrations = read_demonstrations(str(data))
-    with pytest.raises(DataError, match=r"data\.jsonl#1: the chat template refuses"):
+    with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template refuses"):
         to_demonstration_samples(demonstrations, codec, 99)
     assert len(to_demonstration_samples(demonstrations, codec, 99, "skip")) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
+from verl.data.messages import as_openai
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
 from verl.errors import DataError
 from verl.types import Message, Sample
@@ -79,7 +80,7 @@ def test_the_three_kinds_of_rows_agree() -> None:
     ("row", "said"),
     [
         ({"messages": [{"role": "user", "content": "U"}]}, "has no assistant turn"),
-        ({"messages": []}, "is no list of messages"),
+        ({"messages": []}, "is empty; expected a list"),
         ({"messages": "[{"}, "is no JSON"),
         ({"instruction": "S", "input": "U", "output": ""}, "field 'output': is missing or empty"),
         ({"text": "x"}, "has the columns ['text']"),
@@ -92,7 +93,7 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
     assert said in str(caught.value)
     if isinstance(row, dict):
         path = tmp_path / "rows.jsonl"
-        good = {"messages": [asdict(message) for message in conversation("Hi", "Ho")]}
+        good = {"messages": [as_openai(message) for message in conversation("Hi", "Ho")]}
         path.write_text("\n".join(map(json.dumps, [good, row])))
         with pytest.raises(DataError, match="row 1"):
             read_demonstrations(str(path))

@@ -67,5 +67,4 @@ def _check(task: Task, prompt_ids: PromptIds, max_prompt_length: int) -> None:
                 mend="Raise it, or set data.on_bad_row=skip",
             )
     except DataError as error:
-        file, _, row = task.id.rpartition("#")
-        raise error.at(file=file, row=int(row) if row.isdecimal() else None) from error
+        raise error.of_row(task.id) from error

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
 from verl.transfer.bucket import Layout
 from verl.types import Task
-from verl.utils.reward_score.base import GroupReward, build_reward
+from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
@@ -92,8 +93,9 @@ def load_inputs(config: Config) -> Inputs:
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
-    asyncio.run(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val = load_tasks(config, opening_of(interaction, codec))
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    asyncio.run(check_services([interaction, *rewards.all_of(chain(*train, *val.values()))]))
     return Inputs(codec, interaction, train, val, build_exams(config, codec))
 
 
@@ -117,7 +119,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         1, len(stream) // config.data.train_batch_size
     )
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
-    check_algorithm(algorithm, config, build_reward(config.reward.name, config.reward.options))
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    for reward in rewards.all_of(chain(*inputs.train)):
+        check_algorithm(algorithm, config, reward)
     display = Display(total_steps, console)
     told = {**asdict(config), **prompt_record(inputs.interaction)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
@@ -150,7 +154,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     config.trainer.on_collapse,
                 ),
                 trainer,
-                Validator(inputs.val, greedy, build_reward(config.reward.name, config.reward.options)),
+                Validator(inputs.val, greedy, rewards),
                 inputs.exams,
                 workers.trainer,
                 store,
@@ -189,13 +193,12 @@ def build_trainer(
     )
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
-    reward = build_reward(config.reward.name, config.reward.options)
     rollouts = Rollouts(
         rollout_settings(config),
         algorithm,
         stream,
         GroupRollout(engine, codec, scorer, sampling, interaction),
-        reward if isinstance(reward, GroupReward) else None,
+        build_rewards(config.reward.name, config.reward.options),
     )
     return PPOTrainer(
         rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
