@@ -301,7 +301,9 @@ more = st.dictionaries(st.sampled_from(["reasoning_content", "weight", "refusal"
 @st.composite
 def messages(draw: st.DrawFn) -> dict[str, Any]:
     """One message, as a chat template should get it."""
-    role = draw(st.sampled_from(["user", "user", "user", "assistant", "assistant", "assistant", "tool", "system", "developer"]))
+    role = draw(
+        st.sampled_from(["user", "user", "user", "assistant", "assistant", "assistant", "tool", "system", "developer"])
+    )
     made: dict[str, Any] = {"role": role, "content": draw(words)}
     if role == "assistant" and draw(st.booleans()):
         made["tool_calls"] = draw(st.lists(calls, min_size=1, max_size=2))
