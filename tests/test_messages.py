@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_chat import codec_of, text_of
+from tests.test_chat import codec_of, text_of, with_template
 from verl.data.codecs.base import build_codec
 from verl.data.dialogue import Dialogue
 from verl.data.messages import as_openai, read_messages, read_tools
@@ -216,6 +216,15 @@ def test_what_a_template_uses_is_passed_on_whatever_it_is() -> None:
     assert "<think>\nI have to look.\n</think>" in text
     with pytest.raises(DataError, match=r"refuses messages of the roles .*, tool, user .*single tool"):
         codec_of("llama3").task_prompt_ids(to_task(row(changed(2, tool_calls=[CALL] * 2)), "x"))
+
+
+def test_calls_without_a_text_are_null_or_empty_as_the_template_knows_them() -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    of_null = "{% for m in messages %}{{ m.role }}{{ 'none' if m.content is none else m.content }}" + calls
+    of_texts = "{% for m in messages %}{{ m.role + m.content }}" + calls
+    task = to_task(row(DIALOGUE, tools=None), "x")
+    null, empty = (text_of(codec, codec.task_prompt_ids(task)) for codec in map(with_template, (of_null, of_texts)))
+    assert null.replace("none", "") == empty and 'assistantnone{"name": "weather"' in null
 
 
 def test_a_template_that_lists_no_tools_is_refused_with_a_way_out() -> None:

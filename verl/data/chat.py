@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -96,13 +96,20 @@ class ChatCodec:
         tools: those that the template is to tell of. Templates tell an empty list from none, so none is passed.
         Raises DataError if the template refuses them, ConfigError if it is none.
         """
+        told = [as_openai(message) for message in messages]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tools=[function_schema(tool) for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [as_openai(message) for message in messages],
-                tools=[function_schema(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
+            try:
+                text: str = render(told)
+            except (TemplateError, TypeError):  # some know calls without a text by null, others by an empty one
+                if all(each["content"] is not None for each in told):
+                    raise
+                text = render([each if each["content"] is not None else {**each, "content": ""} for each in told])
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} cannot be read "
