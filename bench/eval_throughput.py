@@ -48,7 +48,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.rollout.group import GroupRollout
     from verl.rollout.scoring import ScoringPool
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
-    from verl.utils.reward_score.base import build_reward
+    from verl.utils.reward_score.rewards import build_rewards
 
     (category,) = rows_benchmark(str(DATA)).categories
     tasks = list(islice(category.tasks(), arguments.items))
@@ -63,7 +63,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
         with ScoringPool(play.reward, play.reward_options, 1, 60.0) as scorer:
             sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
             rollout = GroupRollout(engine, chat, scorer, sampling)
-            playing = Runner(rollout, chat.task_prompt_ids, build_reward(play.reward), MAX_PROMPT_LENGTH)
+            playing = Runner(rollout, chat.task_prompt_ids, build_rewards(play.reward), MAX_PROMPT_LENGTH)
 
             def evaluate() -> Figures:
                 started = scoring_seconds(others)

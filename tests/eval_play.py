@@ -27,7 +27,10 @@ _ROOM = 100_000  # tokens
 
 @cache
 def chat() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    """The tokenizer of dataset/mini, whose chat template would list no tools."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + tokenizer.chat_template
+    return ChatCodec(tokenizer)
 
 
 class _Speaker:

@@ -33,7 +33,7 @@ from verl.trainer.fit import Fit, FitSettings
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder
 from verl.trainer.validate import Validator
-from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rewards import build_rewards
 
 
 class Here(LocalGroup):
@@ -65,7 +65,7 @@ def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorde
     return Fit(
         FitSettings(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
         trainer,
-        Validator({}, trainer.rollouts.rollout, build_reward(config.reward.name, config.reward.options)),
+        Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
         Exams(),
         trainer.learner.policy.workers.group,
         CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
@@ -85,7 +85,7 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     inputs = load_inputs(config)
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     stream = TaskStream(inputs.train, config.data.weights, config.data.seed)
-    scorer = DirectScorer(build_reward(config.reward.name, config.reward.options))
+    scorer = DirectScorer(build_rewards(config.reward.name, config.reward.options))
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
         yield build_trainer(

@@ -395,7 +395,10 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     common = {"data_source": "mine", "reward_model": {"ground_truth": "Ho"}}
     data.write_text("\n".join(json.dumps({"prompt": prompt, **common}) for prompt in rows))
     template = model / "chat_template.jinja"
-    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}Hi")
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
     config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
     codec = load_codec(config.model)
     with pytest.raises(

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from scripts.make_env_tasks import to_row
 from tests.conftest import ROOT
+from tests.test_chat import TEMPLATES, with_template
 from tests.test_env_tau2 import small_domain, small_task
 from tests.test_episode import Speaker
 from tests.tiny import MINI
@@ -26,6 +27,7 @@ from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import shop_tasks
+from verl.envs.task_envs import TaskEnvs
 from verl.envs.tau2.env import Tau2Factory
 from verl.errors import ConfigError, DataError
 from verl.rollout.engine import Sampling
@@ -192,7 +194,7 @@ TOOLRL = MINI / "test.parquet"
 
 
 @pytest.mark.parametrize("name", ["shop", "bfcl", "tau2"])
-def test_rows_of_another_environment_are_told_at_the_door(name: str, chat: ChatCodec, tmp_path: Path) -> None:
+def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: Path) -> None:
     """With file, row and what was expected; left out where bad rows are."""
     (tmp_path / "retail").mkdir()
     options = f"env.options={{data: {tmp_path}}}" if name == "tau2" else "env.options={}"
@@ -200,10 +202,13 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, chat: ChatC
     task = {"shop": shop_tasks, "bfcl": bfcl_tasks, "tau2": lambda: [small_task([], [])]}[name]()[0]
     other = TaskSet(str(TOOLRL))[0]
     own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
+    chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
     setting = built(chat, (f"env.name={name}", "env.codec=hermes", options))
-    if setting is not None and isinstance(setting.envs, Tau2Factory):
-        setting.envs._domains["retail"] = small_domain()
     tasks, prompt_ids = TaskSet(str(own)), opening_of(setting, chat)
+    assert setting is not None and isinstance(setting.envs, TaskEnvs)
+    factory = setting.envs.factory_of(tasks[0])
+    if isinstance(factory, Tau2Factory):
+        factory._domains["retail"] = small_domain()
     with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is no task of env.name={name}: .*; expected"):
         fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
     assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1

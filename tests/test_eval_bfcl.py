@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from transformers import AutoTokenizer
 
 from tests.bfcl_oracle import gold_calls, with_calls
 from tests.episodes import play, say
-from tests.eval_play import foretold
-from tests.tiny import MINI
+from tests.eval_play import chat, foretold
 from verl.config.schema import SandboxConfig
-from verl.data.chat import ChatCodec
 from verl.data.codecs.base import Calls, Malformed, build_codec
 from verl.envs import bfcl_tasks
 from verl.envs.bfcl import MAX_STEPS, Api
@@ -63,10 +60,10 @@ def figure(played: Category, trajectory: Trajectory, task: Task) -> float:
 
 def episode(played: Category, handler: str, task: Task, replies: Sequence[str]) -> Trajectory:
     """A policy that says these texts, one after the other, in the driver of training."""
-    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    tokenizer = chat().tokenizer
     said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in replies)
     env, limit = env_of(played.play, handler), 100_000
-    interaction = build_interaction(env, SandboxConfig(), ChatCodec(tokenizer), limit, limit, None)
+    interaction = build_interaction(env, SandboxConfig(), chat(), limit, limit, None)
     assert interaction is not None
     engine = ScriptedEngine(lambda prompt, number: next(said))
     found = asyncio.run(interaction.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))

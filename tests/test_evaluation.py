@@ -43,6 +43,7 @@ from verl.trainer.evaluate import caveats, check_faults
 from verl.trainer.main_eval import main
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
+from verl.utils.reward_score.rewards import Rewards
 
 SETTINGS = {"n": 1, "handler": "toolrl", "max_prompt_length": 512, "max_response_length": 64}
 
@@ -93,7 +94,7 @@ def run(
     sampling = Sampling(16, 0.0, n, codec.stop_token_ids)
     reward = Says()
     rollout = GroupRollout(model.engine, codec, DirectScorer(reward), sampling)
-    runner = Runner(rollout, codec.task_prompt_ids, reward, limit, n)
+    runner = Runner(rollout, codec.task_prompt_ids, Rewards(reward), limit, n)
     faults = asyncio.run(runner.run(what, records.missing(what.tasks()), records, lambda: None))
     return faults, records
 
@@ -161,7 +162,7 @@ def test_with_too_many_faults_the_rest_is_not_asked(codec: ChatCodec, tmp_path: 
     model = Counting(codec, lambda number, _: "broken" if number % 2 else "no")
     records, reward = Records(tmp_path, category(64), 1), Says()
     rollout = GroupRollout(model.engine, codec, DirectScorer(reward), Sampling(16, 0.0, 1, codec.stop_token_ids))
-    runner = Runner(rollout, codec.task_prompt_ids, reward, 64, max_concurrent=1, most_faults=3)
+    runner = Runner(rollout, codec.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, most_faults=3)
     faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
     assert len(faults) == 4 and 8 <= len(model.asked) < 12  # what has begun may end
     assert 50 < len(records.missing(tasks(64))) <= 60  # what was answered is kept
@@ -251,7 +252,9 @@ def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: P
     rollout = GroupRollout(
         Counting(codec, lambda number, _: "no").engine, codec, DirectScorer(Says()), Sampling(16, 0.0)
     )
-    asyncio.run(Runner(rollout, codec.task_prompt_ids, Says(), 64).run(category(1), tasks(1), records, lambda: None))
+    asyncio.run(
+        Runner(rollout, codec.task_prompt_ids, Rewards(Says()), 64).run(category(1), tasks(1), records, lambda: None)
+    )
     (row,) = map(json.loads, records.path.read_text().splitlines())
     assert row["shown"] == [codec.tokenizer.decode(codec.task_prompt_ids(tasks(1)[0]))] and "say 0" in row["shown"][0]
 

@@ -27,10 +27,10 @@ from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
-from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.workers.parity import small_copy
 
-REWARD = build_reward("rlla")
+REWARD = build_rewards("rlla")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
 def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, model: Path, tmp_path: Path) -> None:
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
-    said = check_step(small_copy(shape), load_codec(ModelConfig(path=str(model))), build_reward("rlla"), tasks, config)
+    said = check_step(small_copy(shape), load_codec(ModelConfig(path=str(model))), build_rewards("rlla"), tasks, config)
     assert "sum of advantage * log p" in said
 
 
@@ -100,8 +100,8 @@ def test_a_reward_that_tells_nothing_apart_is_found(model: Path, tmp_path: Path)
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
     shape, codec = AutoConfig.from_pretrained(model), load_codec(ModelConfig(path=str(model)))
     with pytest.raises(ConfigError, match="nothing to learn from it"):
-        check_step(small_copy(shape), codec, Indifferent(), tasks, config)
-    assert check_reward(Indifferent(), tasks) == "brings no golden replies to try"
+        check_step(small_copy(shape), codec, Rewards(Indifferent()), tasks, config)
+    assert check_reward(Rewards(Indifferent()), tasks) == "brings no golden replies to try"
 
 
 class Deaf:
@@ -135,7 +135,7 @@ def test_too_little_room_for_replies_is_found(model: Path) -> None:
 
 
 def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
-    codec, reward = load_codec(ModelConfig(path=str(model))), build_reward("rlla")
+    codec, reward = load_codec(ModelConfig(path=str(model))), build_rewards("rlla")
     tasks = TaskSet(str(MINI / "test.parquet"))[:4]
     golden = {codec.prompt_ids(task.prompt): task.answer for task in tasks[:3]}
 
@@ -145,14 +145,14 @@ def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
 
     rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), Sampling(400))
     found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())
-    maxima = [reward.maximum(task, 0) for task in tasks[:3]]  # type: ignore[attr-defined]
+    maxima = [reward.maximum(task, 0) for task in tasks[:3]]
     assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
     silent = asyncio.run(Validator({"test": tasks[3:]}, rollout, reward).run())["val/test/total"]
     assert found["val/test/total"] == pytest.approx((sum(maxima) + silent) / 4) and silent < 0
 
 
 def test_validation_averages_several_replies_to_a_task(model: Path) -> None:
-    codec, reward = load_codec(ModelConfig(path=str(model))), build_reward("rlla")
+    codec, rewards = load_codec(ModelConfig(path=str(model))), build_rewards("rlla")
     (task,) = TaskSet(str(MINI / "test.parquet"))[:1]
     asked: list[Sampling] = []
 
@@ -164,8 +164,8 @@ def test_validation_averages_several_replies_to_a_task(model: Path) -> None:
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         return (*codec.reply_ids(task.answer if number == 0 else "no idea")[0], codec.end_token_id)
 
-    rollout = GroupRollout(Sampled(script), codec, DirectScorer(reward), Sampling(400, temperature=1.0, top_p=0.6))
-    validator = Validator({"test": [task, task]}, rollout, reward, n=4, seed=2)
+    rollout = GroupRollout(Sampled(script), codec, DirectScorer(rewards), Sampling(400, temperature=1.0, top_p=0.6))
+    validator = Validator({"test": [task, task]}, rollout, rewards, n=4, seed=2)
     found = asyncio.run(validator.run())
     assert found["val/test/exact"] == 0.25
     assert [(each.n, each.top_p, each.seed) for each in asked] == [(4, 0.6, 2 << 40), (4, 0.6, (2 << 40) + 4)]

@@ -33,6 +33,7 @@ from verl.trainer import main_eval
 from verl.trainer.probe import Shaped, judge_of
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, build_reward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 TASK = Task("train.parquet#3", (Message("user", "What is 6 x 7?"),), "42", "math")
 
@@ -148,14 +149,14 @@ def test_what_counts_follows_the_reward(
     name: str, answer: str, parts: dict[str, float], total: float, right: bool, formed: bool | None
 ) -> None:
     task = Task("x#0", TASK.prompt, answer, "any")
-    judge = judge_of(build_reward(name), task)
+    judge = judge_of(build_rewards(name), [task])
     found = rollout(total, **parts)
     assert judge.right(task, found) is right
     assert judge.well_formed(found) is formed
 
 
 def test_a_format_part_that_is_always_zero_says_nothing() -> None:
-    judge = judge_of(build_reward("zerotir"), TASK)
+    judge = judge_of(build_rewards("zerotir"), [TASK])
     group = [rollout(0.0, correct=0.0, format=0.0), rollout(1.0, correct=1.0, format=0.0)]
     assert summary([row_of(TASK, group, judge)], [group], judge, Cost(1, 1.0), 10)["format"] is None
 
@@ -263,7 +264,7 @@ def test_rewards_are_those_after_shaping() -> None:
             assert state == {}
             return (7.0,) * len(group.rewards), {}
 
-    shaped = asyncio.run(replace(plain, shaping=Flat()).run(TASK, 2, 0))
+    shaped = asyncio.run(replace(plain, rewards=Rewards(Flat())).run(TASK, 2, 0))
     assert shaped.rewards == (7.0, 7.0)
     assert shaped.scores == group.scores
 

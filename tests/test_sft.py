@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import real_data
+from tests.test_chat import codec_of, with_template
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
+from verl.data.messages import as_openai
 from verl.data.report import RowReport
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.types import Message, Sample
 
 
@@ -80,7 +83,7 @@ def test_the_three_kinds_of_rows_agree() -> None:
     ("row", "said"),
     [
         ({"messages": [{"role": "user", "content": "U"}]}, "has no assistant turn"),
-        ({"messages": []}, "is no list of messages"),
+        ({"messages": []}, "is empty; expected a list"),
         ({"messages": "[{"}, "is no JSON"),
         ({"instruction": "S", "input": "U", "output": ""}, "field 'output': is missing or empty"),
         ({"text": "x"}, "has the columns ['text']"),
@@ -93,7 +96,7 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
     assert said in str(caught.value)
     if isinstance(row, dict):
         path = tmp_path / "rows.jsonl"
-        good = {"messages": [asdict(message) for message in conversation("Hi", "Ho")]}
+        good = {"messages": [as_openai(message) for message in conversation("Hi", "Ho")]}
         path.write_text("\n".join(map(json.dumps, [good, row])))
         with pytest.raises(DataError, match="row 1"):
             read_demonstrations(str(path))
@@ -113,3 +116,89 @@ def test_toolrls_own_file_is_read() -> None:
     found = read_demonstrations(str(real_data("toolrl", "rlla_sft.json")), report=report)
     assert str(report) == "rlla_sft.json: 400 rows, 400 used, 0 dropped"
     assert len(found) == 400 and all(each.messages[-1].role == "assistant" for each in found)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Rome?"},
+    {
+        "role": "assistant",
+        "content": "Let me check.",
+        "tool_calls": [CALL],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "<result> 21 </result>"},
+    {"role": "assistant", "content": "It is 21 degrees."},
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (
+            "qwen2.5",
+            'Let me check.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        ),
+        (
+            "qwen3",  # which writes an empty thought into the last turn
+            "<think>\n\n</think>\n\nLet me check.\n"
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        ),
+    ],
+)
+def test_calls_are_trained_as_the_template_writes_them(template: str, call: str) -> None:
+    codec = codec_of(template)
+    demonstration = to_demonstration({"messages": CALLS, "tools": TOOLS})
+    one, two = to_samples([demonstration], codec, 1000)
+    assert trained_text(one, codec) == call and trained_text(two, codec) == "It is 21 degrees.<|im_end|>"
+    said = [*CALLS[:1], {**CALLS[1], "tool_calls": [with_object(CALLS[1]["tool_calls"][0])]}, *CALLS[2:]]
+    render = partial(codec.tokenizer.apply_chat_template, tools=TOOLS, return_dict=False)
+    assert list(one.token_ids) == render(said[:2])[: len(one.token_ids)]  # the template ends turns with a line break
+    assert len(render(said[:2])) - len(one.token_ids) == 1
+    head = render(said[:3], add_generation_prompt=True)
+    assert list(two.token_ids[: len(head)]) == head and not any(two.action_mask[: len(head)])
+    assert '"name": "weather", "parameters"' in codec.tokenizer.decode(head)
+
+
+def with_object(call: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+
+
+def test_arguments_may_hold_what_a_reply_may_not_quote() -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "<result>Rome</result>"}}}
+    rows = {"messages": [CALLS[0], {"role": "assistant", "content": "See <obs> 3 </obs>", "tool_calls": [call]}]}
+    (sample,) = to_samples([to_demonstration(rows)], codec_of("qwen2.5"), 1000)
+    text = trained_text(sample, codec_of("qwen2.5"))
+    assert "<result>Rome</result>" in text and "obs" not in text and text.startswith("See")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("mini", r"rows.jsonl, row 3, field 'messages\[1\].tool_calls\[0\]': is left out by the chat template"),
+        ("llama3", r"rows.jsonl, row 3, field 'messages\[1\].content': is left out by the chat template"),
+        (
+            "rewrites",
+            r"row 3, field 'messages\[1\]': the chat template does not continue its own prompt",
+        ),
+        ("unended", r"row 3, field 'messages\[1\]': the chat template ends this turn with .* rather than with a stop"),
+    ],
+)
+def test_templates_whose_turns_cannot_be_trained_are_told_with_the_row(template: str, said: str) -> None:
+    body = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    others = {
+        "rewrites": "{{ messages | length }}{% for m in messages %}" + body + "<|im_end|>{% endfor %}",
+        "unended": "{% for m in messages %}" + body + "\n{% endfor %}",
+    }
+    codec = with_template(others[template]) if template in others else codec_of(template)
+    demonstration = replace(to_demonstration({"messages": CALLS}), id="rows.jsonl#3")
+    with pytest.raises(DataError, match=said):
+        to_samples([demonstration], codec, 1000)
+    plain = Demonstration(conversation("Hi", "Ho"))
+    assert len(to_samples([demonstration, plain], codec, 1000, max_bad_share=1.0)) == 1
+
+
+def test_a_template_that_lists_no_tools_teaches_no_calls() -> None:
+    demonstration = to_demonstration({"messages": CALLS[:1] + CALLS[3:], "tools": TOOLS})
+    with pytest.raises(ConfigError, match=r"lists no tools, .* weather, weather\(city\)"):
+        to_samples([demonstration], codec_of("mini"), 1000, max_bad_share=1.0)

@@ -56,7 +56,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 def test_a_good_row_becomes_a_task() -> None:
     task = to_task(row(), "train.parquet#0")
     assert task.prompt == (Message("system", INSTRUCTION), Message("user", example()["input"]))
-    assert (task.answer, task.data_source, task.env, task.reward) == (example()["output"], "rlla", "single_turn", None)
+    assert (task.answer, task.data_source, task.env, task.reward) == (example()["output"], "rlla", None, None)
     assert task.extra == {"split": "train", "index": 0}  # what repeats the prompt and the answer is left out
 
 
@@ -71,11 +71,11 @@ BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),
     "source of wrong type": (row(data_source=1), "data_source", "is of type int"),
     "no prompt": ({"data_source": "rlla"}, "prompt", "is missing"),
-    "prompt is a text": (row(prompt="hi"), "prompt", "is of type str"),
+    "prompt is a text": (row(prompt="hi"), "prompt", "is no JSON"),
     "empty prompt": (row(prompt=[]), "prompt", "is empty"),
     "message is a text": (row(prompt=["hi"]), "prompt[0]", "is of type str"),
     "message without content": (row(prompt=[{"role": "user"}]), "prompt[0].content", "is missing"),
-    "message with null": (row(prompt=[{"role": "user", "content": None}]), "prompt[0].content", "is of type NoneType"),
+    "message with null": (row(prompt=[{"role": "user", "content": None}]), "prompt[0].content", "is missing"),
     "blank last message": (row(prompt=[{"role": "user", "content": " \n"}]), "prompt[0].content", "is empty"),
     "no gold": (row(reward_model={"style": "rule"}), "reward_model.ground_truth", "is missing"),
     "gold is null": (row(reward_model={"ground_truth": None}), "reward_model.ground_truth", "is missing"),

@@ -56,6 +56,7 @@ from verl.trainer.weights import Publisher, StaleEngineError
 from verl.transfer.bucket import Layout, Offer, Receiver
 from verl.transfer.memory import SharedMemory
 from verl.types import Message, Sample, Score, Task, Trajectory, TrajectoryGroup
+from verl.utils.reward_score.rewards import Rewards
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
@@ -302,7 +303,7 @@ class RanksWithinItsGroup(SaysEvenWords):
 
 def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_saved() -> None:
     learning = trainer(PLAIN)
-    learning.rollouts.shaping = RanksWithinItsGroup()
+    learning.rollouts.rewards = Rewards(RanksWithinItsGroup(), "ranks")
     asyncio.run(learning.train_step())
     for group in learning.groups:
         totals = [score.total for score in group.scores]
@@ -310,13 +311,13 @@ def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_sav
         assert max(totals) <= 1.0  # the scores themselves stay as they are
     assert max(reward for group in learning.groups for reward in group.rewards) > 1.0
     saved = json.loads(json.dumps(learning.state()))
-    assert saved["rollouts"]["shaping"] == {"t1": 1, "t2": 1, "t3": 1, "t4": 1}
+    assert saved["rollouts"]["shaping"] == {"ranks": {"t1": 1, "t2": 1, "t3": 1, "t4": 1}}
 
     resumed = trainer(PLAIN)
-    resumed.rollouts.shaping = RanksWithinItsGroup()
+    resumed.rollouts.rewards = Rewards(RanksWithinItsGroup(), "ranks")
     resumed.restore(saved)
     asyncio.run(resumed.train_step())
-    assert resumed.state()["rollouts"]["shaping"] == {"t1": 2, "t2": 2, "t3": 2, "t4": 2}
+    assert resumed.state()["rollouts"]["shaping"] == {"ranks": {"t1": 2, "t2": 2, "t3": 2, "t4": 2}}
 
 
 def test_a_stale_engine_stops_the_run() -> None:

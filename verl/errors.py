@@ -40,6 +40,11 @@ class DataError(VerlError, ValueError):
             self, file=self.file or file, row=row if self.row is None else self.row, field=self.field or field
         )
 
+    def of_row(self, id: str) -> DataError:
+        """A copy of this error for what was read from the row that an id (`file#row`) names."""
+        file, _, row = id.rpartition("#")
+        return self.at(file=file, row=int(row)) if file and row.isdecimal() else self.at(file=id)
+
     def __str__(self) -> str:
         place = [self.file] if self.file else []
         if self.row is not None:

@@ -20,6 +20,7 @@ class ToolSpec:
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of an object
+    schema: Mapping[str, Any] | None = None  # OpenAI's form as a row wrote it, which chat templates then get
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +29,36 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str | None = None  # that its result refers to, in OpenAI's rows
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat message, before any template has turned it into tokens.
 
-    tool_calls: of the assistant, as its codec read them from `content`, which stays as it was written
-    tool: in a message of the role "tool", the tool that says it
+    tool_calls: of the assistant. A codec reads the policy's from `content`, which stays as it was written; those of a
+        row stand beside its content
+    tool: in a message of the role "tool", the tool that says it (OpenAI's `name`)
+    tool_call_id: in a message of the role "tool", the call that it answers
+    calls_in_content: False where chat templates are to write the calls, because the content does not hold them
+    template_fields: what else a row's message has, for the chat template alone; over the fields above
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool: str | None = None
+    tool_call_id: str | None = None
+    calls_in_content: bool = True
+    template_fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One thing to do: a prompt, and what a good reply is judged by.
+
+    tools: that the row lists beside its prompt
+    env, reward: of this task alone; None: those of the run's configuration
 
     Example: Task(id="train.parquet#17", prompt=(system, user), answer="<think>..</think>\\n<tool_call>..", ...)
     """
@@ -55,9 +67,10 @@ class Task:
     prompt: tuple[Message, ...]
     answer: str
     data_source: str
-    env: str = "single_turn"
-    reward: str | None = None  # None: the reward of the run's configuration
+    env: str | None = None
+    reward: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[ToolSpec, ...] = ()
 
 
 class FinishReason(StrEnum):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from verl.data.codecs.prompt import function_schema
+from verl.data.messages import as_openai
+from verl.data.template import check_messages, tool_fault, tools_left_out
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task, ToolSpec
 
@@ -61,29 +63,58 @@ class ChatCodec:
         """Every token at which the assistant's turn is over."""
         return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
 
-    def opening_ids(self, opening: str | Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+    def opening_ids(
+        self, opening: str | Sequence[Message], tools: Sequence[ToolSpec] = (), column: str = "prompt"
+    ) -> tuple[int, ...]:
         """The prompt of an episode as its codec made it: messages, or a text that takes no template.
 
-        A text gets what the tokenizer puts before every text (a bos_token, if any). Raises as `prompt_ids` does.
+        A text gets what the tokenizer puts before every text (a bos_token, if any). `column`: that the messages are
+        of, for errors. Raises DataError if the template refuses the messages or leaves out something of them,
+        ConfigError if it leaves out tools or is none.
         """
         if isinstance(opening, str):
             return self._cut(tuple(self.tokenizer(opening)["input_ids"]))
+        self.check_tools(opening, tools)
+        self.check_messages(opening, tools, column)
         return self._cut(self.prompt_ids(opening, tools))
 
+    def check_messages(self, messages: Sequence[Message], tools: Sequence[ToolSpec], column: str) -> None:
+        """Raises DataError, with index and field, for what the chat template leaves out of the messages."""
+        check_messages(self.rendered, messages, tools, column)
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+        """Raises ConfigError where the chat template does not tell of these tools beside these messages."""
+        if tools and (lacking := tools_left_out(self.rendered, messages, tools)):
+            where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+            raise ConfigError(tool_fault(lacking, where))
+
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        """The messages under the chat template, with the head of the assistant's turn.
+        """The messages under the chat template, with the head of the assistant's turn. Raises as `rendered` does."""
+        return self.reply_ids(self.rendered(messages, tools))[0]
+
+    def rendered(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """What the chat template makes of the messages.
 
         tools: those that the template is to tell of. Templates tell an empty list from none, so none is passed.
         Raises DataError if the template refuses them, ConfigError if it is none.
         """
+        told = [as_openai(message) for message in messages]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tools=[function_schema(tool) for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_options,
+        )
         try:
-            ids = self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
-                tools=[function_schema(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                return_dict=False,
-                **self.template_options,
-            )
+            try:
+                text: str = render(told)
+            except (TemplateError, TypeError):  # some know calls without a text by null, others by an empty one
+                if all(each["content"] is not None for each in told):
+                    raise
+                text = render([each if each["content"] is not None else {**each, "content": ""} for each in told])
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} cannot be read "
@@ -95,7 +126,7 @@ class ChatCodec:
                 f"the chat template refuses messages of the roles {roles} ({error})",
                 mend="Change the row, or name a tokenizer with another template with model.tokenizer_path",
             ) from error
-        return tuple(ids)
+        return text
 
     def answer_ids(self, messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
         """What follows the assistant's turn when others spoke: the rest of its end, their turns, the head of its next.
@@ -155,14 +186,14 @@ class ChatCodec:
         return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """The prompt of an episode that is one reply."""
-        return self._cut(self.prompt_ids(task.prompt))
+        """The task's prompt and tools, where an episode is one reply. Raises as `opening_ids` does."""
+        return self.opening_ids(task.prompt, task.tools)
 
     def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
 
     def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """(tokens of an assistant's text, the characters that each of them covers), without special tokens."""
+        """(tokens of a text, the characters that each of them covers), without any that are put around texts."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
 
@@ -176,9 +207,3 @@ class ChatCodec:
 def _writable(text: str) -> str:
     """The text with "?" for halves of surrogate pairs, which tools can put out and no tokenizer takes."""
     return text.encode(errors="replace").decode()
-
-
-def _for_template(message: Message) -> dict[str, str]:
-    """What templates know of a message. Its calls stand in its content; given twice, they would be written twice."""
-    told = {"role": message.role, "content": message.content}
-    return told if message.tool is None else {**told, "name": message.tool}

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import Codec
+from verl.data.codecs.history import check_shown, with_calls_written
 from verl.data.codecs.prompt import tool_lines
 from verl.envs.base import Observation
 from verl.types import Message, ToolSpec
@@ -39,9 +40,14 @@ class Dialogue:
     cut: Cut = Cut.MIDDLE
 
     def opening_ids(self, opening: Observation) -> tuple[int, ...]:
-        """The prompt. Raises DataError if the chat template refuses the messages."""
-        shown = self.codec.opening(opening.messages, opening.tools)
-        return self.chat.opening_ids(shown, opening.tools if self.codec.template_tools else ())
+        """The prompt. Raises DataError for messages that the chat template refuses or that are not shown whole,
+        ConfigError where tools are not listed."""
+        if self.codec.template_tools:
+            return self.chat.opening_ids(self.codec.opening(opening.messages, opening.tools), opening.tools)
+        messages = with_calls_written(self.codec, opening.messages)
+        shown = self.codec.opening(messages, opening.tools)
+        check_shown(self.codec, messages, opening.tools, shown)
+        return self.chat.opening_ids(shown)
 
     def written(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, with special tokens, which some formats are made of, but without its end token."""

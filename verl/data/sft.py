@@ -1,13 +1,13 @@
 """Demonstrations: from rows to samples whose trained tokens are an assistant's own words.
 
 Every assistant turn becomes a sample of its own, in the very tokens that a rollout would see: the template up to the
-turn, then the reply, then the token that ends it. Samples of one conversation share a group, so that packing holds
+turn, then the reply, then the token that ends it. A turn with tool calls, or with other fields than a text, is what the
+template writes for it. Samples of one conversation share a group, so that packing holds
 their common beginning once.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.chat import ChatCodec
+from verl.data.messages import chat_rows, check_columns, read_messages, read_tools
 from verl.data.report import RowReport
-from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.types import Message, Sample
+from verl.types import Message, Sample, ToolSpec
 
 # What a tool said, where a reply quotes it: never to be learned as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
@@ -28,11 +28,13 @@ _QUOTED_OUTPUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation whose assistant turns from `first` on are to be imitated."""
+    """A conversation whose assistant turns from `first` on are to be imitated, with the tools that it is told of."""
 
     messages: tuple[Message, ...]
     first: int = 0  # index into messages
     id: str = ""  # file#row, for messages
+    tools: tuple[ToolSpec, ...] = ()
+    column: str = "messages"  # that the messages were read from
 
 
 def read_samples(
@@ -52,11 +54,11 @@ def read_demonstrations(
 ) -> list[Demonstration]:
     """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows cannot be used.
 
-    Rows are of one of three kinds: {messages: [{role, content}]}, ToolRL's SFT file {instruction, input, output}, or
-    ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}.
+    Rows are of one of three kinds: OpenAI's {messages: [...]}, ToolRL's SFT file {instruction, input, output}, or
+    ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools` beside it.
     """
     found, report = [], report or RowReport(source)
-    for number, row in enumerate(read_rows(source)):
+    for number, row in enumerate(chat_rows(source)):
         report.num_rows += 1
         try:
             found.append(replace(to_demonstration(row), id=f"{Path(source).name}#{number}"))
@@ -72,45 +74,34 @@ def to_demonstration(row: Any) -> Demonstration:
         raise row
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object")
-    if "messages" in row:
-        messages = _messages(row["messages"], "messages")
+    check_columns(row)
+    tools = read_tools(row.get("tools"))
+    if row.get("messages") is not None:
+        messages = read_messages(row["messages"], "messages")
         if not any(message.role == "assistant" for message in messages):
             raise DataError("has no assistant turn", "at least one message of role assistant", field="messages")
-        return Demonstration(messages)
+        for number, message in enumerate(messages):
+            if not (message.content or message.tool_calls or message.template_fields or message.role == "tool"):
+                raise DataError("is empty", "a text", field=f"messages[{number}].content")
+        return Demonstration(messages, tools=tools)
     if "output" in row:
         asked = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
         asked.append(Message("user", _text(row, "input")))
-        return Demonstration((*asked, Message("assistant", _text(row, "output"))), len(asked))
-    if "prompt" in row and isinstance(row.get("reward_model"), Mapping):
-        prompt = _messages(row["prompt"], "prompt")
-        answer = _text(row["reward_model"], "ground_truth")
-        return Demonstration((*prompt, Message("assistant", answer)), len(prompt))
+        return Demonstration((*asked, Message("assistant", _text(row, "output"))), len(asked), tools=tools)
+    if row.get("prompt") is not None and isinstance(row.get("reward_model"), Mapping):
+        prompt = read_messages(row["prompt"], "prompt")
+        answer = Message("assistant", _text(row["reward_model"], "ground_truth", "reward_model."))
+        return Demonstration((*prompt, answer), len(prompt), tools=tools, column="prompt")
     raise DataError(
         f"has the columns {sorted(row)}", "messages, or instruction, input and output, or prompt and reward_model"
     )
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
+def _text(row: Mapping[str, Any], name: str, place: str = "") -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value:
-        raise DataError("is missing or empty", "a text", field=name)
+        raise DataError("is missing or empty", "a text", field=f"{place}{name}")
     return value
-
-
-def _messages(value: Any, field: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"is no JSON ({error})", "[{role, content}]", field=field) from error
-    if not isinstance(value, Sequence) or not value:
-        raise DataError("is no list of messages", "[{role, content}]", field=field)
-    messages = []
-    for number, each in enumerate(value):
-        if not isinstance(each, Mapping):
-            raise DataError(f"is of type {type(each).__name__}", "{role, content}", field=f"{field}[{number}]")
-        messages.append(Message(_text(each, "role"), _text(each, "content")))
-    return tuple(messages)
 
 
 def to_samples(
@@ -123,7 +114,8 @@ def to_samples(
 ) -> list[Sample]:
     """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut.
 
-    Raises DataError if the chat template refuses more demonstrations than `max_bad_share` allows.
+    Raises DataError if the chat template refuses more demonstrations than `max_bad_share` allows, or leaves something
+    out of them, ConfigError for a template that leaves out the tools.
     """
     samples: list[Sample] = []
     report = report or RowReport("the demonstrations", len(demonstrations))
@@ -149,19 +141,58 @@ def to_samples(
 def _turns(demonstration: Demonstration, group: int, codec: ChatCodec) -> list[Sample]:
     messages = demonstration.messages
     return [
-        _turn(messages[:place], message.content, group, codec)
+        _turn(demonstration, place, group, codec)
         for place, message in enumerate(messages)
         if message.role == "assistant" and place >= demonstration.first
     ]
 
 
-def _turn(before: Sequence[Message], reply: str, group: int, codec: ChatCodec) -> Sample:
-    prompt = codec.prompt_ids(before)
-    ids, spans = codec.reply_ids(reply)
-    own = [not any(start < b and a < end for a, b in _quoted(reply)) for start, end in spans]
-    token_ids = (*prompt, *ids, codec.end_token_id)
-    mask = (*(False,) * len(prompt), *own, True)
+def _turn(demonstration: Demonstration, place: int, group: int, codec: ChatCodec) -> Sample:
+    before, message = demonstration.messages[:place], demonstration.messages[place]
+    prompt = codec.opening_ids(before, demonstration.tools, demonstration.column)
+    if message.tool_calls or message.template_fields:
+        text, ids, spans = _rendered_turn(demonstration, place, codec)
+    else:
+        text, (ids, spans) = message.content, codec.reply_ids(message.content)
+        ids, spans = (*ids, codec.end_token_id), [*spans, (len(text), len(text))]
+    start = max(text.find(message.content), 0)
+    quoted = [(start + a, start + b) for a, b in _quoted(message.content)]
+    own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
+    token_ids = (*prompt, *ids)
+    mask = (*(False,) * len(prompt), *own)
     return Sample(token_ids, mask, (0.0,) * len(token_ids), group, 0.0)
+
+
+def _rendered_turn(
+    demonstration: Demonstration, place: int, codec: ChatCodec
+) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
+    """(what the template writes for the assistant's turn, its tokens, the characters that each covers).
+
+    That is what comes between the head of the turn, where a rollout begins to write, and the token that ends it,
+    inclusive. Raises DataError where the template writes the beginning otherwise once the turn is there.
+    """
+    messages, tools, column = demonstration.messages, demonstration.tools, demonstration.column
+    field = f"{column}[{place}]"
+    codec.check_messages(messages[: place + 1], tools, column)
+    head = codec.rendered(messages[:place], tools)
+    whole = codec.rendered(messages[: place + 1], tools, add_generation_prompt=False)
+    if not whole.startswith(head):
+        raise DataError(
+            "the chat template does not continue its own prompt with this turn",
+            mend="Write the turn as a text, as the policy is to write it, or name another tokenizer with "
+            "model.tokenizer_path",
+            field=field,
+        )
+    text = whole[len(head) :]
+    ids, spans = codec.reply_ids(text)
+    ends = [number for number, token in enumerate(ids) if token in codec.stop_token_ids]
+    if not ends or text[spans[ends[-1]][1] :].strip():
+        raise DataError(
+            f"the chat template ends this turn with {text[-20:]!r} rather than with a stop token",
+            mend="Name another tokenizer with model.tokenizer_path",
+            field=field,
+        )
+    return text, ids[: ends[-1] + 1], spans[: ends[-1] + 1]
 
 
 def _quoted(reply: str) -> Iterator[tuple[int, int]]:

@@ -8,40 +8,44 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from verl.data.messages import chat_rows, check_columns, read_messages, read_tools
 from verl.data.report import RowReport
 from verl.data.rlla import DATA_SOURCE
-from verl.data.rows import RowStore, read_rows
+from verl.data.rows import RowStore
 from verl.errors import ConfigError, DataError
-from verl.types import Message, Task
+from verl.types import Message, Task, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import parse_gold
 from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.rewards import named_reward
 
 
 def to_task(row: Any, id: str) -> Task:
     """One checked row as a Task. Raises DataError with the field and what was expected.
 
-    Columns: data_source, prompt [{role, content}], reward_model {ground_truth}; optional extra_info, env, reward.
-    A ground truth that is no text becomes its JSON text. Rows of ToolRL's kind must have one that parses.
+    Columns: data_source, prompt [OpenAI's messages], reward_model {ground_truth}; optional tools, env, reward and
+    extra_info. A ground truth that is no text becomes its JSON text. Rows of ToolRL's kind must have one that parses.
     """
     if isinstance(row, DataError):
         raise row  # a line that could not even be decoded
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object with data_source, prompt and reward_model")
+    check_columns(row)
     prompt = _prompt(row)
     task = Task(
         id=id,
         prompt=prompt,
         answer=_answer(_value(row, "reward_model", "an object")),
         data_source=_text(row, "data_source"),
-        env=_text(row, "env") if row.get("env") is not None else "single_turn",
-        reward=_text(row, "reward") if row.get("reward") is not None else None,
+        env=_text(row, "env") if row.get("env") is not None else None,
+        reward=_reward(row),
         extra=dict(_value(row, "extra_info", "an object")) if row.get("extra_info") is not None else {},
+        tools=read_tools(row.get("tools")),
     )
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
         _gold_calls(task)
@@ -84,20 +88,24 @@ def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    messages = _value(row, "prompt", "a list")
-    if not messages:
-        raise DataError("is empty", "a list of {role, content} messages", field="prompt")
-    prompt = []
-    for number, message in enumerate(messages):
-        field = f"prompt[{number}]"
-        if not isinstance(message, Mapping):
-            raise DataError(f"is of type {type(message).__name__}", "an object {role, content}", field=field)
-        prompt.append(
-            Message(_text(message, "role", f"{field}.role"), _value(message, "content", "a text", f"{field}.content"))
-        )
+    if row.get("prompt") is None:
+        mend = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
+        raise DataError("is missing", "a list of {role, content} messages", mend, field="prompt")
+    prompt = read_messages(row["prompt"], "prompt")
     if not prompt[-1].content.strip():
         raise DataError("is empty", "the text that the policy replies to", field=f"prompt[{len(prompt) - 1}].content")
-    return tuple(prompt)
+    return prompt
+
+
+def _reward(row: Mapping[str, Any]) -> str | None:
+    if row.get("reward") is None:
+        return None
+    name = _text(row, "reward")
+    try:
+        named_reward(name)
+    except ConfigError as error:
+        raise DataError(str(error), "a reward of docs/reward.md, or file.py:attribute", field="reward") from error
+    return name
 
 
 def _answer(reward_model: Mapping[str, Any]) -> str:
@@ -125,12 +133,15 @@ def _without_repeats(task: Task) -> Task:
     """ToolRL's extra_info holds the prompt and the answer a second time; half the bytes are enough."""
     said = {message.content for message in task.prompt} | {task.answer}
     kept = {key: value for key, value in task.extra.items() if not (isinstance(value, str) and value in said)}
-    return Task(task.id, task.prompt, task.answer, task.data_source, task.env, task.reward, kept)
+    return replace(task, extra=kept)
 
 
 def _from_stored(stored: dict[str, Any]) -> Task:
-    prompt = tuple(Message(message["role"], message["content"]) for message in stored.pop("prompt"))
-    return Task(prompt=prompt, **stored)
+    prompt = tuple(
+        Message(**{**message, "tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
+        for message in stored.pop("prompt")
+    )
+    return Task(prompt=prompt, tools=tuple(ToolSpec(**tool) for tool in stored.pop("tools")), **stored)
 
 
 class TaskSet(Sequence[Task]):
@@ -150,7 +161,7 @@ class TaskSet(Sequence[Task]):
 
     def _usable_tasks(self, max_bad_share: float) -> Iterator[Task]:
         name = Path(self.source).name
-        for number, row in enumerate(read_rows(self.source)):
+        for number, row in enumerate(chat_rows(self.source)):
             self.report.num_rows += 1
             try:
                 task = to_task(row, f"{name}#{number}")

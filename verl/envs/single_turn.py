@@ -1,16 +1,15 @@
 """One reply and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it.
 
-Rows of these recipes tell of their tools in the prompt. A task may instead hold them as data, `extra["tools"]`, for the
-codec of the run to tell; what the reply calls is then in its message's `tool_calls`.
+Rows of these recipes tell of their tools in the prompt. A task may instead hold them as data, `Task.tools` or
+`extra["tools"]`, for the codec of the run to tell; what the reply calls is then in its message's `tool_calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from verl.data.messages import read_tools
 from verl.envs.base import Observation, StepResult
-from verl.types import Message, Task, ToolSpec
+from verl.errors import DataError
+from verl.types import Message, Task
 
 
 class SingleTurnEnv:
@@ -21,8 +20,11 @@ class SingleTurnEnv:
 
     @staticmethod
     def opening(task: Task) -> Observation:
-        """The prompt and the tools that the task holds."""
-        return Observation(task.prompt, tuple(_tool(each) for each in task.extra.get("tools", ())))
+        """The prompt and the tools that the task holds. Raises DataError for two lists of them."""
+        more = read_tools(task.extra.get("tools"), "extra_info.tools")
+        if more and task.tools:
+            raise DataError("are given in extra_info.tools, too", "one list", field="tools")
+        return Observation(task.prompt, task.tools or more)
 
     async def reset(self) -> Observation:
         """The opening."""
@@ -34,7 +36,3 @@ class SingleTurnEnv:
 
     async def close(self) -> None:
         """Holds nothing."""
-
-
-def _tool(told: Mapping[str, Any]) -> ToolSpec:
-    return ToolSpec(told["name"], told["description"], told["parameters"])

@@ -1,4 +1,7 @@
-"""Episodes with tools: the policy calls, the tools answer, until it says something without a call."""
+"""Episodes with tools: the policy calls, the tools answer, until it says something without a call.
+
+A row may list some of the tools in words of its own (`Task.tools`): its episodes then have those alone.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from verl.envs.base import Observation, StepResult
 from verl.envs.tools.arguments import check_schema
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.runner import ToolRunner
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.services import check_services
-from verl.types import Message, Task
+from verl.types import Message, Task, ToolSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class ToolEnv:
 
 def opening(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
     """How every episode of a task with these tools opens."""
-    return Observation(task.prompt, tuple(tool.spec for tool in tools))
+    return Observation(task.prompt, task.tools or tuple(tool.spec for tool in tools))
 
 
 class ToolEnvFactory:
@@ -64,15 +67,36 @@ class ToolEnvFactory:
         self._runner = runner
 
     def opening(self, task: Task) -> Observation:
-        """How episodes of the task open, without starting one."""
-        return opening(task, self._tools.values())
+        """How episodes of the task open, without starting one. Raises DataError for tools that are not there."""
+        return opening(task, self._offered(task))
+
+    def _offered(self, task: Task) -> tuple[Tool | EpisodeTool, ...]:
+        """The tools of the task: those that its row lists, or all."""
+        for told in task.tools:
+            own = self._tools.get(told.name)
+            if own is None:
+                known = f"one of {', '.join(self._tools)}"
+                raise DataError(f"lists {told.name!r}, which env.tools does not offer", known, field="tools")
+            names, wanted = (set(spec.parameters.get("properties") or {}) for spec in (told, own.spec))
+            if names != wanted:
+                raise DataError(
+                    f"lists {told.name!r} with the parameters {', '.join(sorted(names)) or 'none'}",
+                    f"those of env.tools: {', '.join(sorted(wanted)) or 'none'}",
+                    field="tools",
+                )
+        return tuple(self._tools[told.name] for told in task.tools) or tuple(self._tools.values())
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """What a policy is told of all tools."""
+        return tuple(tool.spec for tool in self._tools.values())
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where a service of a tool does not answer."""
         await check_services(self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:
-        return ToolEnv(task, tuple(self._tools.values()), self._runner)
+        return ToolEnv(task, self._offered(task), self._runner)
 
     async def close(self) -> None:
         await _close(self._tools)

@@ -38,10 +38,10 @@ def trace_of(task: Task) -> Trace:
 
     The name is the environment's own, whatever file the task came from.
     """
-    own = task.extra.get("id")
-    name = own if task.env != _SINGLE_TURN and isinstance(own, str) else task.id
+    env, own = task.env or _SINGLE_TURN, task.extra.get("id")
+    name = own if env != _SINGLE_TURN and isinstance(own, str) else task.id
     said = "\n".join(" ".join(each.content.lower().split()) for each in task.prompt if each.role == "user")
-    return Trace(task.env, name, hashlib.sha256(said.encode("utf-8", "backslashreplace")).hexdigest()[:16])
+    return Trace(env, name, hashlib.sha256(said.encode("utf-8", "backslashreplace")).hexdigest()[:16])
 
 
 @dataclass(frozen=True)

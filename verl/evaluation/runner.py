@@ -15,7 +15,7 @@ from verl.evaluation.base import Category
 from verl.evaluation.records import digest_of
 from verl.rollout.group import GroupRollout
 from verl.types import Score, Task, TrajectoryGroup
-from verl.utils.reward_score.base import LabReward, Reward
+from verl.utils.reward_score.rewards import Rewards
 
 EXACT = "exact"  # the metric that is 1 for the highest reward there is
 _TOLERANCE = 1e-9
@@ -46,7 +46,7 @@ class Runner:
 
     rollout: GroupRollout
     prompt_ids: PromptIds
-    reward: Reward
+    rewards: Rewards
     max_prompt_length: int
     n: int = 1
     seed: int = 0
@@ -101,6 +101,7 @@ class Runner:
         if metric == "total":
             return score.total
         if metric == EXACT:
-            assert isinstance(self.reward, LabReward)
-            return float(score.total >= self.reward.maximum(task, _STEP) - _TOLERANCE)
+            most = self.rewards.maximum(task, _STEP)
+            assert most is not None
+            return float(score.total >= most - _TOLERANCE)
         return score.parts.get(metric, 0.0)  # an episode that was cut off has no parts

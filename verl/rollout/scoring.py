@@ -15,7 +15,8 @@ from typing import Any, Protocol, Self
 from pebble import ProcessExpired, ProcessPool
 
 from verl.types import Score, Task, ToolUse, Trajectory
-from verl.utils.reward_score.base import Reward, build_reward
+from verl.utils.reward_score.base import Reward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class ScoringPool:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
-        """Raises ConfigError if the reward cannot be made."""
-        build_reward(name, options)
+        """name, options: of the reward of tasks that name none. Raises ConfigError if it cannot be made."""
+        build_rewards(name, options)
         self._made_of = (name, json.dumps(dict(options)))
         self._timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
@@ -97,12 +98,12 @@ class ScoringPool:
 
 
 @cache
-def _reward(name: str, options: str) -> Reward:
-    return build_reward(name, json.loads(options))
+def _rewards(name: str, options: str) -> Rewards:
+    return build_rewards(name, json.loads(options))
 
 
 def _score(name: str, options: str, trajectory: Trajectory, task: Task, step: int) -> Score:
-    return _finite(_reward(name, options).score(trajectory, task, step))
+    return _finite(_rewards(name, options).score(trajectory, task, step))
 
 
 def _finite(score: Score) -> Score:

@@ -69,6 +69,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "data_source": group.task.data_source,
             "index": trajectory.index,
             "prompt": _messages(group.task.prompt),
+            **({"tools": [tool.name for tool in group.task.tools]} if group.task.tools else {}),
             "replies": _messages(_replies(trajectory)),
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
@@ -86,5 +87,11 @@ def _replies(trajectory: Trajectory) -> list[Message]:
     return [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
 
 
-def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    return [{"role": message.role, "content": message.content, **_beside(message)} for message in messages]
+
+
+def _beside(message: Message) -> dict[str, Any]:
+    """The calls of a row's message, which its content does not hold."""
+    calls = () if message.calls_in_content else message.tool_calls
+    return {"tool_calls": [asdict(call) for call in calls]} if calls else {}

@@ -56,7 +56,7 @@ from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
 from verl.transfer.bucket import Layout
 from verl.types import Task
-from verl.utils.reward_score.base import GroupReward, build_reward
+from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
 
@@ -99,8 +99,9 @@ def load_inputs(config: Config) -> Inputs:
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
-    run_async(check_services([interaction, build_reward(config.reward.name, config.reward.options)]))
     train, val, reports = load_tasks(config, opening_of(interaction, codec))
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    run_async(check_services([interaction, *rewards.all_of(chain(*train, *val.values()))]))
     train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
     asked = [(exam.category, exam.tasks) for exam in exams.exams]
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
@@ -130,7 +131,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         1, len(stream) // config.data.train_batch_size
     )
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
-    check_algorithm(algorithm, config, build_reward(config.reward.name, config.reward.options))
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    for reward in rewards.all_of(chain(*inputs.train)):
+        check_algorithm(algorithm, config, reward)
     display = Display(total_steps, console)
     told = {**asdict(config), **prompt_record(inputs.interaction)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
@@ -166,7 +169,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 Validator(
                     inputs.val,
                     validating,
-                    build_reward(config.reward.name, config.reward.options),
+                    rewards,
                     config.rollout.val_kwargs.n,
                     rollout_settings(config).seed,
                 ),
@@ -207,13 +210,12 @@ def build_trainer(
     sampling = train_sampling(config, codec.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
-    reward = build_reward(config.reward.name, config.reward.options)
     rollouts = Rollouts(
         rollout_settings(config),
         algorithm,
         stream,
         GroupRollout(engine, codec, scorer, sampling, interaction),
-        reward if isinstance(reward, GroupReward) else None,
+        build_rewards(config.reward.name, config.reward.options),
     )
     return PPOTrainer(
         rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,17 +17,20 @@ from verl.data.codecs.prompt import Prompted
 from verl.data.codecs.turns import TurnsCodec
 from verl.data.dialogue import Cut, Dialogue
 from verl.data.lengths import PromptIds
-from verl.envs.base import EnvFactory, OpeningTeller, TaskChecker
-from verl.envs.registry import ENVS, ClassFactory, build_env_factory
+from verl.envs.base import EnvFactory
+from verl.envs.registry import ENVS, build_env_factory
+from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools, tool_name
 from verl.envs.tools.runner import ToolLimits, ToolRunner
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.registry import resolve
 from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
-from verl.types import Message, Task
+from verl.types import Message, Task, ToolSpec
+
+_ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 # Assistant turns without a call where the environment answers them, too: as many as a BFCL scenario has at most.
 _MESSAGES = 8
@@ -56,8 +60,10 @@ def build_interaction(
     envs = _build_envs(env, codec, box, num_places)
     dialogue = Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut))
     dialogue.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)  # a chat template may have no such turns
+    if isinstance(envs, ToolEnvFactory):
+        check_tools(chat, codec, envs.specs)
     return Interaction(
-        envs,
+        TaskEnvs(env.name, envs),
         dialogue,
         Budgets(
             max_turns=turn_limit(env, codec),
@@ -73,6 +79,12 @@ def build_interaction(
         ),
         box,
     )
+
+
+def check_tools(chat: ChatCodec, codec: Codec, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
+    """Raises ConfigError where the codec leaves it to a chat template to list the tools, which does not do it."""
+    if codec.template_tools:
+        chat.check_tools((Message("user", "a"),), tools)
 
 
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
@@ -114,19 +126,19 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
 def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
     """Task -> the tokens of its prompt and tools; where only a started episode can tell, those of the task's messages.
 
-    Raises DataError for a task of another environment.
+    Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
+    policy would not learn of its tools.
     """
     if interaction is None:
-        return chat.task_prompt_ids
+        return partial(_lone_prompt, chat)
     envs, dialogue = interaction.envs, interaction.dialogue
-    teller = envs.env_class if isinstance(envs, ClassFactory) else envs
+    assert isinstance(envs, TaskEnvs)
 
     def opening(task: Task) -> Sequence[int]:
-        if isinstance(envs, TaskChecker):
-            envs.check_task(task)
-        if isinstance(teller, OpeningTeller):
-            return dialogue.opening_ids(teller.opening(task))
-        return chat.task_prompt_ids(task)
+        if task.tools and isinstance(dialogue.codec, InlineCodec):
+            raise DataError("cannot be listed: env.codec writes calls of one tool alone", field="tools")
+        known = envs.known_opening(task)
+        return chat.opening_ids(task.prompt) if known is None else dialogue.opening_ids(known)
 
     return opening
 
@@ -141,6 +153,19 @@ def truncating(
     if interaction is not None:
         interaction = replace(interaction, dialogue=replace(interaction.dialogue, chat=chat))
     return chat, interaction
+
+
+def _lone_prompt(chat: ChatCodec, task: Task) -> Sequence[int]:
+    """The prompt of an episode that is one reply."""
+    if task.env not in (None, "single_turn"):
+        raise DataError(
+            f"{task.env!r} needs env.codec, which says how it is talked with",
+            mend="Set env.codec (docs/codecs.md)",
+            field="env",
+        )
+    if task.reward == "env":
+        raise DataError("needs an environment that judges", "the column env, and env.codec", field="reward")
+    return chat.task_prompt_ids(task)
 
 
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:

@@ -35,10 +35,10 @@ from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
 from verl.services import check_services
 from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record
+from verl.trainer.build_env import build_interaction, check_tools, opening_of, prompt_record
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
-from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
 _SCORE_TIMEOUT_S = 120.0
@@ -142,7 +142,11 @@ async def _ask(
         interactions = [_interaction(player, play) for play in plays]
         for opened in filter(None, interactions):
             stack.push_async_callback(opened.close)
-        rewards = [build_reward(play.reward, play.reward_options) for play in plays]
+        rewards = [
+            reward
+            for category, tasks in left
+            for reward in build_rewards(category.play.reward, category.play.reward_options).all_of(tasks)
+        ]
         await check_services([*interactions, *rewards])  # before anything that takes long
         engine, sampling = await stack.enter_async_context(
             lone_engine(player.config, player.chat, env_of(widest, player.codec))
@@ -162,7 +166,10 @@ def _interaction(player: _Player, play: Play) -> Interaction | None:
     config, env = player.config, env_of(play, player.codec)
     template = config.prompt_template if play.handled else None
     sandbox = config.sandbox if env.tools else SandboxConfig()
-    return build_interaction(env, sandbox, player.chat, *reply_lengths(config), template)
+    made = build_interaction(env, sandbox, player.chat, *reply_lengths(config), template)
+    if play.handled and made is not None:
+        check_tools(player.chat, made.dialogue.codec)
+    return made
 
 
 def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
@@ -174,7 +181,7 @@ def _runner(player: _Player, play: Play, rollout: GroupRollout, size: int) -> Ru
     return Runner(
         rollout,
         opening_of(rollout.interaction, player.chat),
-        build_reward(play.reward, play.reward_options),
+        build_rewards(play.reward, play.reward_options),
         reply_lengths(config)[0],
         config.n,
         config.seed,

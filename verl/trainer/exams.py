@@ -20,9 +20,9 @@ from verl.evaluation.runner import Runner
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, check_tools, opening_of
 from verl.types import Task, TrajectoryGroup
-from verl.utils.reward_score.base import build_reward
+from verl.utils.reward_score.rewards import build_rewards
 
 _log = logging.getLogger(__name__)
 HANDLER = "toolrl"  # of a run whose episodes have no codec: ToolRL's rows are in its words
@@ -88,8 +88,11 @@ class Exams:
     async def _play(self, exam: Exam, rollout: GroupRollout) -> Answers:
         play, kept = exam.category.play, _Figures()
         rollout = replace(rollout, codec=replace(rollout.codec, max_prompt_tokens=None))  # benchmarks are never cut
-        reward, prompt_ids = build_reward(play.reward, play.reward_options), opening_of(exam.interaction, rollout.codec)
-        playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, reward, self.max_prompt_length)
+        rewards, prompt_ids = (
+            build_rewards(play.reward, play.reward_options),
+            opening_of(exam.interaction, rollout.codec),
+        )
+        playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, rewards, self.max_prompt_length)
         faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
         if faults:
             name, size = exam.category.name, len(exam.tasks)
@@ -128,7 +131,10 @@ def build_exams(config: Config, chat: ChatCodec) -> Exams:
 def _interaction(play: Play, config: Config, chat: ChatCodec) -> Interaction | None:
     env, lengths = exam_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
     template = config.data.prompt_template if play.handled else None
-    return build_interaction(env, config.sandbox if env.tools else SandboxConfig(), chat, *lengths, template)
+    made = build_interaction(env, config.sandbox if env.tools else SandboxConfig(), chat, *lengths, template)
+    if play.handled and made is not None:
+        check_tools(chat, made.dialogue.codec)
+    return made
 
 
 def exam_env(play: Play, trained: EnvConfig) -> EnvConfig:

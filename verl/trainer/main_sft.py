@@ -3,7 +3,7 @@
     --help     this text and every key with its default
     --cfg job  print the configuration that the words choose, and stop
 
-Rows are chat messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens alone.
+Rows are OpenAI's messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens alone.
 """
 
 from __future__ import annotations

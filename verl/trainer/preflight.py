@@ -38,9 +38,10 @@ from verl.trainer.memory import GIB
 from verl.trainer.plan import Plan
 from verl.trainer.plan_show import mends_told
 from verl.trainer.policy import PackSettings, Policy
-from verl.types import Task
-from verl.utils.reward_score.base import LabReward, Reward, build_reward
-from verl.utils.reward_score.lab import try_reward
+from verl.types import Message, Task
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.lab import try_rewards
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
@@ -55,30 +56,31 @@ _LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
     codec, tasks = inputs.codec, inputs.train[0][:_NUM_ROWS]
-    reward = build_reward(config.reward.name, config.reward.options)
+    rewards = build_rewards(config.reward.name, config.reward.options)
     assert config.model.path is not None
     shape = AutoConfig.from_pretrained(config.model.path)
     for name, said in (
-        ("template", check_round_trip(codec, reward, tasks, config.data.max_response_length)),
-        ("reward", check_reward(reward, tasks)),
-        ("step", check_step(small_copy(shape), codec, reward, tasks, config)),
+        ("template", check_round_trip(codec, rewards, tasks, config.data.max_response_length)),
+        ("reward", check_reward(rewards, tasks)),
+        ("step", check_step(small_copy(shape), codec, rewards, tasks, config)),
         ("batch", config.batch_arithmetic()),
         ("memory", check_memory(plan)),
     ):
         console.print(f"preflight {name:9}{said}", markup=False, soft_wrap=True)
 
 
-def golden(reward: Reward, task: Task) -> str:
-    """The reply that a task asks for: the reward's own where it knows one, else the task's answer."""
+def golden(rewards: Rewards, task: Task) -> str:
+    """The reply that a task asks for: its reward's own where it knows one, else the task's answer."""
+    reward = rewards.of(task)
     return reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer
 
 
-def check_round_trip(codec: ChatCodec, reward: Reward, tasks: Sequence[Task], max_response_length: int) -> str:
+def check_round_trip(codec: ChatCodec, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
     """Replies must come back from their tokens as they were, or the reward would judge another text; and there must be
     room for most of them."""
     lengths = []
     for task in tasks:
-        text = golden(reward, task).strip()
+        text = golden(rewards, task).strip()
         ids, _ = codec.reply_ids(text)
         lengths.append(len(ids) + 1)
         stops = sorted(set(ids) & set(codec.stop_token_ids))
@@ -92,8 +94,6 @@ def check_round_trip(codec: ChatCodec, reward: Reward, tasks: Sequence[Task], ma
             raise ConfigError(
                 f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
             )
-        if not codec.task_prompt_ids(task):
-            raise ConfigError(f"the chat template makes nothing of the prompt of {task.id}")
     too_long = sum(length > max_response_length for length in lengths)
     if too_long > len(tasks) / 2:
         raise ConfigError(
@@ -103,29 +103,33 @@ def check_round_trip(codec: ChatCodec, reward: Reward, tasks: Sequence[Task], ma
     return f"{len(tasks)} golden replies came back from their tokens unchanged, the longest has {max(lengths)}"
 
 
-def check_reward(reward: Reward, tasks: Sequence[Task]) -> str:
+def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
     """Golden replies must score the maximum and spoiled ones less, where the reward knows such replies."""
-    if not isinstance(reward, LabReward):
+    tasks = [task for task in tasks if isinstance(rewards.of(task), LabReward)]
+    if not tasks:
         return "brings no golden replies to try"
-    report = try_reward(reward, tasks)
+    report = try_rewards(rewards, tasks)
     replies = sum(tally.replies for tally in report.tallies.values())
     told = "".join(f"\n  {offence}" for offence in report.offences[:3])
     return f"{replies} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
 
 
-def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks: Sequence[Task], config: Config) -> str:
+def check_step(
+    shape: PretrainedConfig, codec: ChatCodec, rewards: Rewards, tasks: Sequence[Task], config: Config
+) -> str:
     """Golden and spoiled replies through scoring, advantages, packing, one update: the golden ones must gain."""
-    if config.env.several_turns and not isinstance(reward, LabReward):
+    if config.env.several_turns and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
         return "not tried: the reward knows no golden replies, and an episode is more than one"
-    by_prompt = {codec.task_prompt_ids(task): task for task in tasks[:4]}
+    asked = [_lone(task, number) if config.env.several_turns else task for number, task in enumerate(tasks[:4])]
+    by_prompt = {codec.task_prompt_ids(task): task for task in asked}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
-        text = golden(reward, task) if number % 2 == 0 else "I do not know."
+        text = golden(rewards, task) if number % 2 == 0 else "I do not know."
         return (*codec.reply_ids(text)[0], codec.end_token_id)
 
     sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
-    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), sampling)
+    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(rewards), sampling)
 
     async def roll() -> list[float]:
         groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))
@@ -140,6 +144,11 @@ def check_step(shape: PretrainedConfig, codec: ChatCodec, reward: Reward, tasks:
             f"one update on a tiny copy of the model did not make better replies likelier ({before:.4f} to {after:.4f})"
         )
     return f"one update on a tiny {shape.model_type} moved sum of advantage * log p from {before:.3f} to {after:.3f}"
+
+
+def _lone(task: Task, number: int) -> Task:
+    """The task with a prompt of one message, which no codec has to put into words; what is asked does not matter."""
+    return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 
 def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) -> list[float]:

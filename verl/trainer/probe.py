@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.progress import Progress
 
 from verl.config.schema import ProbeConfig
 from verl.data.chat import ChatCodec
+from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.evaluation.advice import advice
@@ -37,8 +39,9 @@ from verl.trainer.build_env import build_interaction, opening_of, prompt_record,
 from verl.trainer.evaluate import check_faults, write
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.types import Task, TrajectoryGroup
-from verl.utils.reward_score.base import GroupReward, LabReward, Reward, build_reward
+from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.lab import as_trajectory
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
 _STEP = 0  # of rewards that follow a schedule: training's first
@@ -52,13 +55,14 @@ _FREE = {  # what rollouts do not depend on
 async def probe(config: ProbeConfig, console: Console) -> None:
     """Rolls out what was not rolled out yet; writes and prints figures, advice, and a line for every row."""
     assert config.data is not None
-    chat, reward = load_codec(config.model), build_reward(config.reward.name, config.reward.options)
+    chat, rewards = load_codec(config.model), build_rewards(config.reward.name, config.reward.options)
     lengths = reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
-    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
     rows = TaskSet(config.data, config.max_bad_share)
+    any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # prompts that are too long are counted
+    tasks = fitting(_drawn(rows, config), opening_of(interaction, chat), any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
-    tasks = _drawn(rows, config)
+    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
     settings = _settings(config, chat, interaction)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
@@ -68,11 +72,11 @@ async def probe(config: ProbeConfig, console: Console) -> None:
         records = Records(folder, played, config.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
-            faults = await _ask(config, played, missing, records, chat, interaction, reward, console)
+            faults = await _ask(config, played, missing, records, chat, interaction, rewards, console)
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif interaction is not None:
             await interaction.close()
-    found, lines = _found(tasks, records, judge_of(reward, tasks[0]), _cost(folder), config)
+    found, lines = _found(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.several_turns)
     _tell(found, lines, folder, console)
@@ -88,11 +92,11 @@ def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
 class Shaped(GroupRollout):
     """Groups with the rewards that training would see, before its reward has any memory."""
 
-    shaping: GroupReward | None = None
+    rewards: Rewards | None = None
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         group = await GroupRollout.run(self, task, num_rollouts, step, first_seed)
-        return group if self.shaping is None else replace(group, rewards=self.shaping.shape(group, {})[0])
+        return group if self.rewards is None else self.rewards.shaped(group, {})[0]
 
 
 async def _ask(
@@ -102,21 +106,21 @@ async def _ask(
     records: Records,
     chat: ChatCodec,
     interaction: Interaction | None,
-    reward: Reward,
+    rewards: Rewards,
     console: Console,
 ) -> list[str]:
     """Returns why some rows could not be rolled out, one reason a row."""
-    told, shaping = config.reward, reward if isinstance(reward, GroupReward) else None
+    told = config.reward
     async with AsyncExitStack() as stack:
         if interaction is not None:
             stack.push_async_callback(interaction.close)
-        await check_services([interaction, reward])  # before anything that takes long
+        await check_services([interaction, *rewards.all_of(tasks)])  # before anything that takes long
         scorer = stack.enter_context(ScoringPool(told.name, told.options, told.num_workers, told.timeout_s))
         engine, sampling = await stack.enter_async_context(lone_engine(config, chat, config.env))
-        rollout = Shaped(engine, chat, scorer, sampling, interaction, shaping)
+        rollout = Shaped(engine, chat, scorer, sampling, interaction, rewards)
         prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
         most_faults = told.max_fault_share * len(tasks)
-        runner = Runner(rollout, prompt_ids, reward, longest, config.n, config.seed, most_faults=most_faults)
+        runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, most_faults=most_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
         faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
@@ -125,13 +129,15 @@ async def _ask(
     return faults
 
 
-def judge_of(reward: Reward, task: Task) -> Judge:
+def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
     """Right is what the reward calls correct; where it does not say, what has its highest score, or 1 if none is known.
 
-    task: any; a faultless reply to it has a faultless format
+    tasks: a faultless reply to the first has a faultless format; where they have several rewards, formats are not
+    compared
     """
-    best_format = None
-    if isinstance(reward, LabReward):
+    best_format, (reward, *others) = None, {id(each): each for each in map(rewards.of, tasks)}.values()
+    if isinstance(reward, LabReward) and not others:
+        task = tasks[0]
         gold = reward.score(as_trajectory(task, reward.gold(task, _STEP)), task, _STEP)
         best_format = gold.parts.get("format")
 
@@ -139,8 +145,8 @@ def judge_of(reward: Reward, task: Task) -> Judge:
         score = rollout["score"]
         if "correct" in score["parts"]:
             return bool(score["parts"]["correct"] > 0)
-        most = reward.maximum(task, _STEP) if isinstance(reward, LabReward) else 1.0
-        return bool(score["total"] >= most - _TOLERANCE)
+        most = rewards.maximum(task, _STEP)
+        return bool(score["total"] >= (1.0 if most is None else most) - _TOLERANCE)
 
     return Judge(right, best_format)
 

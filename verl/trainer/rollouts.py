@@ -24,7 +24,7 @@ from verl.rollout.group import GroupRollout
 from verl.trainer.collection import Collection, penalised
 from verl.trainer.depth import Depth
 from verl.types import Task, TrajectoryGroup
-from verl.utils.reward_score.base import GroupReward
+from verl.utils.reward_score.rewards import Rewards
 
 _log = logging.getLogger(__name__)
 _SHOWN_FAULTS = 3
@@ -85,8 +85,8 @@ class Rollouts:
     algorithm: Algorithm
     tasks: TaskStream
     rollout: GroupRollout
-    shaping: GroupReward | None = None
-    shaping_state: Mapping[str, Any] = field(default_factory=dict)
+    rewards: Rewards | None = None  # which may shape those of a group; None: none does
+    shaping_state: Mapping[str, Any] = field(default_factory=dict)  # by the reward's name
     clock: Callable[[], float] = time.monotonic  # seconds
     depth: Depth = field(init=False)
     _slots: list[_Slot] = field(default_factory=list)  # the oldest first
@@ -234,9 +234,8 @@ class Rollouts:
         """
         group = slot.work.result()
         check_turn_rewards(group, self.algorithm)
-        if self.shaping is not None and group.trajectories:
-            rewards, self.shaping_state = self.shaping.shape(group, self.shaping_state)
-            group = replace(group, rewards=rewards)
+        if self.rewards is not None:
+            group, self.shaping_state = self.rewards.shaped(group, self.shaping_state)
         kept = collected.add(group, slot.draw.round, step - slot.began)
         if kept is not None:
             self._used.append(_Used(kept, slot.began))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from verl.rollout.group import GroupRollout
 from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
-from verl.utils.reward_score.base import LabReward, Reward
+from verl.utils.reward_score.rewards import Rewards
 
 _STEP = 0  # of rewards that follow a schedule: the same at every validation, so that figures can be compared
 _TOLERANCE = 1e-9
@@ -22,7 +22,7 @@ class Validator:
 
     sets: Mapping[str, Sequence[Task]]
     rollout: GroupRollout
-    reward: Reward  # asked for the highest score there is, where it knows
+    rewards: Rewards  # asked for the highest score there is, where they know
     n: int = 1  # replies to each task, whose scores are averaged
     seed: int | None = 0  # of sampled replies; none if left out
 
@@ -32,7 +32,10 @@ class Validator:
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
     async def run(self) -> dict[str, float]:
-        """val/<set>/total, /<part>, /exact (share of replies with the highest score), and /<data source>/total."""
+        """val/<set>/total, /<part>, /<data source>/total, and /exact.
+
+        exact: the share of replies with the highest score, of those whose reward knows it
+        """
         metrics: dict[str, float] = {}
         for name, tasks in self.sets.items():
             groups = await asyncio.gather(*(self._answer(task, number) for number, task in enumerate(tasks)))
@@ -54,9 +57,9 @@ class Validator:
             by_source[task.data_source].append(score.total)
         if len({group.task.data_source for group in groups}) > 1:
             means |= {f"{source}/total": sum(totals) / len(totals) for source, totals in by_source.items()}
-        if judged and isinstance(self.reward, LabReward):
-            highest = [self.reward.maximum(task, _STEP) - _TOLERANCE for task, _ in judged]
-            reached = sum(score.total >= least for (_, score), least in zip(judged, highest, strict=True))
-            means["exact"] = reached / len(judged)
+        highest = [(score, self.rewards.maximum(task, _STEP)) for task, score in judged]
+        reached = [score.total >= most - _TOLERANCE for score, most in highest if most is not None]
+        if reached:
+            means["exact"] = sum(reached) / len(reached)
         faults = sum(len(group.faults) for group in groups)
         return {**means, **({"faults": faults} if faults else {})}

@@ -17,6 +17,7 @@ from verl.types import Message, ToolSpec
 
 _FOLDER = Path(__file__).parent / "prompts"
 _PLACES = re.compile(r"\{(question|tools)\}")
+TOOLS = "{tools}"  # the place of the list in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def load_template(path_or_name: str, place: str = "{question}") -> PromptTemplat
 
 
 def function_schema(tool: ToolSpec) -> dict[str, Any]:
-    """The tool as chat templates and OpenAI's interface expect it."""
+    """The tool as chat templates and OpenAI's interface expect it: as its row has it, where it is of a row."""
+    if tool.schema is not None:
+        return dict(tool.schema)
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
@@ -75,7 +78,7 @@ def numbered_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _flat(tool: ToolSpec) -> dict[str, Any]:
-    properties: Mapping[str, Any] = tool.parameters.get("properties", {})
+    properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
     common = {"description": "", "type": "string", "default": ""}
     return {name: {**common, **schema} for name, schema in properties.items()}
 
@@ -134,7 +137,7 @@ class SystemPrompted(Prompted):
     prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
     """
 
-    place: ClassVar[str] = "{tools}"
+    place: ClassVar[str] = TOOLS
 
     @property
     def template_tools(self) -> bool:

@@ -3,8 +3,8 @@
     python -m verl.utils.reward_score.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
 
 For every row the gold reply must score the maximum, and every mutation that the reward declares must score less. Rows
-that cannot be read offend too. Prints a table per mutation and the offending rows; exits with 1 if there are any, with
-2 if the data or the reward cannot be used at all.
+that cannot be read offend too. A row that names a reward of its own is tried with that. Prints a table per mutation and
+the offending rows; exits with 1 if there are any, with 2 if the data or the reward cannot be used at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from rich.console import Console
@@ -27,7 +27,8 @@ from verl.embedded import embedded_path
 from verl.errors import ConfigError, VerlError
 from verl.registry import option
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
-from verl.utils.reward_score.base import LabReward, build_reward
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 GOLD = "gold"
 _TOLERANCE = 1e-9
@@ -81,8 +82,18 @@ def as_trajectory(task: Task, reply: str) -> Trajectory:
 
 def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
     """Score the gold reply and every mutation of every task. Raises ConfigError where the reward itself fails."""
+    return try_rewards(Rewards(reward), (replace(task, reward=None) for task in tasks), step)
+
+
+def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabReport:
+    """The same with the reward that each task names. Raises ConfigError for one that has nothing to try."""
     report = LabReport()
     for task in tasks:
+        reward = rewards.of(task)
+        if not isinstance(reward, LabReward):
+            raise ConfigError(
+                f"{task.id}: reward {task.reward or rewards.name!r} brings no maximum(), gold() and mutations() to try"
+            )
         try:
             maximum = float(reward.maximum(task, step))
             replies = [(GOLD, reward.gold(task, step))]
@@ -138,12 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     console = Console(soft_wrap=True, emoji=False)
     try:
-        reward = build_reward(arguments.reward, dict(arguments.option))
-        if not isinstance(reward, LabReward):
-            raise ConfigError(f"reward {arguments.reward!r} brings no maximum(), gold() and mutations() to try")
+        rewards = build_rewards(arguments.reward, dict(arguments.option))
         tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0)
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
-        report = try_reward(reward, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
+        report = try_rewards(rewards, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
         return 2

@@ -1,0 +1,261 @@
+"""Rows that name their own environment, reward and tools: they act, or are refused before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_chat import TEMPLATES, with_template
+from tests.tiny import MINI, save_tiny_model
+from verl.config.load import load_config
+from verl.data.chat import ChatCodec
+from verl.data.lengths import fitting
+from verl.data.tasks import TaskSet, to_task
+from verl.envs.bfcl_tasks import bfcl_tasks
+from verl.envs.shop import ShopEnv, shop_tasks
+from verl.envs.single_turn import SingleTurnEnv
+from verl.envs.task_envs import TaskEnvs
+from verl.envs.tool_env import ToolEnv
+from verl.errors import ConfigError, DataError
+from verl.rollout.engine import Sampling
+from verl.rollout.episode import Interaction
+from verl.rollout.group import GroupRollout
+from verl.rollout.scoring import DirectScorer, ScoringPool
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.tracking.jsonl import read_rows
+from verl.trainer import main_generation
+from verl.trainer.build import load_inputs
+from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.preflight import check_reward
+from verl.trainer.validate import Validator
+from verl.types import Task
+from verl.utils.reward_score import lab
+from verl.utils.reward_score.base import GroupReward
+from verl.utils.reward_score.lab import as_trajectory
+from verl.utils.reward_score.rewards import build_rewards
+
+BOXED = "\\boxed{4}"
+NO_TOOLS = "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+CALCULATOR = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}}
+
+
+def row(**more: Any) -> dict[str, Any]:
+    asked = {"data_source": "sums", "prompt": [{"role": "user", "content": "2 + 2?"}]}
+    return {**asked, "reward_model": {"ground_truth": "4"}, **more}
+
+
+def task(**more: Any) -> Task:
+    return to_task(row(**more), "rows.jsonl#0")
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("reward") / "mine.py"
+    path.write_text("def seven(reply, answer):\n    return 7.0\n")
+    return f"{path}:seven"
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatCodec:
+    return with_template((TEMPLATES / "qwen2.5.jinja").read_text())
+
+
+def interaction(chat: ChatCodec, *words: str) -> Interaction | None:
+    config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]", *words])
+    return build_interaction(config.env, config.sandbox, chat, 10_000, 10_000, config.data.prompt_template)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
+
+
+# --- rewards
+
+
+def test_each_row_is_scored_by_the_reward_that_it_names(mine: str) -> None:
+    tasks = [task(), task(reward="math"), task(reward="torl"), task(reward=mine)]
+    rewards = build_rewards("math")
+    assert [rewards.score(as_trajectory(each, BOXED), each, 0).total for each in tasks] == [1.0, 1.0, 1.0, 7.0]
+    assert [rewards.score(as_trajectory(each, "5"), each, 0).total for each in tasks] == [0.0, 0.0, -1.0, 7.0]
+
+    async def pooled() -> list[Any]:
+        with ScoringPool("math", {}, num_workers=1, timeout_s=60) as pool:
+            return [await pool.score(as_trajectory(each, "5"), each, 0) for each in tasks]
+
+    assert [score.total for score in asyncio.run(pooled())] == [0.0, 0.0, -1.0, 7.0]
+
+
+def test_the_runs_own_reward_keeps_its_options_where_a_row_names_it() -> None:
+    rewards = build_rewards("otc_grpo", {"answers": "math", "scale": 3.0})
+    own, plain = task(reward="otc_grpo"), task()
+    totals = [rewards.score(as_trajectory(each, BOXED), each, 0).total for each in (own, plain)]
+    assert totals == [3.0, 3.0] and rewards.of(own) is rewards.of(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("maths", "did you mean 'math'?"),
+        ("nowhere.py:f", "there is no file 'nowhere.py'"),
+        ("rlla_", "did you mean 'rlla'?"),
+    ],
+)
+def test_a_reward_that_is_not_known_is_told_with_its_row(name: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", row(), row(reward=name))
+    with pytest.raises(DataError, match="row 1, field 'reward': ") as caught:
+        TaskSet(path)
+    assert said in str(caught.value)
+
+
+def test_rewards_within_a_group_are_shaped_by_the_rows_own(chat: ChatCodec) -> None:
+    """OTC's reward remembers the fewest calls of a question; each reward has a memory of its own."""
+    engine = ScriptedEngine(lambda _, number: chat.reply_ids(BOXED)[0])
+    rewards = build_rewards("otc_grpo", {"answers": "math"})
+    rollout = GroupRollout(engine, chat, DirectScorer(rewards), Sampling(64))
+    lone, own = (asyncio.run(rollout.run(each, 2, 0)) for each in (task(reward="math"), task()))
+    same, states = rewards.shaped(lone, {})
+    assert same is lone and states == {}
+    shaped, states = rewards.shaped(own, {"other": {"kept": 1}})
+    assert isinstance(rewards.default, GroupReward)
+    expected, state = rewards.default.shape(own, {})
+    assert (shaped.rewards, states) == (expected, {"other": {"kept": 1}, "otc_grpo": state}) and state
+
+
+def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str, chat: ChatCodec) -> None:
+    engine = ScriptedEngine(lambda _, number: chat.reply_ids(BOXED)[0])
+    rewards = build_rewards("math")
+    tasks = [task(), task(reward="torl", reward_model={"ground_truth": "5"}), task(reward=mine, data_source="mine")]
+    found = asyncio.run(
+        Validator({"v": tasks}, GroupRollout(engine, chat, DirectScorer(rewards), Sampling(64)), rewards).run()
+    )
+    assert (found["val/v/sums/total"], found["val/v/mine/total"]) == (0.0, 7.0)
+    assert [rewards.maximum(each, 0) is None for each in tasks] == [False, False, True]
+    assert found["val/v/exact"] == 0.5  # of the two that know theirs
+
+
+def test_the_lab_tries_the_reward_of_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str], mine: str) -> None:
+    path = write(tmp_path / "rows.jsonl", row(), row(reward="zerotir"))
+    assert lab.main(["--data", path, "--reward", "zerotir"]) in (0, 1)
+    assert "2 rows tried" in capsys.readouterr().out
+    path = write(tmp_path / "rows.jsonl", row(reward="zerotir"), row(reward=mine))
+    assert lab.main(["--data", path, "--reward", "zerotir"]) == 2
+    assert f"rows.jsonl#1: reward {mine!r} brings no maximum()" in capsys.readouterr().out.replace("\n", "")
+    tasks = [task(reward=mine)]
+    assert check_reward(build_rewards("zerotir"), tasks) == "brings no golden replies to try"
+
+
+def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine: str) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    path = write(tmp_path / "rows.jsonl", row(), row(reward=mine))
+    out = tmp_path / "out.jsonl"
+    words = [f"model.path={model}", f"files=[{path}]", f"output={out}", "engine=hf", "dtype=float32", "device=cpu"]
+    assert main_generation.main([*words, "max_response_length=4", "reward.name=math", "max_prompt_length=64"]) == 0
+    assert [each["score"]["total"] for each in read_rows(out)] == [0.0, 7.0]
+
+
+# --- environments
+
+
+def test_a_row_of_an_environment_needs_a_codec(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", row(), row(env="shop"))
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
+    with pytest.raises(DataError, match=r"row 1, field 'env': 'shop' needs env.codec"):
+        load_inputs(load_config(words))
+    path = write(tmp_path / "rows.jsonl", row(env="single_turn"))
+    assert len(load_inputs(load_config(words)).train[0]) == 1
+
+
+def test_rows_play_in_the_environment_that_they_name(chat: ChatCodec) -> None:
+    """One file: a tool's episode, one reply, and a shop that judges itself."""
+    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.codec=hermes")
+    assert setting is not None and isinstance(setting.envs, TaskEnvs)
+    shop = shop_tasks()[0]
+    envs = [type(setting.envs(each)) for each in (task(), task(env="tool"), task(env="single_turn"), shop)]
+    assert envs == [ToolEnv, ToolEnv, SingleTurnEnv, ShopEnv]
+    prompt_ids = opening_of(setting, chat)
+    shown = [chat.tokenizer.decode(prompt_ids(each)) for each in (task(), task(env="single_turn"))]
+    assert ["calculator" in text for text in shown] == [True, False]
+    engine = ScriptedEngine(lambda _, number: (*chat.reply_ids("I am done.")[0], chat.end_token_id))
+    rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
+
+    async def play() -> list[Any]:
+        found = [await rollout.run(each, 1, 0) for each in (task(env="single_turn"), shop)]
+        await rollout.close()
+        return found
+
+    one, bought = asyncio.run(play())
+    assert not one.faults and not bought.faults and bought.trajectories[0].turns[0].context_ids != prompt_ids(task())
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "said"),
+    [
+        ({"env": "shpo"}, "env", "did you mean 'shop'?"),
+        ({"env": "nowhere.py:Env"}, "env", "there is no file 'nowhere.py'"),
+        ({"env": "tool"}, "env", "Set env.name=tool with env.tools"),
+        ({"env": "single_turn", "reward": "env"}, "reward", "the environment single_turn does not judge"),
+        ({"env": "shop"}, "extra_info.products", "is no task of env.name=shop"),
+        ({"tools": [CALCULATOR], "extra_info": {"tools": [CALCULATOR]}}, "tools", "are given in extra_info.tools, too"),
+    ],
+)
+def test_environments_that_cannot_be_are_told_with_their_row(
+    more: dict[str, Any], field: str, said: str, chat: ChatCodec, tmp_path: Path
+) -> None:
+    tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
+        fitting(tasks, opening_of(interaction(chat, "env.codec=hermes"), chat), 10_000)
+    assert caught.value.field == field and said in str(caught.value)
+
+
+# --- tools
+
+
+def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatCodec) -> None:
+    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.codec=hermes")
+    prompt_ids = opening_of(setting, chat)
+    told = {**CALCULATOR, "description": "Adds up."}
+    text = chat.tokenizer.decode(prompt_ids(task(tools=[told])))
+    assert "Adds up." in text and text.count('"name": "calculator"') == 1  # in the row's words
+    with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.tools does not offer; expected one of"):
+        prompt_ids(task(tools=[{"name": "clock"}]))
+    with pytest.raises(DataError, match=r"lists 'calculator' with the parameters sum; expected .*: expression"):
+        prompt_ids(task(tools=[{"name": "calculator", "parameters": {"properties": {"sum": {}}}}]))
+
+
+def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatCodec) -> None:
+    scenario = bfcl_tasks()[0]
+    prompt_ids = opening_of(interaction(chat, "env.name=bfcl", "env.codec=hermes"), chat)
+    assert len(prompt_ids(scenario)) > 100
+    with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.name=bfcl does not offer"):
+        prompt_ids(replace(scenario, tools=task(tools=[{"name": "clock"}]).tools))
+
+
+def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatCodec) -> None:
+    setting = interaction(chat, "recipe=torl", "sandbox.isolation=none")
+    with pytest.raises(DataError, match=r"'tools': cannot be listed: env.codec writes calls of one tool alone"):
+        opening_of(setting, chat)(task(tools=[CALCULATOR]))
+
+
+@pytest.mark.parametrize("words", [("env.codec=hermes",), ()])
+def test_a_run_whose_template_lists_no_tools_does_not_start(words: tuple[str, ...], tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
+    config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "reward.name=math", *words])
+    with pytest.raises(ConfigError, match=r"mini/model' lists no tools, so .* calculator, calculator\(expression\); "):
+        load_inputs(config)
+    tool = [*("env.name=tool", "env.tools=[calculator]"), *(words or ("env.codec=xml",))]
+    with pytest.raises(ConfigError, match="lists no tools, so that the policy would never learn of calculator"):
+        interaction(with_template(NO_TOOLS), *tool)
+    assert interaction(with_template(NO_TOOLS), *tool[:2], "env.codec=toolrl") is not None  # lists them itself
+
+
+def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
+    words = [f"model.path={MINI / 'model'}", f"files=[{path}]", "engine=hf", "device=cpu", "reward.name=math"]
+    assert main_generation.main(words) == 2
+    assert "lists no tools" in capsys.readouterr().out

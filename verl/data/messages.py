@@ -1,0 +1,234 @@
+"""Chat messages and tools of a row, in OpenAI's form: read whole, or refused with the field that cannot be used.
+
+One reader for prompts of reinforcement learning, demonstrations and whatever else holds chat messages. `as_openai` is
+the way back: what it gives is what a chat template gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.data.rows import read_rows
+from verl.errors import DataError
+from verl.types import Message, ToolCall, ToolSpec
+
+_CHAT_COLUMNS = ("prompt", "messages", "tools")
+_UNTYPED = (".json", ".jsonl", ".gz")  # formats whose rows have the fields that were written, and no others
+_READ = ("role", "content", "tool_calls", "tool_call_id", "name")
+_MESSAGE = "an object {role, content}"
+_CALL = "{id, type: function, function: {name, arguments}}"
+_TOOL = "{type: function, function: {name, description, parameters}}"
+
+
+def chat_rows(source: str) -> Iterator[Any]:
+    """The rows of `read_rows`, without the nulls with which Arrow fills the fields that a message or schema lacks.
+
+    All structs of an Arrow column have the same fields. In JSON a null is what somebody wrote, and stays.
+    """
+    filled = Path(source).suffix not in _UNTYPED
+    for row in read_rows(source):
+        if filled and isinstance(row, Mapping):
+            yield {key: _without_nulls(value) if key in _CHAT_COLUMNS else value for key, value in row.items()}
+        else:
+            yield row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def read_messages(value: Any, field: str) -> tuple[Message, ...]:
+    """The messages of a column, a list or its JSON text. Raises DataError with index and field, such as
+    `messages[3].tool_calls[0].function.arguments`."""
+    messages = _list(value, field, "a list of {role, content} messages")
+    if not messages:
+        raise DataError("is empty", "a list of {role, content} messages", field=field)
+    return tuple(_message(each, f"{field}[{number}]") for number, each in enumerate(messages))
+
+
+def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
+    """The tools of a column: a list of OpenAI's function schemas, or its JSON text; none where it is null.
+
+    A schema without `function` around it is taken for the function itself. Raises DataError.
+    """
+    if value is None:
+        return ()
+    tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_TOOL}]")))
+    names = [tool.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise DataError(f"has the name {name!r} a second time", "one schema a name", field=f"{field}[{number}]")
+    return tools
+
+
+def check_columns(row: Mapping[str, Any]) -> None:
+    """Raises DataError for a column of OpenAI's requests that nothing here acts on."""
+    for name, expected in (("tool_choice", "auto"), ("functions", ""), ("function_call", "")):
+        value = row.get(name)
+        if value is not None and value != expected:
+            mend = f"Put the functions into the column tools as {_TOOL}" if name == "functions" else "Remove the column"
+            raise DataError("cannot be used", expected, mend, field=name)
+
+
+def as_openai(message: Message) -> dict[str, Any]:
+    """The message in OpenAI's form, as chat templates expect it; `arguments` as an object.
+
+    Calls that stand in the content are left out: given twice, they would be written twice.
+    """
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls and not message.calls_in_content:
+        told["tool_calls"] = [_call_as_openai(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        told["tool_call_id"] = message.tool_call_id
+    if message.tool is not None:
+        told["name"] = message.tool
+    return told | dict(message.template_fields)
+
+
+def _call_as_openai(call: ToolCall) -> dict[str, Any]:
+    identity = {} if call.id is None else {"id": call.id}
+    return {**identity, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+
+
+def _message(value: Any, field: str) -> Message:
+    told = _object(value, field, _MESSAGE)
+    role = _text(told.get("role"), f"{field}.role")
+    calls = _calls(told.get("tool_calls"), f"{field}.tool_calls")
+    if calls and role != "assistant":
+        raise DataError(f"is in a message of the role {role}", "calls of the assistant", field=f"{field}.tool_calls")
+    if told.get("tool_call_id") is not None and role != "tool":
+        raise DataError(f"is in a message of the role {role}", "the role tool", field=f"{field}.tool_call_id")
+    more = {key: each for key, each in told.items() if key not in _READ and each is not None}
+    name = told.get("name")
+    if name is not None:
+        _text(name, f"{field}.name")
+        if role not in ("tool", "function"):
+            more["name"], name = name, None
+    content = told.get("content")
+    if content is None and (calls or more):  # templates tell it from an empty text
+        more["content"], content = None, ""
+    return Message(
+        role,
+        _content(content, f"{field}.content"),
+        calls,
+        name,
+        None if told.get("tool_call_id") is None else _text(told["tool_call_id"], f"{field}.tool_call_id"),
+        calls_in_content=not calls,
+        template_fields=more,
+    )
+
+
+def _content(value: Any, field: str) -> str:
+    """The text; of several parts of text, with line breaks between them, as vLLM serves them."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return "\n".join(_part(each, f"{field}[{number}]") for number, each in enumerate(value))
+    raise DataError(
+        "is missing" if value is None else f"is of type {type(value).__name__}",
+        "a text, or a list of {type: text, text}",
+        field=field,
+    )
+
+
+def _part(value: Any, field: str) -> str:
+    part = _object(value, field, "{type: text, text}")
+    kind = part.get("type")
+    more = sorted(key for key, each in part.items() if key not in ("type", "text") and each is not None)
+    if kind != "text" or more:
+        told = f"is of the type {kind!r}" if kind != "text" else f"has the fields {', '.join(more)}"
+        raise DataError(told, "{type: text, text}: only text can be used", field=field)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"is of type {type(text).__name__}", "a text", field=f"{field}.text")
+    return text
+
+
+def _calls(value: Any, field: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    return tuple(_call(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_CALL}]")))
+
+
+def _call(value: Any, field: str) -> ToolCall:
+    told = _object(value, field, _CALL)
+    if told.get("type") not in (None, "function"):
+        raise DataError(f"is {told['type']!r}", "function", field=f"{field}.type")
+    _only(told, ("id", "type", "function"), field, _CALL)
+    function = _object(told.get("function"), f"{field}.function", "{name, arguments}")
+    _only(function, ("name", "arguments"), f"{field}.function", "{name, arguments}")
+    return ToolCall(
+        _text(function.get("name"), f"{field}.function.name"),
+        _arguments(function.get("arguments"), f"{field}.function.arguments"),
+        None if told.get("id") is None else _text(told["id"], f"{field}.id"),
+    )
+
+
+def _arguments(value: Any, field: str) -> dict[str, Any]:
+    """The object: the API gives its JSON text, templates expect itself. None: a function without parameters."""
+    if isinstance(value, str):
+        value = _from_json(value, field, "an object, or its JSON text")
+    return dict(_object({} if value is None else value, field, "an object, or its JSON text"))
+
+
+def _tool(value: Any, field: str) -> ToolSpec:
+    told = _object(value, field, _TOOL)
+    if told.get("type") not in (None, "function"):
+        raise DataError(f"is {told['type']!r}", "function", field=f"{field}.type")
+    if told.get("function") is None:
+        function, place = {key: each for key, each in told.items() if key != "type"}, field
+        schema: dict[str, Any] = {"type": "function", "function": function}
+    else:
+        function, place = dict(_object(told["function"], f"{field}.function", _TOOL)), f"{field}.function"
+        schema = dict(told)
+    parameters = function.get("parameters")
+    if isinstance(parameters, str):
+        raise DataError("is a text", "a JSON schema as an object", field=f"{place}.parameters")
+    parameters = {} if parameters is None else _object(parameters, f"{place}.parameters", "a JSON schema")
+    properties = parameters.get("properties")
+    if properties is not None:
+        _object(properties, f"{place}.parameters.properties", "an object")
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise DataError(f"is of type {type(description).__name__}", "a text", field=f"{place}.description")
+    return ToolSpec(_text(function.get("name"), f"{place}.name"), description or "", dict(parameters), schema)
+
+
+def _list(value: Any, field: str, expected: str) -> Sequence[Any]:
+    if isinstance(value, str):
+        value = _from_json(value, field, expected)
+    if not isinstance(value, list | tuple):
+        raise DataError(f"is of type {type(value).__name__}", expected, field=field)
+    return value
+
+
+def _from_json(text: str, field: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no JSON ({error})", expected, field=field) from error
+
+
+def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        told = "is missing" if value is None else f"is of type {type(value).__name__}"
+        raise DataError(told, expected, field=field)
+    return value
+
+
+def _only(told: Mapping[str, Any], known: Sequence[str], field: str, expected: str) -> None:
+    for key, value in told.items():
+        if key not in known and value is not None:
+            raise DataError("cannot be used", expected, field=f"{field}.{key}")
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        told = "is missing" if value is None else "is empty" if value == "" else f"is of type {type(value).__name__}"
+        raise DataError(told, "a text", field=field)
+    return value

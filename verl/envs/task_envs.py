@@ -1,0 +1,65 @@
+"""Each task's environment: the run's, or the one that its row names."""
+
+from __future__ import annotations
+
+from verl.envs.base import Env, EnvFactory, Observation, OpeningTeller, TaskChecker
+from verl.envs.registry import ClassFactory, build_env_factory
+from verl.errors import ConfigError, DataError
+from verl.services import check_services
+from verl.types import Task
+
+
+class TaskEnvs:
+    """A factory that asks another one for each task.
+
+    Rows choose by name alone: what they name has its default options, but the run's own has the run's.
+    """
+
+    def __init__(self, name: str, default: EnvFactory) -> None:
+        self._name = name
+        self._factories = {name: default}
+
+    def name_of(self, task: Task) -> str:
+        """The environment of the task."""
+        return task.env or self._name
+
+    def factory_of(self, task: Task) -> EnvFactory:
+        """Its factory, made when the first task asks for it. Raises DataError for a name that cannot be."""
+        name = self.name_of(task)
+        if name not in self._factories:
+            try:
+                self._factories[name] = build_env_factory(name)
+            except ConfigError as error:
+                mend = "Set env.name=tool with env.tools, and name the others in their rows" if name == "tool" else ""
+                raise DataError(str(error), "an environment of docs/environments.md", mend, field="env") from error
+        return self._factories[name]
+
+    def known_opening(self, task: Task) -> Observation | None:
+        """How its episodes open, where that is known before one starts. Raises DataError for a task that cannot be."""
+        factory, name = self.factory_of(task), self.name_of(task)
+        if task.reward == "env" and name in ("single_turn", "tool"):
+            raise DataError(f"the environment {name} does not judge", "an environment that does", field="reward")
+        if isinstance(factory, TaskChecker):
+            factory.check_task(task)
+        teller = factory.env_class if isinstance(factory, ClassFactory) else factory
+        if not isinstance(teller, OpeningTeller):
+            return None
+        opening = teller.opening(task)
+        offered = {tool.name for tool in opening.tools}
+        for tool in task.tools:
+            if tool.name not in offered:
+                told = f"one of {', '.join(sorted(offered))}" if offered else "no tools"
+                raise DataError(f"lists {tool.name!r}, which env.name={name} does not offer", told, field="tools")
+        return opening
+
+    def __call__(self, task: Task) -> Env:
+        return self.factory_of(task)(task)
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError where a service of any of them does not answer."""
+        await check_services(self._factories.values())
+
+    async def close(self) -> None:
+        """End what each of them shares."""
+        for factory in self._factories.values():
+            await factory.close()
