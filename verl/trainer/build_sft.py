@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -13,8 +13,9 @@ from rich.console import Console
 
 from verl.config.schema import SFTConfig
 from verl.data.chat import ChatCodec
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.sft import Demonstration, read_demonstrations, to_samples
 from verl.errors import ConfigError
+from verl.evaluation.overlap import TrainTasks
 from verl.single_controller.group import Member
 from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
@@ -27,7 +28,7 @@ from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.threads import num_threads
-from verl.types import Sample
+from verl.types import Sample, Task
 from verl.workers.rank import RankSpec, build_rank
 
 
@@ -35,7 +36,9 @@ from verl.workers.rank import RankSpec, build_rank
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Everything that a supervised run needs, started; ended with the block."""
     device, codec, trainer = choose_device(config.trainer), load_codec(config.model), config.trainer
-    train, val = _load(config, config.data.train_files, codec), _load(config, config.data.val_files, codec)
+    shown = _read(config, config.data.train_files)
+    train, val = _samples(config, shown, codec), _samples(config, _read(config, config.data.val_files), codec)
+    train_tasks = TrainTasks.of(tasks_of(shown), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     shared = made_with(asdict(config))
     saved = find_saved(store, COMMAND, shared)
@@ -68,14 +71,28 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         try:
-            yield SFTRun(settings, train, val, policy, workers, store, trackers, timer, shared, saved)
+            yield SFTRun(
+                settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
+            )
         finally:
             trackers.close()
             workers.close()
 
 
-def _load(config: SFTConfig, files: list[str], codec: ChatCodec) -> list[Sample]:
+def _read(config: SFTConfig, files: list[str]) -> list[Demonstration]:
+    policy: Any = config.data.on_bad_row
+    return [each for source in files for each in read_demonstrations(source, policy)]
+
+
+def _samples(config: SFTConfig, demonstrations: list[Demonstration], codec: ChatCodec) -> list[Sample]:
     """The samples of all files; groups are numbered through."""
     policy: Any = config.data.on_bad_row
-    demonstrations = [each for source in files for each in read_demonstrations(source, policy)]
     return to_samples(demonstrations, codec, config.data.max_length, policy) if demonstrations else []
+
+
+def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
+    """Every reply that is learned, as the task that it answers."""
+    for shown in demonstrations:
+        for place, message in enumerate(shown.messages):
+            if message.role == "assistant" and place >= shown.first:
+                yield Task(shown.id, shown.messages[:place], message.content, "demonstrations")
