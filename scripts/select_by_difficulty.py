@@ -9,8 +9,8 @@ of that window as above it, drawn with --seed.
 
     python scripts/select_by_difficulty.py outputs/RUN --data FILE --out OUT --impact 0.6
 
-LIMR's learning impact (arXiv 2502.11886), from the transcripts of a training over several epochs without filters: a row
-is kept if its success rate went the way that the mean over all rows went, by at least --impact (scripts/limr.py).
+LIMR's learning impact (arXiv 2502.11886), from the transcripts of a training over several epochs: a row is kept if its
+success rate went the way that the mean over all rows went, by at least --impact (scripts/limr.py).
 
 Rows keep their form and order; those that were not probed, or not seen in every epoch, are dropped. Both files are
 .parquet or both .jsonl.

@@ -14,6 +14,7 @@ from tests.test_exams import sums
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_plain
 from verl.config.schema import EvalConfig
+from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.errors import ConfigError, DataError
@@ -21,6 +22,7 @@ from verl.evaluation.base import Category, Play, Setting
 from verl.evaluation.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
 from verl.evaluation.registry import build_benchmarks
 from verl.trainer.build import load_inputs
+from verl.trainer.build_sft import tasks_of
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.evaluate import _trained_on
 from verl.trainer.main_eval import main
@@ -144,3 +146,15 @@ def test_an_exported_model_knows_what_it_was_trained_on(tmp_path: Path) -> None:
     exported = TrainTasks.read(str(last / "hf"))
     assert exported == fit.train_tasks and exported.has(question("Seen before?"))
     assert [trace_of(task) for task in TaskSet(str(data))] == [*exported.traces[1:]]
+
+
+def test_demonstrations_are_trained_on_as_well(tmp_path: Path) -> None:
+    """Every reply of a dialogue answers a task: what the user has said until then."""
+    data = tmp_path / "sft.jsonl"
+    said = [("system", "s"), ("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    data.write_text(json.dumps(row) + "\n")
+    trained = TrainTasks.of(tasks_of(read_demonstrations(str(data))), NOTHING)
+    assert trained.has(question("a?")) and len(trained.traces) == 2
+    assert trained.has(question("B?", "x#1", Message("user", "A?"), Message("assistant", "else")))
+    assert not trained.has(question("B?"))

@@ -33,6 +33,9 @@ _SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over 
     "lr_warmup_steps_ratio": 0.0,
     "n": 4,
     "temperature": 1.0,
+    "top_p": 1,
+    "top_k": -1,
+    "val_kwargs": (1, 0.0, 1.0),  # n, temperature, top_p; greedy, as do_sample=False
     "enable_gradient_checkpointing": True,
     "critic.lr": 1e-5,
     "critic.lr_warmup_steps_ratio": 0.0,
@@ -48,6 +51,7 @@ _SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over 
 _SEARCH_R1: Settings = {
     "ppo_mini_batch_size": 256,
     "lr_warmup_steps_ratio": 0.285,
+    "top_p": 0.95,
     "max_prompt_length": 4096,
     "max_response_length": 500,
     "total_training_steps": 1005,
@@ -61,6 +65,7 @@ _RETOOL: Settings = {
     "clip_ratio_high": 0.28,
     "clip_ratio_c": 10.0,
     "entropy_coeff": 0,
+    "val_kwargs": (30, 1.0, 0.6),
     "max_response_length": 16384,
     "total_epochs": 1,
     "save_freq": 30,
@@ -167,6 +172,8 @@ def published(recipe: str) -> Settings:
         "warmup": warmup(told["lr_warmup_steps_ratio"]),
         "n": told["n"],
         "temperature": told["temperature"],
+        "cut": (told["top_p"], told["top_k"]),
+        "validation": told["val_kwargs"],
         "checkpointing": told["enable_gradient_checkpointing"],
         "critic": (
             (told["critic.lr"], warmup(told["critic.lr_warmup_steps_ratio"]), told["critic.cliprange_value"])
@@ -195,7 +202,7 @@ def resolved(config: Config) -> Settings:
     loss = made.policy_loss
     assert isinstance(loss, partial)
     kl = made.kl
-    critic = config.critic
+    critic, val = config.critic, config.rollout.val_kwargs
     return {
         "advantage": name_of(made.advantage),
         "kl": None if kl.placement is KLPlacement.NONE else (kl.placement.value, kl.estimator, kl.coefficient),
@@ -208,6 +215,8 @@ def resolved(config: Config) -> Settings:
         "warmup": config.actor.optim.warmup_steps,
         "n": config.rollout.n,
         "temperature": config.rollout.temperature,
+        "cut": (config.rollout.top_p, config.rollout.top_k),
+        "validation": (val.n, 0.0 if val.greedy else val.temperature, val.top_p),
         "checkpointing": config.model.enable_gradient_checkpointing,
         "critic": ((critic.optim.lr, critic.optim.warmup_steps, critic.cliprange_value) if made.needs_critic else None),
         "batch": config.data.train_batch_size,

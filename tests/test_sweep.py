@@ -13,6 +13,7 @@ from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.show import as_yaml
 from verl.errors import ConfigError
+from verl.evaluation.overlap import TrainTasks
 from verl.tracking.jsonl import append_row, read_rows
 
 STUDY = ["recipe=zerotir", "env.max_tool_calls=0,2", "env.max_turns=5", "trainer.total_training_steps=12"]
@@ -161,7 +162,9 @@ def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureF
     assert sweep.main(words) == 0
     for name in ("temperature-0.8", "temperature-1.0"):
         assert [row["step"] for row in read_rows(tmp_path / "study" / name / "metrics.jsonl")] == [1]
-        assert (tmp_path / "study" / name / "checkpoints" / "step-000001" / "hf" / "config.json").is_file()
+        exported = tmp_path / "study" / name / "checkpoints" / "step-000001" / "hf"
+        assert len(TrainTasks.read(str(exported)).traces) > 1000  # what it was trained on, and in the run's folder
+        assert TrainTasks.read(str(exported)) == TrainTasks.read(str(tmp_path / "study" / name))
     found = json.loads((tmp_path / "study" / "sweep.json").read_text())
     assert [(row["status"], row["steps"]) for row in found] == [("finished", 1)] * 2
     capfd.readouterr()

@@ -20,12 +20,13 @@ from tests.test_episode import AskCodec, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_probe
+from verl.data import sft
 from verl.data.chat import ChatCodec
 from verl.data.dialogue import Dialogue
 from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.report import RowReport
 from verl.data.rlla import to_row
 from verl.data.samples import to_samples
-from verl.data.sft import read_samples
 from verl.envs.base import Observation
 from verl.errors import DataError
 from verl.rollout.engine import Sampling
@@ -197,11 +198,13 @@ def test_sft_counts_replies_that_are_too_long(chat: ChatCodec, tmp_path: Path) -
         return {"messages": [{"role": role, "content": "very " * number} for role, number in turns]}
 
     rows = [conversation(2, 3), conversation(2, 300), conversation(2, 3, 2, 300), {"messages": []}]
-    samples, report = read_samples(str(write_rows(tmp_path / "sft.jsonl", rows)), chat, 100, 0.25, first_group=7)
+    source = str(write_rows(tmp_path / "sft.jsonl", rows))
+    report = RowReport(source)
+    samples = sft.to_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
     assert [sample.group for sample in samples] == [7, 9]
     assert str(report) == (
         "sft.jsonl: 4 rows, 2 used (1 with replies that are left out, as they are longer than 100 tokens), "
-        "2 dropped (1 longer than 100 tokens; 1 with a bad messages, row 3: is no list of messages)"
+        "2 dropped (1 longer than 100 tokens; 1 with a bad messages, row 3: is empty)"
     )
 
 

@@ -37,18 +37,6 @@ class Demonstration:
     column: str = "messages"  # that the messages were read from
 
 
-def read_samples(
-    source: str, codec: ChatCodec, max_length: int, max_bad_share: float = 0.0, first_group: int = 0
-) -> tuple[list[Sample], RowReport]:
-    """The samples of a file, and what became of its rows. Raises DataError as the two functions below.
-
-    first_group: the group of the first row's samples
-    """
-    report = RowReport(source)
-    demonstrations = read_demonstrations(source, max_bad_share, report)
-    return to_samples(demonstrations, codec, max_length, max_bad_share, report, first_group), report
-
-
 def read_demonstrations(
     source: str, max_bad_share: float = 0.0, report: RowReport | None = None
 ) -> list[Demonstration]:

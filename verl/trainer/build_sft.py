@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -12,8 +12,10 @@ from rich.console import Console
 
 from verl.config.schema import SFTConfig
 from verl.data.chat import ChatCodec
-from verl.data.sft import read_samples
+from verl.data.report import RowReport
+from verl.data.sft import Demonstration, read_demonstrations, to_samples
 from verl.errors import ConfigError
+from verl.evaluation.overlap import TrainTasks
 from verl.single_controller.group import Member
 from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
@@ -26,7 +28,7 @@ from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
 from verl.trainer.threads import num_threads
-from verl.types import Sample
+from verl.types import Sample, Task
 from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 
@@ -35,7 +37,9 @@ from verl.workers.rank import RankSpec, build_rank
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Everything that a supervised run needs, started; ended with the block."""
     device, codec, trainer = choose_device(config.trainer), load_codec(config.model), config.trainer
-    train, val = (_load(config, files, codec, console) for files in (config.data.train_files, config.data.val_files))
+    train, shown = _load(config, config.data.train_files, codec, console)
+    val, _ = _load(config, config.data.val_files, codec, console)
+    train_tasks = TrainTasks.of(tasks_of(shown), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     shared = made_with(asdict(config))
     saved = find_saved(store, COMMAND, shared)
@@ -69,18 +73,33 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         try:
-            yield SFTRun(settings, train, val, policy, workers, store, trackers, timer, shared, saved)
+            yield SFTRun(
+                settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
+            )
         finally:
             trackers.close()
             workers.close()
 
 
-def _load(config: SFTConfig, files: list[str], codec: ChatCodec, console: Console) -> list[Sample]:
-    """The samples of all files; groups are numbered through."""
+def _load(
+    config: SFTConfig, files: list[str], codec: ChatCodec, console: Console
+) -> tuple[list[Sample], list[Demonstration]]:
+    """The samples of all files, whose groups are numbered through, and the demonstrations that they come from."""
     samples: list[Sample] = []
+    shown: list[Demonstration] = []
+    max_length, max_bad_share = config.data.max_length, config.data.max_bad_share
     for source in files:
-        first_group = samples[-1].group + 1 if samples else 0
-        found, report = read_samples(source, codec, config.data.max_length, config.data.max_bad_share, first_group)
+        report = RowReport(source)
+        found = read_demonstrations(source, max_bad_share, report)
+        samples += to_samples(found, codec, max_length, max_bad_share, report, first_group=len(shown))
+        shown += found
         console.print(str(report), markup=False, soft_wrap=True)
-        samples += found
-    return samples
+    return samples, shown
+
+
+def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
+    """Every reply that is learned, as the task that it answers."""
+    for shown in demonstrations:
+        for place, message in enumerate(shown.messages):
+            if message.role == "assistant" and place >= shown.first:
+                yield Task(shown.id, shown.messages[:place], message.content, "demonstrations")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
@@ -50,6 +51,7 @@ class SFTRun:
     made_with: Mapping[str, Any]  # settings that a resumed run must share
     saved: Saved | None = None  # where to go on
     step: int = 0
+    train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
 
     def run(self) -> Path:
         """Train all steps that are left. Returns the last checkpoint's folder."""
@@ -102,6 +104,7 @@ class SFTRun:
         with self.store.writing(self.step, None if loss is None else -loss) as unfinished:
             self.workers.call(TrainingRank.save, unfinished.folder)
             check_written(unfinished.folder)
+            self.train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
             unfinished.write_state(
                 {
                     "command": COMMAND,
