@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
@@ -72,8 +72,9 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
         LlamaConfig(
             vocab_size=1024, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
         ),
+        Gemma3TextConfig(vocab_size=1024, head_dim=64, sliding_window=32),
     ],
-    ids=["qwen3", "llama"],
+    ids=["qwen3", "llama", "gemma3"],
 )
 def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, model: Path, tmp_path: Path) -> None:
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])

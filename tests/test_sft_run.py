@@ -6,11 +6,13 @@ import gc
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
 from verl.config.schema import ModelConfig
@@ -24,6 +26,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_codec
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.main_sft import main
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import SFTRun, SFTSettings
 from verl.trainer.state import find_saved
@@ -115,3 +118,14 @@ def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sampl
         made.step += 1
     epochs = [drawn[start : start + 8] for start in (0, 8, 16)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs) and epochs[0] != epochs[1]
+
+
+def test_a_model_that_packs_do_not_compute_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copytree(model, tmp_path / "model")
+    Gemma2Config().save_pretrained(folder)
+    words = [f"model.path={folder}", f"data.train_files=[{MINI / 'sft.parquet'}]", "trainer.device=cpu"]
+    assert main([*words, "data.train_batch_size=4", f"trainer.default_local_dir={tmp_path}"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "model.path: Gemma2" in said and "asks for softcap=50.0" in said

@@ -37,7 +37,7 @@ PACKED = "verl_packed"
 
 _UNLIMITED = -1  # flash attention's word for a window without an end on this side
 # Of what transformers' layers hand on, what says nothing about the attention of a pack.
-_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "position_embeddings"})
+_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]
 

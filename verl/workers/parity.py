@@ -22,7 +22,9 @@ from verl.workers.model import PackedPolicy, decoder_layers, head_size
 _PROMPT, _RESPONSES = (3, 4, 5, 6, 7, 8, 9, 10, 11), ((12, 13, 14, 15, 16), (17, 18, 19, 20, 21, 22, 23))
 _SIZES = {
     "vocab_size": 32,
-    "pad_token_id": 0,
+    "pad_token_id": 0,  # transformers warns of special tokens beyond the vocabulary
+    "bos_token_id": 0,
+    "eos_token_id": 0,
     "moe_intermediate_size": 16,
     "sliding_window": 4,  # shorter than the prompt and than the responses, as is the next
     "attention_chunk_size": 4,
