@@ -21,7 +21,7 @@ from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnv
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.rollout.engine import Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
@@ -259,3 +259,17 @@ def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: 
     words = [f"model.path={MINI / 'model'}", f"files=[{path}]", "engine=hf", "device=cpu", "reward.name=math"]
     assert main_generation.main(words) == 2
     assert "lists no tools" in capsys.readouterr().out
+
+
+def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from verl.envs.shop import ShopEnv\nfrom verl.errors import ServiceDownError\n\n\n"
+        "class Shop:\n    def __call__(self, task):\n        return ShopEnv(task)\n\n"
+        "    async def check_services(self):\n        raise ServiceDownError('the shop', 'is closed')\n\n"
+        "    async def close(self):\n        pass\n"
+    )
+    path = write(tmp_path / "rows.jsonl", row(), row(env=f"{mine}:Shop"))
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
+    with pytest.raises(ServiceDownError, match="the shop: is closed"):
+        load_inputs(load_config([*words, "env.codec=toolrl"]))

@@ -60,7 +60,7 @@ def test_a_chat_user_that_is_not_there_is_told(tmp_path: Path) -> None:
     asyncio.run(check_services([build_env_factory("tau2", {"data": str(tmp_path)})]))
 
 
-TOOLS = ["env.name=tool", "env.codec=hermes"]
+TOOLS = ["env.name=tool", "env.codec=toolrl"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ class TaskEnvs:
                 raise DataError(str(error), "an environment of docs/environments.md", mend, field="env") from error
         return self._factories[name]
 
+    @property
+    def named(self) -> list[EnvFactory]:
+        """The factories that rows have asked for by name, beside the run's own."""
+        return [factory for name, factory in self._factories.items() if name != self._name]
+
     def known_opening(self, task: Task) -> Observation | None:
         """How its episodes open, where that is known before one starts. Raises DataError for a task that cannot be."""
         factory, name = self.factory_of(task), self.name_of(task)

@@ -39,7 +39,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record, truncating
+from verl.trainer.build_env import build_interaction, opening_of, prompt_record, services_of_rows, truncating
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, signs_of
@@ -99,9 +99,10 @@ def load_inputs(config: Config) -> Inputs:
     """
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec)
-    train, val, reports = load_tasks(config, opening_of(interaction, codec))
     rewards = build_rewards(config.reward.name, config.reward.options)
-    run_async(check_services([interaction, *rewards.all_of(chain(*train, *val.values()))]))
+    run_async(check_services([interaction, rewards.default]))
+    train, val, reports = load_tasks(config, opening_of(interaction, codec))
+    run_async(check_services(services_of_rows(interaction, rewards, chain(*train, *val.values()))))
     train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
     asked = [(exam.category, exam.tasks) for exam in exams.exams]
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -29,6 +29,7 @@ from verl.registry import resolve
 from verl.rollout.episode import Budgets, Interaction
 from verl.sandbox.base import Limits, Sandbox
 from verl.types import Message, Task, ToolSpec
+from verl.utils.reward_score.rewards import Rewards
 
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
@@ -166,6 +167,12 @@ def _lone_prompt(chat: ChatCodec, task: Task) -> Sequence[int]:
     if task.reward == "env":
         raise DataError("needs an environment that judges", "the column env, and env.codec", field="reward")
     return chat.task_prompt_ids(task)
+
+
+def services_of_rows(interaction: Interaction | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
+    """What rows name, once they have been read: it may need services beside those of the run's own parts."""
+    envs = interaction.envs.named if interaction and isinstance(interaction.envs, TaskEnvs) else ()
+    return [*envs, *rewards.all_of(tasks)[1:]]
 
 
 def prompt_record(interaction: Interaction | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of, truncating
+from verl.trainer.build_env import build_interaction, opening_of, services_of_rows, truncating
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task
@@ -30,6 +30,8 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     """Reply to every row, score the replies, write the transcripts and print the means."""
     codec, lengths = load_codec(config.model), reply_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    await check_services([interaction, rewards.default])
     prompt_ids, policy = opening_of(interaction, codec), RowPolicy(lengths[0], config.truncation, config.max_bad_share)
     tasks: list[Task] = []
     for source in config.files:
@@ -38,7 +40,7 @@ async def generate(config: GenerationConfig, console: Console) -> None:
         tasks += islice(found, config.limit)
     codec, interaction = truncating(config.truncation, lengths[0], codec, interaction)
     reward = config.reward
-    await check_services([interaction, *build_rewards(reward.name, reward.options).all_of(tasks)])
+    await check_services(services_of_rows(interaction, rewards, tasks))
     with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
         async with lone_engine(config, codec, config.env) as (engine, sampling):
             rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
