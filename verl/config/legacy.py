@@ -110,20 +110,20 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
 
 
 def take_defaults(made: Translation) -> list[str]:
-    """Takes the defaults of the version of veRL that a command without a recipe is written for; says which.
+    """Takes the defaults of the version of veRL that a command without a recipe is written for and lists them.
 
     ToolRL's are ours. A key that only another version has is the sign of that version.
     """
     written = {short(key) for key in (*made.spelled.values(), *made.moot)} | made.read
-    told = []
+    taken = []
     for version in VERSIONS:
         if version.sign not in written or "algorithm.name" in made.settings:
             continue
         for ours, (theirs, value) in version.defaults.items():
             if ours not in made.settings and theirs not in written:
                 made.settings[ours] = value
-                told.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
-    return told
+                taken.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
+    return taken
 
 
 def our_key(key: str) -> str:
