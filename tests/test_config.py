@@ -38,6 +38,7 @@ def built(config: Config) -> Algorithm:
         ("data.prompt_key=prompt", "this trainer works in this way alone"),
         ("actor_rollout_ref.rollout.top_p=null", "null leaves it at its default"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.1", "KL is paid in the reward"),
+        ("custom_reward_function.name=judge", "custom_reward_function.path names no file"),
     ],
 )
 def test_a_moot_key_is_told_with_its_reason(word: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +225,10 @@ def test_verls_words_for_tools_and_rewards() -> None:
     assert load_config([f"{group}format=hermes"]).env.codec is None
     scores = ["reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1"]
     assert load_config(scores).reward.options == {"with_form": True, "good_form": 0.2, "any_answer": 0.1}
+    own = load_config(
+        ["recipe=torl", "env.tools=[{name: python}]", "actor_rollout_ref.rollout.num_llm_calls_available=3"]
+    )
+    assert (own.env.tools, own.env.max_tool_calls) == ([{"name": "python"}], 3)
     filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"]
     algorithm = load_config(filtered).algorithm
     assert (algorithm.filters, algorithm.max_draws) == (["zero_variance"], 10)

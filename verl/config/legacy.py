@@ -110,20 +110,20 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
 
 
 def take_defaults(made: Translation) -> list[str]:
-    """Takes the defaults of the version of veRL that a command without a recipe is written for; says which.
+    """Takes the defaults of the version of veRL that a command without a recipe is written for and lists them.
 
     ToolRL's are ours. A key that only another version has is the sign of that version.
     """
     written = {short(key) for key in (*made.spelled.values(), *made.moot)} | made.read
-    told = []
+    taken = []
     for version in VERSIONS:
         if version.sign not in written or "algorithm.name" in made.settings:
             continue
         for ours, (theirs, value) in version.defaults.items():
             if ours not in made.settings and theirs not in written:
                 made.settings[ours] = value
-                told.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
-    return told
+                taken.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
+    return taken
 
 
 def our_key(key: str) -> str:
@@ -209,8 +209,9 @@ def _read_kl(made: Translation) -> None:
 
     Later versions pay in the reward where use_kl_in_reward is true alone; ToolRL's have no such key.
     """
-    names = ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "algorithm.kl_ctrl.kl_coef")
-    if not made.theirs.keys() & {*names, "algorithm.use_kl_in_reward", "algorithm.kl_penalty"}:
+    of_loss = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
+    of_reward = {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"}
+    if not made.theirs.keys() & (of_loss | of_reward):
         return
     before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
     loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
@@ -227,27 +228,27 @@ def _read_kl(made: Translation) -> None:
         "loss": ("actor.kl_loss_coef", "actor.kl_loss_type", "k3"),
         "reward": ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "k1"),
     }
-    if placement != "none":
-        coefficient, kind, usual = sides.pop(placement)
-        placement = _put_kl(made, placement, made.number(coefficient), made.take(kind), usual, placement != before)
+    coefficient = made.number(sides[placement][0]) if placement in sides else None
+    if coefficient == 0:
+        placement = "none"
     made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
-    for coefficient, kind, _ in sides.values():
-        for name in (coefficient, kind):
+    if placement in sides:
+        _, kind, usual = sides.pop(placement)
+        _put_kl(made, coefficient, kind, usual if placement != before else None)
+    for names in sides.values():
+        for name in names[:2]:
             made.ignore(name, "there is no KL" if placement == "none" else f"KL is paid in the {placement}")
 
 
-def _put_kl(made: Translation, placement: str, coefficient: float | None, kind: Any, usual: str, moved: bool) -> str:
-    """Coefficient and estimator of KL in its place; returns the place, which is none where KL costs nothing."""
-    if coefficient == 0:
-        return "none"
-    if coefficient is not None or moved:
+def _put_kl(made: Translation, coefficient: float | None, kind: str, usual: str | None) -> None:
+    """Coefficient and estimator of KL. kind: veRL's key of the second; usual: it, where KL was not in this place"""
+    if coefficient is not None or usual is not None:
         made.settings["algorithm.kl_coefficient"] = _KL_COEFFICIENT if coefficient is None else coefficient
-    if kind is not None and (not isinstance(kind, str) or kind not in _KL_ESTIMATORS):
-        name = "actor_rollout_ref.actor.kl_loss_type" if placement == "loss" else "algorithm.kl_penalty"
-        raise ConfigError(f"{name} must be one of {', '.join(_KL_ESTIMATORS)}, got {kind!r}")
-    if kind is not None or moved:
-        made.settings["algorithm.kl_estimator"] = usual if kind is None else _KL_ESTIMATORS[kind]
-    return placement
+    estimator = made.take(kind)
+    if estimator is not None and (not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS):
+        raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
+    if estimator is not None or usual is not None:
+        made.settings["algorithm.kl_estimator"] = usual if estimator is None else _KL_ESTIMATORS[estimator]
 
 
 def _read_kl_control(made: Translation) -> None:
@@ -255,7 +256,7 @@ def _read_kl_control(made: Translation) -> None:
     if kind not in (None, "fixed", "adaptive"):
         raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got {kind!r}")
     if kind == "adaptive" or (kind is None and made.now("algorithm.kl_target") is not None and target is not None):
-        made.put("algorithm.kl_target", target or _KL_TARGET, "algorithm.kl_ctrl.type")
+        made.put("algorithm.kl_target", _KL_TARGET if target is None else target, "algorithm.kl_ctrl.type")
         return
     if kind == "fixed":
         made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
@@ -309,9 +310,11 @@ def _read_sampling(made: Translation) -> None:
 
 
 def _read_reward(made: Translation) -> None:
-    path, function = made.take("custom_reward_function.path"), made.take("custom_reward_function.name")
+    path = made.take("custom_reward_function.path")
     if path is not None:
-        made.put("reward.name", f"{path}:{function or 'compute_score'}", "custom_reward_function.path")
+        function = made.take("custom_reward_function.name") or "compute_score"
+        made.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
+    made.ignore("custom_reward_function.name", "custom_reward_function.path names no file")
     for name, option in {"structure_format_score": "good_form", "final_format_score": "any_answer"}.items():
         points = made.number(f"reward_model.{name}")
         if points is not None:
@@ -355,7 +358,13 @@ def _read_search_r1(made: Translation) -> None:
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
-    _play(made, "search_r1", {"name": "search", **found, **({} if topk is None else {"topk": topk})}, "retriever.url")
+    _play(made, "search_r1", "search_r1", "retriever.url")
+    if made.settings.get("env.tools"):
+        made.moot["retriever.url"] = "env.tools names the tools"
+    else:
+        made.put(
+            "env.tools", [{"name": "search", **found, **({} if topk is None else {"topk": topk})}], "retriever.url"
+        )
 
 
 def _read_torl(made: Translation) -> None:
@@ -363,7 +372,8 @@ def _read_torl(made: Translation) -> None:
     if calls is not None:
         written = spelled("rollout.num_llm_calls_available")
         _allow(made, calls, written)
-        _play(made, "fence", "python", written, "torl")
+        if _play(made, "fence", "torl", written) and not made.settings.get("env.tools"):
+            made.put("env.tools", ["python"], written)
 
 
 def _read_multi_turn(made: Translation) -> None:
@@ -390,15 +400,15 @@ def _allow(made: Translation, calls: int, written: str) -> None:
     made.put("env.max_turns", calls + 1, written)
 
 
-def _play(made: Translation, codec: str, tool: Any, written: str, reward: str | None = None) -> None:
-    """The tool, in the environment of a paper unless the command or its recipe has one."""
-    if made.now("env.codec") is None:
-        made.put("env.name", "tool", written)
-        made.put("env.codec", codec, written)
-        if "reward.name" not in made.settings:
-            made.put("reward.name", reward or codec, written)
-    if not made.settings.get("env.tools"):
-        made.put("env.tools", [tool], written)
+def _play(made: Translation, codec: str, reward: str, written: str) -> bool:
+    """In the environment of a paper, unless the command or its recipe has one; whether it is the paper's."""
+    if made.now("env.codec") is not None:
+        return False
+    made.put("env.name", "tool", written)
+    made.put("env.codec", codec, written)
+    if "reward.name" not in made.settings:
+        made.put("reward.name", reward, written)
+    return True
 
 
 def _read_nulls(made: Translation) -> None:

@@ -54,14 +54,14 @@ def load_config(words: Sequence[str]) -> Config:
     """
     written = _parse(words)
     recipe = written.pop("recipe", None)
-    told = _read_recipe(str(recipe)) if recipe is not None else {}
+    preset = _read_recipe(str(recipe)) if recipe is not None else {}
 
     def beneath(key: str) -> Any:
-        return told[key] if key in told else default_of(Config, key)
+        return preset[key] if key in preset else default_of(Config, key)
 
     made = translate(_resolved(written, beneath, Config), beneath)
     defaults = take_defaults(made) if recipe is None else []
-    config = _build(Config, {**told, **made.settings}, made.spelled)
+    config = _build(Config, {**preset, **made.settings}, made.spelled)
     written_keys = [key for key in made.settings if key in made.spelled]
     for key, why in reasons_idle(written_keys, made.settings, config).items():
         as_written = made.spelled[key]
