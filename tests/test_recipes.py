@@ -23,8 +23,9 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import build_codec
-from verl.envs.base import Observation
+from verl.envs.base import Observation, StepResult
 from verl.envs.shop import ShopEnv, shop_tasks
+from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus
 from verl.utils.reward_score.base import LabReward, build_reward
@@ -62,6 +63,13 @@ class ErrandWithParts(ShopEnv):
 
     async def judge(self) -> Score:
         return Score(1.0, {"state": 1.0, "functions": 0.5})
+
+
+class PaidErrand(ErrandWithParts):
+    """Pays a quarter for every turn in which something was called."""
+
+    async def step(self, message: Message) -> StepResult:
+        return replace(await super().step(message), reward=0.25 * bool(message.tool_calls))
 
 
 class HalfScripted:
@@ -113,7 +121,7 @@ def rows(recipe: str) -> list[dict[str, Any]]:
     return [row, row]
 
 
-def smoke(recipe: str, model: Path, folder: Path) -> Config:
+def smoke(recipe: str, model: Path, folder: Path, *more: str) -> Config:
     data, corpus = folder / "rows.jsonl", folder / "corpus.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows(recipe)))
     corpus.write_text(json.dumps({"id": "0", "contents": '"Six times seven"\nIt is 42.'}) + "\n")
@@ -148,7 +156,33 @@ def smoke(recipe: str, model: Path, folder: Path) -> Config:
         words += [f"env.name={Path(__file__)}:ErrandWithParts", "trainer.eval_benchmarks=[]"]
     if recipe in ("otc_ppo", "retool", "search_r1_ppo"):
         words.append("critic.optim.warmup_steps=0")
-    return load_config(words)
+    return load_config([*words, *more])
+
+
+@pytest.mark.parametrize("algorithm", ["gigpo", "ppo", "grpo"])
+def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_path: Path) -> None:
+    paid = (f"env.name={Path(__file__)}:PaidErrand", f"algorithm.name={algorithm}", "algorithm.kl_placement=none")
+    config = smoke("artist_tools", model, tmp_path, *paid)
+    codec = build_codec(config.env.codec or "")
+    words = [codec.render((ToolCall("list_products", {}),)), WITHOUT_GOLD["artist_tools"]]
+
+    async def step() -> dict[str, float]:
+        try:
+            return await trained.train_step()
+        finally:
+            await trained.rollouts.close()
+
+    with local_trainer(config) as trained:
+        rollout = trained.rollouts.rollout
+        object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.codec, words))
+        if algorithm == "grpo":
+            with pytest.raises(ConfigError, match=r"algorithm.name=grpo takes one reward for an episode"):
+                asyncio.run(step())
+            return
+        metrics = asyncio.run(step())
+    assert metrics["reward/turns"] > 0 and metrics["actor/grad_norm"] > 0
+    paid_at = {reward for sample in trained.lesson.samples for _, reward in sample.turn_rewards}
+    assert paid_at == {0.0, 0.25}
 
 
 @pytest.mark.parametrize("recipe", CALLS)

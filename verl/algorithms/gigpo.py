@@ -6,12 +6,11 @@
     R = sum of r_j over all turns;  R_t = sum of gamma^(j - t) r_j over turns j >= t
     loss = mean over tokens of [clip(A, p / p_old) + 0.01 * k3(p, p_ref)]
 
-r_j is what the environment gives for turn j (`StepResult.reward`); the last turn's has the episode's reward, too.
-Its authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor
-(`algorithm.options.divide_by_std`). A state is the text that was put before the policy since it last wrote: the first
-turns of a group share theirs. A turn whose state nobody else met has no A_turn. Their prompts are made anew for each
-turn with a short memory; here an episode is one growing transcript, and the states are told by what each turn added.
-They also group states that are merely similar, which is left out.
+r_j is an environment's reward for turn j (`StepResult.reward`); that of the last turn holds the episode's, too. Its
+authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor (`options.divide_by_std`). A
+state is the observation before a turn: the first turns of a group share theirs, and a turn whose state nobody else met
+has no A_turn. Their prompts are made anew for each turn with a short memory; here an episode is one growing transcript,
+and the states are told by what each turn added. They also group states that are merely similar, which is left out.
 """
 
 from functools import partial

@@ -181,16 +181,13 @@ class _Episode:
         text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
         parsed = self._dialogue.codec.parse(text, self._tools)
-        paused = isinstance(parsed, GoOn) and not ended
+        if isinstance(parsed, GoOn) and not ended:  # in the last turn: at an answer's tag inside a thought
+            return self._out_of_room()
         if last is not None:
-            if paused:  # at a final stop string that is no answer yet, such as one inside a thought
-                return self._out_of_room()
             await self._step(env, message)
             return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
         unanswered: tuple[Message, ...] = ()
         match parsed:
-            case GoOn() if paused:
-                return self._out_of_room()
             case Malformed(problem):
                 self._num_malformed += 1
                 if budgets.tell_malformed:
