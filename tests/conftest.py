@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from verl.utils.reward_score import rlla
+from verl.utils.versions import find_gpus, find_installed
 
 ROOT = Path(__file__).parents[1]
 TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
@@ -24,6 +26,14 @@ def real_data(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"no {'/'.join(parts)} in {folder}; set TOOLRL_TEST_DATA (see dataset/README.md)")
     return path
+
+
+def need_vllm() -> None:
+    """A skip where no engine can start: without vLLM, or with its build for GPUs on a machine that has none."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed (scripts/setup_env.sh)", allow_module_level=True)
+    if "vllm" in find_installed(["vllm"]) and not find_gpus():
+        pytest.skip("vLLM's build for GPUs, and no GPU", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

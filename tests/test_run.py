@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, need_vllm
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.tracking.jsonl import read_rows
 from verl.tracking.names import known
@@ -77,6 +77,7 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> None:
+    need_vllm()
     words = run_words(model, tmp_path, "vllm", steps=2)
     words += ["trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{MINI / 'test.parquet'}]"]
     said = run([*words, f"trainer.eval_benchmarks=[{MINI / 'test_new_tools.parquet'}]", "trainer.eval_limit=3"])

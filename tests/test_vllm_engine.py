@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, need_vllm
 from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
 from tests.test_plan import plan_of
@@ -36,7 +36,7 @@ from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, load_causal_lm, published_names
 
-pytest.importorskip("vllm", reason="vLLM is not installed (scripts/setup_env.sh)")
+need_vllm()
 
 VOCABULARY, EOS, ROOM = 200, 3, 512
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1], list(range(10, 140))]

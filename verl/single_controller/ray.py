@@ -154,6 +154,10 @@ class _Worker:
 
     def __init__(self) -> None:
         os.setpgrp()  # Ctrl-C in a terminal is for the controller, which ends its workers in order
+        # Ray unpickles arguments in other threads. If one of them is the first to import torch, the first tensor that a
+        # worker sends without copies ends its process (torch 2.11).
+        import torch  # noqa: F401
+
         self._object: Any = None
 
     async def address(self) -> tuple[str, int]:
