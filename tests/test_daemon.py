@@ -114,7 +114,9 @@ def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
     ended = threading.Event()
 
     async def wait() -> None:
-        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
         try:
             await asyncio.sleep(60)
         finally:
