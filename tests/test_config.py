@@ -18,6 +18,7 @@ from verl.algorithms.filters import name_of
 from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
 from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.trainer.build import run_folder
@@ -125,7 +126,14 @@ def test_an_estimator_changes_the_advantage_alone(estimator: str) -> None:
     made, before = (built(load_config([*words, "rollout.n=2"])) for words in ([word], []))
     preset = resolve("algorithm", ADV_ESTIMATORS[estimator], ALGORITHMS)
     assert name_of(made.advantage) == name_of(preset.advantage)
-    of_advantage = ("advantage", "needs_critic", "compares_replies", "greedy_baseline", "needs_turns")
+    of_advantage = (
+        "advantage",
+        "needs_critic",
+        "compares_replies",
+        "greedy_baseline",
+        "needs_turns",
+        "takes_turn_rewards",
+    )
     assert all(getattr(made, name) == getattr(preset, name) for name in of_advantage[1:])
     assert replace(made, **{name: getattr(before, name) for name in of_advantage}) == before
 
@@ -207,7 +215,7 @@ def test_adaptive_kl_by_verls_names() -> None:
 def test_verls_words_for_tools_and_rewards() -> None:
     search = load_config(["max_turns=2", "retriever.url=http://h/retrieve", "retriever.topk=5"])
     assert (search.env.name, search.env.codec, search.reward.name) == ("tool", "search_r1", "search_r1")
-    assert (search.env.max_tool_calls, search.env.max_turns) == (2, 3)
+    assert (search.env.max_tool_calls, search.env.max_turns) == (2, None)  # as many turns as they take
     assert search.env.tools == [{"name": "search", "retriever": "http", "urls": ["http://h/retrieve"], "topk": 5}]
     other = load_config(["recipe=otc_grpo", "retriever.url=http://h/retrieve"])
     assert (other.env.codec, other.reward.name) == ("otc_search", "otc_grpo") and other.env.tools != ["search"]
@@ -221,7 +229,7 @@ def test_verls_words_for_tools_and_rewards() -> None:
     group = "actor_rollout_ref.rollout.multi_turn."
     turns = [f"{group}enable=True", f"{group}max_user_turns=8", f"{group}max_assistant_turns=8"]
     env = load_config([*turns, "env.tools=[python]"]).env
-    assert (env.name, env.codec, env.max_turns, env.max_tool_calls) == ("tool", "hermes", 8, 7)
+    assert (env.name, env.codec, env.max_tool_calls) == ("tool", "hermes", 7)
     assert load_config([f"{group}format=hermes"]).env.codec is None
     scores = ["reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1"]
     assert load_config(scores).reward.options == {"with_form": True, "good_form": 0.2, "any_answer": 0.1}
@@ -242,7 +250,7 @@ def test_verls_words_for_tools_and_rewards() -> None:
         (["actor_rollout_ref.model.path=m", "critic.model.path=${actor_rollout_ref.model.path}"], "m"),
         (["model.path=m", "critic.model.path=${actor_rollout_ref.model.path}"], "m"),
         (["actor_rollout_ref.model.path=m", "critic.path=${model.path}/critic"], "m/critic"),
-        (["recipe=mini_ppo", "critic.path=${model.path}"], "dataset/mini/model"),
+        (["recipe=mini_ppo", "critic.path=${model.path}"], embedded_path("embedded:model")),
         (["model.path=${critic.path}", "critic.path=${trainer.project_name}"], "toolrl"),
         (["critic.path=${oc.env:TOOLRL_MODEL}"], "there"),
     ],

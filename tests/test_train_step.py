@@ -55,7 +55,7 @@ from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
 from verl.trainer.weights import Publisher, StaleEngineError
 from verl.transfer.bucket import Layout, Offer, Receiver
 from verl.transfer.memory import SharedMemory
-from verl.types import Message, Sample, Score, Task, Trajectory, TrajectoryGroup
+from verl.types import Message, Outcome, Sample, Score, StopReason, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
@@ -432,7 +432,8 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
 
     async def run(self: GroupRollout, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
         started.append((task.id, first_seed))
-        return TrajectoryGroup(task, (None,) * 2, (), (), ())  # type: ignore[arg-type]
+        episodes = tuple(Trajectory(task, index, (), StopReason.STOP, Outcome.SCORED) for index in range(2))
+        return TrajectoryGroup(task, episodes, (), (), ())
 
     monkeypatch.setattr(GroupRollout, "run", run)
     drawn = [group.task.id for group in asyncio.run(learning.rollouts.take(0)).kept]

@@ -134,7 +134,8 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
     """All 80 rows are used, the one whose gold calls a tool by half its name among them."""
     words = [*run_words(roomy, tmp_path, "hf", 3), f"data.train_files=[{real_data('toolrl', 'rlla_test.parquet')}]"]
     words = [word for word in words if not word.startswith("rollout.n=")]
-    config = load_config([f"recipe=toolrl_{algorithm}", *words, "data.max_prompt_length=300"])
+    preset = f"algorithm.name={'ppo' if algorithm == 'ppo' else 'toolrl_grpo'}"
+    config = load_config([f"recipe=toolrl_{algorithm}", *words, preset, "data.max_prompt_length=300"])
     inputs = load_inputs(config)
     (report,) = inputs.reports
     assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)

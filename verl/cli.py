@@ -37,6 +37,7 @@ COMMANDS = {
     "lab": Command("verl.utils.reward_score.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
     "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
+    "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and what they are here, as Markdown"),
     "collapse": Command("verl.trainer.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.envs.server", "serve an environment over HTTP"),
     "sandbox-server": Command("verl.sandbox.server", "serve the code sandbox over HTTP"),

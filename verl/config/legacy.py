@@ -354,7 +354,7 @@ def _read_search_r1(made: Translation) -> None:
     calls, topk = made.count("max_turns"), made.count("retriever.topk")
     url = made.take("retriever.url")
     if calls is not None:
-        _allow(made, calls, "max_turns")
+        made.put("env.max_tool_calls", calls, "max_turns")
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
@@ -371,7 +371,7 @@ def _read_torl(made: Translation) -> None:
     calls = made.count("rollout.num_llm_calls_available")
     if calls is not None:
         written = spelled("rollout.num_llm_calls_available")
-        _allow(made, calls, written)
+        made.put("env.max_tool_calls", calls, written)
         if _play(made, "fence", "torl", written) and not made.settings.get("env.tools"):
             made.put("env.tools", ["python"], written)
 
@@ -391,13 +391,7 @@ def _read_multi_turn(made: Translation) -> None:
     turns, answers = made.count(f"{group}max_assistant_turns"), made.count(f"{group}max_user_turns")
     bounds = [*([] if turns is None else [turns - 1]), *([] if answers is None else [answers])]
     if bounds:
-        _allow(made, min(bounds), written)
-
-
-def _allow(made: Translation, calls: int, written: str) -> None:
-    """So many calls, and a turn after the last of them."""
-    made.put("env.max_tool_calls", calls, written)
-    made.put("env.max_turns", calls + 1, written)
+        made.put("env.max_tool_calls", min(bounds), written)
 
 
 def _play(made: Translation, codec: str, reward: str, written: str) -> bool:

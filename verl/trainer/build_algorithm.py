@@ -107,6 +107,7 @@ def _with_advantage_of(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
         compares_replies=preset.compares_replies,
         greedy_baseline=preset.greedy_baseline,
         needs_turns=preset.needs_turns,
+        takes_turn_rewards=preset.takes_turn_rewards,
     )
 
 

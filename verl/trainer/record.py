@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,13 @@ def truncate_after(run_folder: Path, step: int) -> None:
             record_path(run_folder, later).unlink()
 
 
+# What numpy raises for an archive, an array's header (which it parses as Python), or numbers that are not whole.
+_DAMAGES = (
+    *(OSError, ValueError, KeyError, TypeError, EOFError, SyntaxError),
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+)
+
+
 def read_record(path: Path) -> Record:
     """The record at `path`. Raises DataError if there is none, if it is damaged or of another format."""
     try:
@@ -116,7 +124,7 @@ def read_record(path: Path) -> Record:
         raise
     except FileNotFoundError:
         raise DataError("is missing", mend="Set trainer.record=true before the step is run", file=str(path)) from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGES as error:
         raise DataError(f"is damaged ({error})", "a record", _DAMAGED, file=str(path)) from error
 
 
