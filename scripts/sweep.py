@@ -196,7 +196,7 @@ def _result(study: Study, point: Point) -> dict[str, Any]:
         seen = [row[name] for row in trained[-_LAST_STEPS:] if row.get(name) is not None]
         if seen:
             figures[name] = fmean(seen)
-    status = "finished" if study.is_finished(point) else "unfinished" if trained else "not begun"
+    status = "finished" if study.is_finished(point) else "unfinished" if trained else "not started"
     hours = sum(row["time/step_s"] for row in trained) / 3600
     return {
         "point": point.name,

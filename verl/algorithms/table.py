@@ -39,7 +39,7 @@ A key that the preset has no use for is an error. Filters (`verl/algorithms/filt
 `Algorithm` in it: `algorithm.name=mine.py:MINE`.
 
 Rewards for single turns (`StepResult.reward` of an environment) are added to the episode's: each is paid at the last
-token of its turn, the episode's at the last of all. `ppo` and `gigpo` tell them apart; with any other algorithm they
+token of its turn, the episode's at the last of all. `ppo` and `gigpo` use them; with any other algorithm they
 are an error (`Algorithm.takes_turn_rewards` of your own).
 
 Losses are sums over trained tokens whose weights are made once for a whole mini-batch: how it is cut into packs and

@@ -413,9 +413,9 @@ def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
 def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
     """Raises ConfigError where OTC's smoothing c is not the limit on tool calls that the paper takes it for."""
     if reward.name in ("otc_ppo", "otc_grpo") and env.several_turns:
-        told = reward.options.get("max_calls")
+        given = reward.options.get("max_calls")
         expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
-        _require(told == env.max_tool_calls, "reward.options.max_calls", expected, told)
+        _require(given == env.max_tool_calls, "reward.options.max_calls", expected, given)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _QUOTED_OUTPUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation whose assistant turns from `first` on are to be imitated, with the tools that it is told of."""
+    """A conversation whose assistant turns from `first` on are to be imitated, and the tools that its prompt lists."""
 
     messages: tuple[Message, ...]
     first: int = 0  # index into messages

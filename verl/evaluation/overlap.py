@@ -1,4 +1,4 @@
-"""Which benchmark tasks a model was trained on: a figure over those tells what was learned by heart.
+"""Which benchmark tasks a model was trained on: a figure over those measures memorization.
 
 A training run writes what it trains on to `train_tasks.jsonl` in its folder and in every exported model, one line
 {"env", "task": its name, "digest": of the user's words} a task. An evaluation compares its tasks with the model's.

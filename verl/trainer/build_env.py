@@ -125,7 +125,7 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
 
 
 def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
-    """Task -> the tokens of its prompt and tools; where only a started episode can tell, those of the task's messages.
+    """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
 
     Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
     policy would not learn of its tools.
