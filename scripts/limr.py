@@ -79,6 +79,6 @@ def _right(rollout: Mapping[str, Any], right_at: float | None, path: Path) -> bo
         return bool(score["total"] >= right_at)
     if "correct" not in score["parts"]:
         parts = ", ".join(score["parts"]) or "none"
-        mend = "Say from which total a rollout is right: --right-at"
+        mend = "Give the total from which a rollout is right: --right-at"
         raise DataError(f"has no record of what was right (parts: {parts})", "a part `correct`", mend, str(path))
     return bool(score["parts"]["correct"] >= 1.0)

@@ -21,7 +21,7 @@ KL, and what it asks of the rollout. Each stands in a short file of `verl/algori
 
 | key | what |
 |---|---|
-| `algorithm.adv_estimator` | the advantage alone, in veRL's words: ESTIMATORS |
+| `algorithm.adv_estimator` | the advantage alone, by veRL's name: ESTIMATORS |
 | `algorithm.clip_low`, `clip_high`, `dual_clip` | of losses that clip |
 | `algorithm.gamma`, `lam` | of advantages that discount |
 | `algorithm.options.<setting>` | any other setting of the preset's functions, as the table shows them |
@@ -142,8 +142,8 @@ def markdown() -> str:
     rows = [f"| {' | '.join(row(each))} |" for each in presets()]
     table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows])
     pages = [f"## {name}\n\n{_said_of(location)}\n" for name, location in ALGORITHMS.items()]
-    words = ", ".join(f"`{word}`" for word in ADV_ESTIMATORS)
-    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", words) + table + "\n", *pages])
+    estimators = ", ".join(f"`{name}`" for name in ADV_ESTIMATORS)
+    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", estimators) + table + "\n", *pages])
 
 
 def _said_of(location: str) -> str:

@@ -32,7 +32,7 @@ class Translation:
     read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
 
     def put(self, key: str, value: Any, written: str) -> None:
-        """One of our keys; the last word wins."""
+        """Set one of our keys, over an earlier value."""
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:

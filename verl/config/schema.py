@@ -350,7 +350,7 @@ class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
 
     name: str = "ppo"
-    adv_estimator: str | None = None  # the advantage alone, in place of the preset's: gae, grpo, rloo .. (veRL's words)
+    adv_estimator: str | None = None  # the advantage alone, in place of the preset's: gae, grpo, rloo .. (veRL's names)
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None

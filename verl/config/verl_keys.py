@@ -97,7 +97,7 @@ INTERPRETED: Mapping[str, str] = {
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 
-# They must say the same as one of ours, which stands for both.
+# Their value must equal that of one of ours, which stands for both.
 SAME_AS: Mapping[str, str] = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",

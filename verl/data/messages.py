@@ -26,7 +26,7 @@ _TOOL = "{type: function, function: {name, description, parameters}}"
 def chat_rows(source: str) -> Iterator[Any]:
     """The rows of `read_rows`, without the nulls with which Arrow fills the fields that a message or schema lacks.
 
-    All structs of an Arrow column have the same fields. In JSON a null is what somebody wrote, and stays.
+    All structs of an Arrow column have the same fields. In JSON a null was written on purpose, and stays.
     """
     filled = Path(source).suffix not in _UNTYPED
     for row in read_rows(source):

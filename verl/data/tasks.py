@@ -146,7 +146,7 @@ def _from_stored(stored: dict[str, Any]) -> Task:
 
 
 class TaskSet(Sequence[Task]):
-    """The rows of one file that can be used, in file order, on disk; `report` says what became of the others."""
+    """The rows of one file that can be used, in file order, on disk; `report` counts the others, with the reason."""
 
     def __init__(self, source: str, max_bad_share: float = 0.0) -> None:
         """Read and check the whole file once.

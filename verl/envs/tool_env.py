@@ -1,6 +1,6 @@
 """Episodes with tools: the policy calls, the tools answer, until it says something without a call.
 
-A row may list some of the tools in words of its own (`Task.tools`): its episodes then have those alone.
+A row may list some of the tools with its own descriptions (`Task.tools`): its episodes then have those alone.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class _Episode:
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next words, put into the ledger. The last turn stops nowhere but where its answer ends."""
+        """The policy's next tokens, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)

@@ -160,7 +160,7 @@ def _lone_prompt(chat: ChatCodec, task: Task) -> Sequence[int]:
     """The prompt of an episode that is one reply."""
     if task.env not in (None, "single_turn"):
         raise DataError(
-            f"{task.env!r} needs env.codec, which says how it is talked with",
+            f"{task.env!r} needs env.codec, the format of its calls",
             mend="Set env.codec (docs/codecs.md)",
             field="env",
         )

@@ -13,13 +13,13 @@ from verl.types import Message, ToolSpec
 from verl.utils.reward_score.prompt import listed_tools
 
 _MEND = "Change the row, or choose another env.codec"
-_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that codecs know how to put into their own words
+_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that codecs write in their own format
 
 
 def with_calls_written(codec: Codec, messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages, in which every call stands in its message's content, and every result names its tool.
 
-    Raises DataError for a codec that has no words for calls of earlier turns.
+    Raises DataError for a codec that cannot write calls of earlier turns.
     """
     names: dict[str, str] = {}
     found = []
