@@ -303,7 +303,7 @@ def test_files_are_not_read_into_columns(tmp_path: Path) -> None:
         assert in_columns != list(read_rows(file))
 
 
-def test_a_machine_without_datasets_reads_files_and_is_told_of_the_rest(
+def test_a_machine_without_datasets_reads_files_and_names_the_package_for_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)

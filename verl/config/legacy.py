@@ -32,7 +32,7 @@ class Translation:
     read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
 
     def put(self, key: str, value: Any, written: str) -> None:
-        """One of our keys; the last word wins."""
+        """Set one of our keys, over an earlier value."""
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
@@ -105,7 +105,7 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
         _check_same(made, name, value, written)
     _read_lengths(made)
     _read_packs(made)
-    assert not made.theirs, f"{sorted(made.theirs)} are read by nobody"
+    assert not made.theirs, f"{sorted(made.theirs)} have no reader"
     return made
 
 
@@ -157,10 +157,10 @@ def _read_lengths(made: Translation) -> None:
     turn, context = (made.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
     made.put("data.max_prompt_length", start, "data.max_start_length")
     if turn is not None:
-        made.put("env.max_turn_tokens", turn, "data.max_response_length in Search-R1's words")
+        made.put("env.max_turn_tokens", turn, "data.max_response_length, as in Search-R1")
         made.settings.pop("data.max_response_length")
     if context is not None:
-        made.put("data.max_response_length", context, "data.max_prompt_length in Search-R1's words")
+        made.put("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
 
 
 def _read_packs(made: Translation) -> None:
@@ -280,7 +280,7 @@ def _read_schedules(made: Translation) -> None:
 
 
 def _updates_per_step(made: Translation) -> int:
-    """Optimizer steps; 1 where a size is none, which is told when the configuration is built."""
+    """Optimizer steps; 1 where a size is none, which is an error once the configuration is built."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
     batch, mini, epochs = (made.now(name) for name in names)
     whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))

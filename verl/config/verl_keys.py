@@ -74,8 +74,8 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
     "rollout.multi_turn.format": "`env.codec` (veRL's `hermes` if left out)",
-    "rollout.multi_turn.max_assistant_turns": "`env.max_turns`",
-    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`, as far as the turns allow",
+    "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls`, which is one less: the last turn runs no tool",
+    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller bound",
     "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (there, training steps; here, optimizer steps)",
     "critic.optim.lr_warmup_steps_ratio": "`critic.optim.warmup_ratio`",
     "critic.optim.min_lr_ratio": "`critic.optim.min_lr_ratio`; null is 0",
@@ -84,8 +84,8 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, where KL is in the reward; 0 is no KL",
     "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, where `algorithm.kl_ctrl.type=adaptive`",
     "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
-    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k, "
-    "`algorithm.options.divide_by_std`",
+    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k "
+    "and GiGPO, `algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
     "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered",
     "custom_reward_function.path": "`reward.name=path:name`",
@@ -97,7 +97,7 @@ INTERPRETED: Mapping[str, str] = {
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 
-# They must say the same as one of ours, which stands for both.
+# Their value must equal that of one of ours, which stands for both.
 SAME_AS: Mapping[str, str] = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",

@@ -53,8 +53,8 @@ class TaskEnvs:
         offered = {tool.name for tool in opening.tools}
         for tool in task.tools:
             if tool.name not in offered:
-                told = f"one of {', '.join(sorted(offered))}" if offered else "no tools"
-                raise DataError(f"lists {tool.name!r}, which env.name={name} does not offer", told, field="tools")
+                expected = f"one of {', '.join(sorted(offered))}" if offered else "no tools"
+                raise DataError(f"lists {tool.name!r}, which env.name={name} does not offer", expected, field="tools")
         return opening
 
     def __call__(self, task: Task) -> Env:

@@ -125,8 +125,8 @@ def _own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The same architecture with few heads of the same size, and one layer of each kind that per-layer settings tell
-    apart.
+    """The same architecture with few heads of the same size, and one layer of each kind that its per-layer settings
+    distinguish.
 
     changes: new values of settings, as far as the configuration has them
     Raises ConfigError for a model of more than text, whose configuration has parts.
