@@ -64,6 +64,7 @@ TESTED_DEV: dict[str, str] = {
     "mypy": ">=2.4",
     "import-linter": ">=2.16",
     "codespell": ">=2.4",
+    "matplotlib": ">=3.10,<4",
 }
 # parts of the torch family that text models never use, and that vLLM and transformers import when they are there
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
