@@ -122,7 +122,7 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def script(path: str) -> str:
-    """How a message names a script: an installed package does not have the repository's `scripts/`."""
+    """How a message names a script or data's README: an installed package does not have the repository's."""
     return path if IN_CHECKOUT else f"{path} of toolrl's repository"
 
 
