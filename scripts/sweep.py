@@ -9,7 +9,7 @@ The same command goes on where it was stopped: points that are finished are skip
 values add new points. In the end the study's folder has
 
     sweep.json, sweep.md   a row for each point: its last figures, and means over its last 10 steps
-    sweep.png              --metric over the steps, and its last value over the setting (needs matplotlib)
+    sweep.png              --metric over the steps, and its last value over the setting (with matplotlib: extra plot)
 
     --metric NAME  what is drawn (docs/metrics.md); if left out, the first figure of a benchmark or validation set, or
                    the reward
@@ -45,6 +45,7 @@ from verl.errors import ConfigError, VerlError  # noqa: E402
 from verl.evaluation.records import alone_in  # noqa: E402
 from verl.tracking.jsonl import read_rows  # noqa: E402
 
+INSTALL_PLOT = "install it with: pip install -r scripts/requirements/plot.txt, or pip install 'toolrl[plot]'"
 _FOLDER, _NAME = "trainer.default_local_dir", "trainer.experiment_name"
 _LAST_STEPS = 10
 _OF_LAST_STEPS = (
@@ -241,9 +242,9 @@ def drawn_metric(found: Sequence[Mapping[str, Any]], asked: str | None) -> str:
 def draw(study: Study, found: Sequence[Mapping[str, Any]], metric: str, path: Path) -> None:
     """The metric over the steps, and its last value over what was swept. Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure  # an extra: everything else works without
+        from matplotlib.figure import Figure  # the extra "plot": everything else works without
     except ImportError as error:
-        raise ConfigError("the picture needs matplotlib (pip install matplotlib); the table is there") from error
+        raise ConfigError(f"the picture needs matplotlib; {INSTALL_PLOT}. The table is there") from error
     figure = Figure(figsize=(11, 4), layout="constrained")
     over_steps, over_values = figure.subplots(1, 2)
     last: dict[str, float] = {}
