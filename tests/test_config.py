@@ -113,6 +113,42 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("actor.use_kl_loss=true algorithm.kl_placement=reward", "algorithm.kl_placement=reward contradicts"),
+        ("algorithm.use_kl_in_reward=true algorithm.kl_placement=none", "algorithm.kl_placement=none contradicts"),
+        ("algorithm.kl_ctrl.kl_coef=0.5 algorithm.kl_coefficient=0.3", "algorithm.kl_coefficient would be"),
+        ("algorithm.kl_penalty=mse algorithm.kl_estimator=k3", "algorithm.kl_estimator would be"),
+        ("algorithm.kl_ctrl.type=fixed algorithm.kl_target=0.2", "algorithm.kl_target would be"),
+        ("rollout.sampling_params.temperature=0.3 rollout.temperature=0.7", "rollout.temperature would be"),
+        ("algorithm.clip_low=0.1 actor.clip_ratio_low=0.3", "algorithm.clip_low would be"),
+        ("env.train_on_observations=true actor.state_masking=true", "env.train_on_observations would be"),
+        ("algorithm.filter_groups.enable=true algorithm.filters=[truncated]", "algorithm.filters would be"),
+        ("actor.optim.lr_warmup_steps=10 actor.optim.warmup_ratio=0.1", "both give the length of the warmup"),
+        ("critic.optim.lr_warmup_steps=10 critic.optim.warmup_steps=3", "critic.optim.warmup_steps would be"),
+        ("custom_reward_function.path=a.py reward.name=rlla", "reward.name would be"),
+    ],
+)
+def test_two_keys_of_one_setting_must_agree(words: str, said: str) -> None:
+    for order in (words.split(), words.split()[::-1]):
+        with pytest.raises(ConfigError, match=said):
+            load_config(order)
+
+
+def test_our_keys_fill_in_what_verls_leave_open() -> None:
+    loss = load_config(
+        ["actor.use_kl_loss=true", "algorithm.kl_coefficient=0.3", "algorithm.kl_estimator=k2"]
+    ).algorithm
+    assert (loss.kl_placement, loss.kl_coefficient, loss.kl_estimator) == ("loss", 0.3, "k2")
+    adaptive = load_config(["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_target=0.2"])
+    assert adaptive.algorithm.kl_target == 0.2
+    without = load_config(["algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_placement=none"])
+    assert without.algorithm.kl_placement == "none"
+    same = load_config(["rollout.sampling_params.top_p=0.95", "rollout.top_p=0.95"])
+    assert same.rollout.top_p == 0.95
+
+
 def test_the_bounds_of_the_clip_win_over_the_one_for_both() -> None:
     words = ["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.2"]
     for order in (words, words[::-1]):

@@ -32,7 +32,20 @@ class Translation:
     read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
 
     def put(self, key: str, value: Any, written: str) -> None:
-        """One of our keys; the last word wins."""
+        """One of our keys; of one key written twice the last value wins.
+
+        Raises ConfigError where another key has set it to another value.
+        """
+        before = self.spelled.get(key, written)
+        if short(before) != short(written) and self.settings[key] != value:
+            raise ConfigError(
+                f"{before} and {written} contradict each other: {key} would be {self.settings[key]} and {value}; "
+                "leave one of them out"
+            )
+        self.replace(key, value, written)
+
+    def replace(self, key: str, value: Any, written: str) -> None:
+        """One of our keys, whatever else has set it."""
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
@@ -146,7 +159,7 @@ def _read_lists(made: Translation) -> None:
 
 def _read_data(made: Translation) -> None:
     if made.flag("data.filter_overlong_prompts"):
-        made.put("data.truncation", "drop", "data.filter_overlong_prompts")
+        made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
 def _read_lengths(made: Translation) -> None:
@@ -155,12 +168,12 @@ def _read_lengths(made: Translation) -> None:
     if start is None:
         return
     turn, context = (made.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
-    made.put("data.max_prompt_length", start, "data.max_start_length")
+    made.replace("data.max_prompt_length", start, "data.max_start_length")
     if turn is not None:
         made.put("env.max_turn_tokens", turn, "data.max_response_length in Search-R1's words")
         made.settings.pop("data.max_response_length")
     if context is not None:
-        made.put("data.max_response_length", context, "data.max_prompt_length in Search-R1's words")
+        made.replace("data.max_response_length", context, "data.max_prompt_length in Search-R1's words")
 
 
 def _read_packs(made: Translation) -> None:
@@ -193,7 +206,7 @@ def _read_division(made: Translation, preset: str) -> None:
         made.settings["algorithm.options.divide_by_std"] = by_std
     elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
         if by_std != (preset != "dr_grpo"):
-            made.put("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
+            made.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
         made.moot[key] = "the advantage is not divided by a standard deviation"
 
@@ -215,10 +228,18 @@ def _read_kl(made: Translation) -> None:
         return
     before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
     loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
+    asked = made.settings.get("algorithm.kl_placement")
+    for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):
+        if None not in (asked, flag) and flag != (asked == place):
+            raise ConfigError(
+                f"algorithm.kl_placement={asked} contradicts {spelled(key)}={flag}; leave one of them out"
+            )
     loss = before == "loss" if loss is None else loss
     if loss and reward:
         raise ConfigError("KL is paid in one place: set one of actor.use_kl_loss and algorithm.use_kl_in_reward false")
-    if loss:
+    if asked is not None:
+        placement = asked
+    elif loss:
         placement = "loss"
     elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in made.theirs):
         placement = "reward"
@@ -233,22 +254,29 @@ def _read_kl(made: Translation) -> None:
         placement = "none"
     made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
     if placement in sides:
-        _, kind, usual = sides.pop(placement)
-        _put_kl(made, coefficient, kind, usual if placement != before else None)
+        price, kind, usual = sides.pop(placement)
+        _put_kl(made, (price, coefficient), kind, usual if placement != before else None)
     for names in sides.values():
         for name in names[:2]:
             made.ignore(name, "there is no KL" if placement == "none" else f"KL is paid in the {placement}")
 
 
-def _put_kl(made: Translation, coefficient: float | None, kind: str, usual: str | None) -> None:
-    """Coefficient and estimator of KL. kind: veRL's key of the second; usual: it, where KL was not in this place"""
-    if coefficient is not None or usual is not None:
-        made.settings["algorithm.kl_coefficient"] = _KL_COEFFICIENT if coefficient is None else coefficient
+def _put_kl(made: Translation, priced: tuple[str, float | None], kind: str, usual: str | None) -> None:
+    """Coefficient and estimator of KL.
+
+    priced: veRL's key of the first, and its value; kind: veRL's key of the second
+    usual: the estimator of this place, where KL was in another one before
+    """
+    price, coefficient = priced
+    if coefficient is not None:
+        made.put("algorithm.kl_coefficient", coefficient, spelled(price))
     estimator = made.take(kind)
-    if estimator is not None and (not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS):
-        raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
-    if estimator is not None or usual is not None:
-        made.settings["algorithm.kl_estimator"] = usual if estimator is None else _KL_ESTIMATORS[estimator]
+    if estimator is not None:
+        if not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS:
+            raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
+        made.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(kind))
+    if usual is not None:
+        made.settings = {"algorithm.kl_coefficient": _KL_COEFFICIENT, "algorithm.kl_estimator": usual, **made.settings}
 
 
 def _read_kl_control(made: Translation) -> None:
@@ -256,7 +284,8 @@ def _read_kl_control(made: Translation) -> None:
     if kind not in (None, "fixed", "adaptive"):
         raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got {kind!r}")
     if kind == "adaptive" or (kind is None and made.now("algorithm.kl_target") is not None and target is not None):
-        made.put("algorithm.kl_target", _KL_TARGET if target is None else target, "algorithm.kl_ctrl.type")
+        before = made.now("algorithm.kl_target") or _KL_TARGET
+        made.put("algorithm.kl_target", before if target is None else target, "algorithm.kl_ctrl.target_kl")
         return
     if kind == "fixed":
         made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
@@ -270,10 +299,10 @@ def _read_schedules(made: Translation) -> None:
         steps, ratio = (made.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
         if steps is not None and steps >= 0:
             made.put(f"{group}.warmup_steps", int(steps) * _updates_per_step(made), spelled(f"{group}.lr_warmup_steps"))
-            made.settings[f"{group}.warmup_ratio"] = 0.0
+            made.settings.setdefault(f"{group}.warmup_ratio", 0.0)
         elif ratio is not None:
             made.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
-            made.settings[f"{group}.warmup_steps"] = 0
+            made.settings.setdefault(f"{group}.warmup_steps", 0)
         written, least = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
             made.put(f"{group}.min_lr_ratio", 0.0 if least is None else least, written)
@@ -295,11 +324,11 @@ def _read_sampling(made: Translation) -> None:
     if engine is not None:
         made.put("rollout.name", engine, written)
     if made.flag("rollout.do_sample") is False:
-        made.put("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+        made.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
     for name in ("n_agent", "n_trajectories"):
         times = made.count(f"rollout.{name}")
         if times is not None:
-            made.put("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
+            made.replace("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if made.settings.get(f"rollout.{name}", 0) is None:
             del made.settings[f"rollout.{name}"]
