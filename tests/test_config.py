@@ -33,6 +33,7 @@ def built(config: Config) -> Algorithm:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
+        ("actor_rollout_ref.ref.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 shards every state"),
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", "FSDP2 shards every state"),
         ("actor_rollout_ref.model.use_remove_padding=True", "packs have no padding"),
         ("critic.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size stands for both"),
@@ -134,6 +135,36 @@ def test_two_keys_of_one_setting_must_agree(words: str, said: str) -> None:
     for order in (words.split(), words.split()[::-1]):
         with pytest.raises(ConfigError, match=said):
             load_config(order)
+
+
+def test_a_command_without_search_has_no_environment(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["retriever.url=http://x", "retriever.topk=3", "max_turns=2"]
+    plain = load_config([*words, "do_search=false"])
+    assert (plain.env, plain.reward) == (Config().env, Config().reward)
+    assert "max_turns, retriever.url, retriever.topk: do_search is false" in caplog.text
+    assert load_config([*words, "do_search=true"]) == load_config(words)
+    with pytest.raises(ConfigError, match="do_search=true needs a retriever"):
+        load_config(["do_search=true"])
+    with pytest.raises(ConfigError, match=r"do_search=false contradicts env\.codec"):
+        load_config(["recipe=search_r1", "do_search=false"])
+
+
+def test_a_context_shorter_than_the_lengths_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    lengths = ["data.max_prompt_length=100", "data.max_response_length=28"]
+    with pytest.raises(ConfigError, match=r"rollout.max_model_len=127 is less than .* \(128\)"):
+        load_config([*lengths, "actor_rollout_ref.rollout.max_model_len=127"])
+    for enough in ("128", "null"):
+        assert load_config([*lengths, f"rollout.max_model_len={enough}"]) == load_config(lengths)
+    assert caplog.text.count("rollout.max_model_len: engines have room for") == 2
+
+
+@pytest.mark.parametrize(("limit", "draws"), [("", 10), ("=0", 10), ("=-1", 10), ("=3", 3)])
+def test_filtered_groups_are_drawn_again_as_in_verl(limit: str, draws: int) -> None:
+    words = ["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=grpo", "rollout.n=2"]
+    words += [f"algorithm.filter_groups.max_num_gen_batches{limit}"] if limit else []
+    config = load_config(words)
+    assert build_algorithm(config.algorithm, 512, 0).max_draws == draws
+    assert load_config([*words[:3], "algorithm.max_draws=1"]).algorithm.max_draws == 1
 
 
 def test_our_keys_fill_in_what_verls_leave_open() -> None:
@@ -470,6 +501,8 @@ def test_reward_options_are_open() -> None:
         (["data.val_files=[x]", "rollout.val_kwargs.top_p=0.5"], "validation is greedy"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["rollout.max_staleness=1", "rollout.max_reuse=2"], "rollout.max_reuse=2: steps that use groups again draw"),
+        (["actor.fsdp_config.optimizer_offlod=true"], "unknown key 'actor.fsdp_config.optimizer_offlod'"),
+        (["critic.model.fsdp_config.model_dtype=bf16"], "unknown key 'critic.model.fsdp_config.model_dtype'"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),
         (["data.seed=1,2"], "neither deletions nor sweeps"),

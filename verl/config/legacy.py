@@ -14,6 +14,7 @@ Settings = dict[str, Any]
 
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
+_MAX_DRAWS = 10  # where veRL has no limit
 _LEFT = "null leaves it at its default"
 
 
@@ -118,6 +119,7 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
         _check_same(made, name, value, written)
     _read_lengths(made)
     _read_packs(made)
+    _check_context(made)
     assert not made.theirs, f"{sorted(made.theirs)} are read by nobody"
     return made
 
@@ -159,6 +161,8 @@ def _read_lists(made: Translation) -> None:
 
 def _read_data(made: Translation) -> None:
     if made.flag("data.filter_overlong_prompts"):
+        if "data.truncation" in made.spelled:
+            made.moot["data.truncation"] = "data.filter_overlong_prompts drops the prompts that are too long"
         made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
@@ -182,6 +186,18 @@ def _read_packs(made: Translation) -> None:
     lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
     if key not in made.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > made.now(key):
         made.settings[key] = sum(lengths)
+
+
+def _check_context(made: Translation) -> None:
+    written, context = made.theirs.pop("rollout.max_model_len", ("", None))
+    lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
+    if isinstance(context, int) and all(isinstance(each, int) for each in lengths) and context < sum(lengths):
+        raise ConfigError(
+            f"{written}={context} is less than data.max_prompt_length + data.max_response_length ({sum(lengths)}), "
+            "which are what an engine has room for; lower one of these"
+        )
+    if written:
+        made.moot[written] = "engines have room for data.max_prompt_length + data.max_response_length"
 
 
 def _read_estimator(made: Translation) -> None:
@@ -355,9 +371,11 @@ def _read_filters(made: Translation) -> None:
     filtered = made.flag("algorithm.filter_groups.enable")
     if filtered:
         made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
-        draws = made.count("algorithm.filter_groups.max_num_gen_batches")
-        if draws is not None:
+        draws = made.number("algorithm.filter_groups.max_num_gen_batches")
+        if draws is not None and draws > 0:
             made.put("algorithm.max_draws", draws, "algorithm.filter_groups.max_num_gen_batches")
+        elif made.now("algorithm.max_draws") is None:
+            made.put("algorithm.max_draws", _MAX_DRAWS, "algorithm.filter_groups.enable")
     made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
@@ -380,6 +398,14 @@ def _read_environments(made: Translation) -> None:
 
 
 def _read_search_r1(made: Translation) -> None:
+    search, codec = made.flag("do_search"), made.now("env.codec")
+    if search and codec is None and "retriever.url" not in made.theirs:
+        raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.codec and env.tools")
+    if search is False:
+        if codec is not None:
+            raise ConfigError(f"do_search=false contradicts env.codec={codec}; leave one of them out")
+        for name in ("max_turns", "retriever.url", "retriever.topk"):
+            made.ignore(name, "do_search is false")
     calls, topk = made.count("max_turns"), made.count("retriever.topk")
     url = made.take("retriever.url")
     if calls is not None:
