@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import real_data
+from verl.data.report import RowReport
 from verl.data.rlla import SCHEMA, Tool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
@@ -263,6 +264,16 @@ def test_values_of_a_csv_file_are_its_texts(tmp_path: Path) -> None:
     assert list(read_rows(str(tmp_path / "t.csv"))) == [
         {"problem": problem, "answer": answer} for problem, answer in values
     ]
+
+
+@pytest.mark.parametrize("share", [n / 100 for n in (7, 29, 57, 58)])  # 0.29 * 100 is less than 29
+def test_a_share_of_bad_rows_is_allowed_up_to_itself(share: float) -> None:
+    report = RowReport("rows", 100)
+    report.bad = [DataError("is bad")] * round(share * 100)
+    report.check(share)
+    report.bad.append(DataError("is bad"))
+    with pytest.raises(DataError, match="of 100 rows cannot be used"):
+        report.check(share)
 
 
 def test_a_csv_line_with_too_many_or_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
