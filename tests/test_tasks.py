@@ -58,7 +58,7 @@ def test_a_good_row_becomes_a_task() -> None:
     task = to_task(row(), "train.parquet#0")
     assert task.prompt == (Message("system", INSTRUCTION), Message("user", example()["input"]))
     assert (task.answer, task.data_source, task.env, task.reward) == (example()["output"], "rlla", None, None)
-    assert task.extra == {"split": "train", "index": 0}  # what repeats the prompt and the answer is left out
+    assert task.extra == row()["extra_info"]  # the prompt and the answer once more, too: rewards of users may read them
 
 
 def test_optional_columns_choose_environment_and_reward() -> None:
