@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.eval_play import chat as chat_that_lists_tools
 from tests.tiny import MINI
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed, build_codec
@@ -542,7 +543,8 @@ def test_the_last_turn_of_other_formats_runs_on_to_its_end(name: str) -> None:
     assert build_codec(name).final_stop_strings == ()
 
 
-def test_a_typed_call_reaches_the_tool_as_its_schema_says(chat: ChatCodec) -> None:
+def test_a_typed_call_reaches_the_tool_as_its_schema_says() -> None:
+    chat = chat_that_lists_tools()
     seen: list[Any] = []
 
     @tool
@@ -683,8 +685,9 @@ def test_an_episode_that_a_service_ended_is_not_judged(chat: ChatCodec) -> None:
     assert [each.asked[-2:] for each in made] == [["step", "close"], ["judge", "close"]]
 
 
-def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for(chat: ChatCodec) -> None:
+def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for() -> None:
     """The shop: everything is bought and paid when the tokens run out."""
+    chat = chat_that_lists_tools()
     (task,) = shop_tasks(1)
     codec = build_codec("hermes")
     wanted = [ToolCall("set_quantity", {"product_id": id, "quantity": n}) for id, n in json.loads(task.answer).items()]

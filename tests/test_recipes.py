@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.eval_play import chat as chat_that_lists_tools
 from tests.local_run import local_trainer
 from tests.sandbox_host import need_bubblewrap
 from tests.tiny import save_tiny_model
@@ -98,7 +99,10 @@ class HalfScripted:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    """With a chat template that lists tools, as those of the recipes' models do."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    chat_that_lists_tools().tokenizer.save_pretrained(folder)
+    return folder
 
 
 def rows(recipe: str) -> list[dict[str, Any]]:

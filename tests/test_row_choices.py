@@ -14,7 +14,7 @@ from tests.test_chat import TEMPLATES, with_template
 from tests.tiny import MINI, save_tiny_model
 from verl.config.load import load_config
 from verl.data.chat import ChatCodec
-from verl.data.lengths import fitting
+from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import ShopEnv, shop_tasks
@@ -209,7 +209,7 @@ def test_environments_that_cannot_be_are_told_with_their_row(
 ) -> None:
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
-        fitting(tasks, opening_of(interaction(chat, "env.codec=hermes"), chat), 10_000)
+        fitting(tasks, opening_of(interaction(chat, "env.codec=hermes"), chat), RowPolicy(10_000), tasks.report)
     assert caught.value.field == field and said in str(caught.value)
 
 

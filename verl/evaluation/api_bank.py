@@ -74,8 +74,8 @@ def _task(name: str, row: Mapping[str, Any], codec: Codec) -> Task:
         prompt: tuple[Message, ...] = (Message("system", told.strip()), *_dialogue(row["user"], codec))
     except DataError as error:
         raise error.at(file=name) from error
-    if isinstance(codec, ToolRlCodec):
-        prompt = (Message("system", row["system"]), Message("user", row["user"]))
+    if isinstance(codec, ToolRlCodec):  # the row is a prompt of this format, with its own list of tools
+        return Task(name, (Message("system", row["system"]), Message("user", row["user"])), answer, "api_bank")
     return Task(name, prompt, answer, "api_bank", extra={"tools": tools})
 
 
