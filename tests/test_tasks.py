@@ -314,6 +314,14 @@ def test_files_are_not_read_into_columns(tmp_path: Path) -> None:
         assert in_columns != list(read_rows(file))
 
 
+def test_folders_that_datasets_saved_are_read(tmp_path: Path) -> None:
+    rows = [{"a": "007"}, {"a": "NA"}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(str(tmp_path / "splits"))
+    assert list(read_rows(str(tmp_path / "one"))) == list(read_rows(str(tmp_path / "splits"))) == rows
+
+
 def test_a_machine_without_datasets_reads_files_and_is_told_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
