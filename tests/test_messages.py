@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from verl.data.messages import as_openai, read_messages, read_tools
 from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.base import Observation
+from verl.envs.single_turn import SingleTurnEnv
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task, ToolCall
 
@@ -141,6 +143,22 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a forced choice": ({"tool_choice": "required"}, "tool_choice", "cannot be used; expected auto"),
     "the former form": ({"functions": [WEATHER["function"]]}, "functions", "Put the functions into the column tools"),
+    "one call at a time": ({"parallel_tool_calls": False}, "parallel_tool_calls", "expected True"),
+    "a form of the answer": ({"response_format": {"type": "json_object"}}, "response_format", "cannot be used"),
+    "variables of the template": (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+        "Set model.chat_template_options",
+    ),
+    "a system text beside the prompt": ({"system": "Be brief."}, "system", "Make it the first message"),
+    "pictures": ({"images": [{"path": "a.png"}]}, "images", "cannot be used"),
+    "a weight in the loss": ({"weight": 0}, "weight", "expected 1"),
+    "a mask of the loss": ({"loss_mask": [0, 1]}, "loss_mask", "cannot be used"),
+    "a parameter without a schema": (
+        {"tools": [{"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": None}}}]},
+        "tools[0].parameters.properties.b",
+        "is null",
+    ),
     "messages": ({"prompt": None, "messages": DIALOGUE}, "prompt", "Rename the column"),
 }
 
@@ -151,6 +169,12 @@ def test_what_cannot_be_used_is_named(case: str) -> None:
     with pytest.raises(DataError) as caught:
         to_task({**row(), **more}, "rows.jsonl#0")
     assert caught.value.field == field and said in str(caught.value)
+
+
+def test_columns_that_say_nothing_and_metadata_do_no_harm() -> None:
+    same = {"tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}, "weight": 1.0}
+    empty = {"functions": [], "chat_template_kwargs": {}, "system": "", "images": [], "videos": None}
+    assert to_task({**row(), **same, **empty, "ability": "math", "level": 3}, "x") == to_task(row(), "x")
 
 
 def test_demonstrations_name_message_and_field_too(tmp_path: Path) -> None:
@@ -179,6 +203,52 @@ def test_nulls_that_arrow_fills_in_are_absent_and_those_of_json_stay(tmp_path: P
     assert plain[0].tools[0].schema == WEATHER  # with its default of null
 
 
+def test_nulls_that_arrow_fills_into_answers_and_further_tools_are_absent(tmp_path: Path) -> None:
+    """Gold calls of different tools share one struct, too; a null in one would be an argument that nobody asked for."""
+    gold = [[{"name": "sum", "arguments": {"a": 1}}], [{"name": "weather", "arguments": {"city": "Rome"}}]]
+    more = [
+        [{"name": "sum", "parameters": {"properties": {"a": {"type": "number"}}}}],
+        [{"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}],
+    ]
+    rows = [
+        {
+            **row(DIALOGUE[4:], tools=None),
+            "reward_model": {"ground_truth": answer},
+            "extra_info": {"tools": tools, "note": note},
+        }
+        for answer, tools, note in zip(gold, more, ("n", None), strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tasks = TaskSet(str(tmp_path / "rows.parquet"))
+    assert [json.loads(task.answer) for task in tasks] == gold
+    first, second = (SingleTurnEnv.opening(task).tools for task in tasks)
+    assert (list(first[0].parameters["properties"]), [each.name for each in second]) == (["a"], ["weather"])
+    assert tasks[1].extra["note"] is None  # what is metadata stays as it is read
+
+
+def test_csv_files_hold_json_in_their_cells_and_nothing_in_empty_ones(tmp_path: Path) -> None:
+    asked = row(DIALOGUE[:2], tools=[WEATHER])
+    columns = ("data_source", "prompt", "tools", "reward_model", "extra_info", "env", "reward")
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(columns)
+        told = [json.dumps(asked[name]) for name in ("prompt", "tools", "reward_model")]
+        lines.writerows(
+            [[asked["data_source"], *told, '{"index": 3}', "", "math"], ["x", told[0], "", told[2], *[""] * 3]]
+        )
+    first, second = TaskSet(str(tmp_path / "rows.csv"))
+    expected = to_task(asked, "rows.csv#0")
+    assert (first.prompt, first.tools, first.answer) == (expected.prompt, expected.tools, expected.answer)
+    assert (first.extra, first.env, first.reward) == ({"index": 3}, None, "math")
+    assert (second.tools, second.extra, second.env, second.reward) == ((), {}, None, None)
+
+
+def test_a_tool_may_say_nothing() -> None:
+    silent = changed(3, content="")[:4]
+    task = to_task(row(silent), "x")
+    assert text_of(codec_of("qwen2.5"), codec_of("qwen2.5").task_prompt_ids(task)).count("<tool_response>") == 1
+
+
 def test_texts_of_json_are_read_as_what_they_hold() -> None:
     assert read_messages(json.dumps(DIALOGUE), "prompt") == read_messages(DIALOGUE, "prompt")
     assert read_tools(json.dumps([WEATHER["function"]])) == read_tools([WEATHER])  # a bare function, too
@@ -193,7 +263,7 @@ def test_texts_in_parts_are_lines_of_one() -> None:
 @pytest.mark.parametrize(
     ("template", "prompt", "field"),
     [
-        ("qwen2.5", changed(4, weight=0), "prompt[4].weight"),
+        ("qwen2.5", changed(4, weight=0, annotations=[]), "prompt[4].weight"),  # the second says nothing
         ("qwen2.5", changed(2, reasoning_content="Hm."), "prompt[2].reasoning_content"),
         ("qwen2.5", changed(4, name="Ann"), "prompt[4].name"),
         ("qwen2.5", changed(0, role="developer"), "prompt[0].content"),

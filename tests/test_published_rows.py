@@ -174,6 +174,14 @@ def test_problems_of_a_csv_file_become_tasks(tmp_path: Path) -> None:
     assert (task.prompt, task.answer) == ((Message("user", "1, 2, ?"),), "007")
 
 
+def test_a_problem_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": prompt, "reward_model": {"ground_truth": "2"}}))
+    assert math_problems.main(["--input", str(source), "--output", str(tmp_path / "out.parquet")]) == 2
+    assert "row 0, field 'content': is empty or no text" in " ".join(capsys.readouterr().err.split())
+
+
 def opening(recipe: str, data: Path, chat: ChatCodec) -> tuple[int, ...]:
     """The tokens that a recipe's first prompt begins with."""
     words = [f"recipe={recipe}", f"model.path={MINI / 'model'}", f"data.train_files=[{data}]"]

@@ -290,10 +290,19 @@ def test_tool_n1_never_raises_for_what_a_policy_says(said: str) -> None:
 PARIS = task('["Paris", "City of Light"]')
 
 
+@pytest.mark.parametrize("answer", ['{"answer": ["x"]}', '{"target": []}', '{"target": [true]}', '{"target": null}'])
+@pytest.mark.parametrize("reward", ["search_r1", "qa", "otc_grpo"])
+def test_an_answer_without_targets_is_a_fault_rather_than_always_wrong(reward: str, answer: str) -> None:
+    with pytest.raises(DataError, match=r"field 'reward_model.ground_truth': is .*; expected .*target"):
+        total(reward, episode(task(answer), "<answer>x</answer>"))
+
+
 def test_squad_normalisation() -> None:
     assert normalised("  The  Quick, (brown) fox's a  tail!") == "quick brown foxs tail"
     assert accepted_answers('["a", "b"]') == ["a", "b"]
     assert accepted_answers("[1, 2]") == ["[1, 2]"] and accepted_answers("[x") == ["[x"]
+    assert accepted_answers('{"target": [1999, "two"]}') == ["1999", "two"]
+    assert accepted_answers('{"target": "x"}') == ["x"] and accepted_answers('{"target": 2.5}') == ["2.5"]
     assert exact_match("<answer>the city of LIGHT.</answer>", PARIS.answer)
     assert exact_match("<answer>Rome</answer> no, <answer>Paris</answer>", PARIS.answer)
     assert not exact_match("<answer>Paris, France</answer>", PARIS.answer)

@@ -29,7 +29,7 @@ from verl.rollout.scoring import DirectScorer, ScoringPool
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_generation
-from verl.trainer.build import load_inputs
+from verl.trainer.build import interaction_of, load_inputs
 from verl.trainer.build_env import build_interaction, opening_of
 from verl.trainer.preflight import check_reward
 from verl.trainer.validate import Validator
@@ -213,6 +213,24 @@ def test_unusable_environments_are_errors_with_their_row(
     assert caught.value.field == field and said in str(caught.value)
 
 
+def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge(tmp_path: Path) -> None:
+    (shop,) = shop_tasks(count=1)
+    rows = [
+        {**row(**more), "prompt": [{"role": each.role, "content": each.content} for each in shop.prompt]}
+        for more in ({"env": "single_turn"}, {"env": "single_turn", "reward": "math"})
+    ]
+    for each, refused in zip(rows, (True, False), strict=True):
+        words = [f"data.train_files=[{write(tmp_path / 'rows.jsonl', each)}]", "env.name=shop", "env.codec=hermes"]
+        config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
+        chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
+        prompt_ids = opening_of(interaction_of(config, chat), chat, config.reward.name)
+        if refused:
+            with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
+                prompt_ids(to_task(each, "x#0"))
+        else:
+            assert prompt_ids(to_task(each, "x#0"))
+
+
 # --- tools
 
 
@@ -234,6 +252,31 @@ def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatCodec) -
     assert len(prompt_ids(scenario)) > 100
     with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.name=bfcl does not offer"):
         prompt_ids(replace(scenario, tools=task(tools=[{"name": "clock"}]).tools))
+    setting = interaction(chat, "env.name=bfcl", "env.codec=hermes")
+    assert setting is not None and isinstance(setting.envs, TaskEnvs)
+    opening = setting.envs.known_opening(scenario)
+    assert opening is not None and prompt_ids(replace(scenario, tools=opening.tools)) == prompt_ids(scenario)
+    with pytest.raises(
+        DataError, match=rf"'tools': leaves out {opening.tools[0].name}; expected no others than .*always"
+    ):
+        prompt_ids(replace(scenario, tools=opening.tools[1:]))
+
+
+def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatCodec, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "from verl.envs.base import Observation, StepResult\n"
+        "class Late:\n"
+        "    def __init__(self, task):\n        self.task = task\n"
+        "    async def reset(self):\n        return Observation(self.task.prompt)\n"
+        "    async def step(self, message):\n        return StepResult(done=True)\n"
+        "    async def close(self):\n        pass\n"
+    )
+    setting = interaction(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.codec=hermes")
+    engine = ScriptedEngine(lambda *_: (*chat.reply_ids(BOXED)[0], chat.end_token_id))
+    rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
+    assert asyncio.run(rollout.run(task(), 1, 0)).rewards == (1.0,)
+    refused = asyncio.run(rollout.run(task(tools=[CALCULATOR]), 1, 0))
+    assert not refused.scores and "'tools': lists 'calculator', which" in refused.faults[0]
 
 
 def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatCodec) -> None:

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import real_data
+from verl.data.report import RowReport
 from verl.data.rlla import SCHEMA, Tool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
@@ -57,7 +58,7 @@ def test_a_good_row_becomes_a_task() -> None:
     task = to_task(row(), "train.parquet#0")
     assert task.prompt == (Message("system", INSTRUCTION), Message("user", example()["input"]))
     assert (task.answer, task.data_source, task.env, task.reward) == (example()["output"], "rlla", None, None)
-    assert task.extra == {"split": "train", "index": 0}  # what repeats the prompt and the answer is left out
+    assert task.extra == row()["extra_info"]  # the prompt and the answer once more, too: rewards of users may read them
 
 
 def test_optional_columns_choose_environment_and_reward() -> None:
@@ -265,6 +266,16 @@ def test_values_of_a_csv_file_are_its_texts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("share", [n / 100 for n in (7, 29, 57, 58)])  # 0.29 * 100 is less than 29
+def test_a_share_of_bad_rows_is_allowed_up_to_itself(share: float) -> None:
+    report = RowReport("rows", 100)
+    report.bad = [DataError("is bad")] * round(share * 100)
+    report.check(share)
+    report.bad.append(DataError("is bad"))
+    with pytest.raises(DataError, match="of 100 rows cannot be used"):
+        report.check(share)
+
+
 def test_a_csv_line_with_too_many_or_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1,2,3\n\n4,5\n6\n")
     many, good, few = read_rows(str(tmp_path / "t.csv"))
@@ -301,6 +312,14 @@ def test_files_are_not_read_into_columns(tmp_path: Path) -> None:
         file = str(tmp_path / f"t.{kind}")
         in_columns = list(datasets.load_dataset(kind, data_files=file, split="train", streaming=True))
         assert in_columns != list(read_rows(file))
+
+
+def test_folders_that_datasets_saved_are_read(tmp_path: Path) -> None:
+    rows = [{"a": "007"}, {"a": "NA"}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(str(tmp_path / "splits"))
+    assert list(read_rows(str(tmp_path / "one"))) == list(read_rows(str(tmp_path / "splits"))) == rows
 
 
 def test_a_machine_without_datasets_reads_files_and_names_the_package_for_the_rest(

@@ -68,7 +68,7 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     codec = load_codec(config.model)
     interaction = interaction_of(config, codec) if tasks else None
     try:
-        lengths = read_lengths(config, codec, tasks, opening_of(interaction, codec))
+        lengths = read_lengths(config, codec, tasks, opening_of(interaction, codec, config.reward.name))
     finally:
         if interaction is not None:
             run_async(interaction.close())

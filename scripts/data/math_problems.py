@@ -40,7 +40,7 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
             raise DataError(f"is a list of {len(row)} messages", "a question and its answer")
         question, answer, number = text(row[0], "value"), text(row[1]["ground_truth"], "value"), ""
     elif "prompt" in row:
-        questions = [message["content"] for message in row["prompt"] if message["role"] == "user"]
+        questions = [text(message, "content") for message in row["prompt"] if message["role"] == "user"]
         if len(questions) != 1:
             raise DataError(f"has {len(questions)} messages of role user", "one", field="prompt")
         question, answer = questions[0], text(row["reward_model"], "ground_truth")

@@ -15,25 +15,50 @@ from verl.data.rows import read_rows
 from verl.errors import DataError
 from verl.types import Message, ToolCall, ToolSpec
 
-_CHAT_COLUMNS = ("prompt", "messages", "tools")
+_CHAT_COLUMNS = ("prompt", "messages", "tools", "reward_model")
 _UNTYPED = (".json", ".jsonl", ".gz")  # formats whose rows have the fields that were written, and no others
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name")
 _MESSAGE = "an object {role, content}"
 _CALL = "{id, type: function, function: {name, arguments}}"
 _TOOL = "{type: function, function: {name, description, parameters}}"
+# columns of OpenAI's requests and of other trainers that change what is shown or learned: {name: (what changes nothing,
+# what to do)}
+_UNUSED_COLUMNS: Mapping[str, tuple[Any, str]] = {
+    "functions": (None, f"Put the functions into the column tools as {_TOOL}"),
+    "function_call": (None, ""),
+    "tool_choice": ("auto", ""),
+    "parallel_tool_calls": (True, ""),
+    "response_format": ({"type": "text"}, ""),
+    "chat_template_kwargs": (None, "Set model.chat_template_options, which are of all rows"),
+    "system": (None, "Make it the first message, of the role system"),
+    "images": (None, ""),
+    "videos": (None, ""),
+    "audios": (None, ""),
+    "weight": (1, ""),
+    "loss_mask": (None, ""),
+}
 
 
 def chat_rows(source: str) -> Iterator[Any]:
-    """The rows of `read_rows`, without the nulls with which Arrow fills the fields that a message or schema lacks.
+    """The rows of `read_rows`, without what their format puts where a row has nothing.
 
-    All structs of an Arrow column have the same fields. In JSON a null was written on purpose, and stays.
+    All structs of an Arrow column have the same fields, and nulls in those that a message, schema or answer lacks. A
+    cell of a csv file that has nothing is an empty text. In JSON a null was written on purpose, and stays.
     """
-    filled = Path(source).suffix not in _UNTYPED
+    suffix = Path(source).suffix
     for row in read_rows(source):
-        if filled and isinstance(row, Mapping):
-            yield {key: _without_nulls(value) if key in _CHAT_COLUMNS else value for key, value in row.items()}
-        else:
+        if not isinstance(row, Mapping) or suffix in _UNTYPED:
             yield row
+        elif suffix == ".csv":
+            yield {key: value for key, value in row.items() if value != ""}
+        else:
+            yield {key: _without_filling(key, value) for key, value in row.items()}
+
+
+def _without_filling(column: str, value: Any) -> Any:
+    if column == "extra_info" and isinstance(value, Mapping) and "tools" in value:
+        return {**value, "tools": _without_nulls(value["tools"])}
+    return _without_nulls(value) if column in _CHAT_COLUMNS else value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -67,12 +92,12 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
-    """Raises DataError for a column of OpenAI's requests that nothing here acts on."""
-    for name, expected in (("tool_choice", "auto"), ("functions", ""), ("function_call", "")):
+    """Raises DataError for a column that says something of the prompt or the loss on which nothing here acts."""
+    for name, (default, mend) in _UNUSED_COLUMNS.items():
         value = row.get(name)
-        if value is not None and value != expected:
-            mend = f"Put the functions into the column tools as {_TOOL}" if name == "functions" else "Remove the column"
-            raise DataError("cannot be used", expected, mend, field=name)
+        if value not in (None, "", [], {}, default):
+            expected = "" if default is None else str(default)
+            raise DataError("cannot be used", expected, mend or "Remove or rename the column", field=name)
 
 
 def as_openai(message: Message) -> dict[str, Any]:
@@ -191,10 +216,20 @@ def _tool(value: Any, field: str) -> ToolSpec:
     properties = parameters.get("properties")
     if properties is not None:
         _object(properties, f"{place}.parameters.properties", "an object")
+        for name, each in properties.items():
+            if not isinstance(each, Mapping | bool):
+                problem = "is null" if each is None else f"is of type {type(each).__name__}"
+                raise DataError(problem, "a JSON schema", field=f"{place}.parameters.properties.{name}")
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise DataError(f"is of type {type(description).__name__}", "a text", field=f"{place}.description")
     return ToolSpec(_text(function.get("name"), f"{place}.name"), description or "", dict(parameters), schema)
+
+
+def read_object(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A column that holds an object, or its JSON text. Raises DataError, also where the column is missing."""
+    value = row.get(name)
+    return _object(_from_json(value, name, "an object") if isinstance(value, str) else value, name, "an object")
 
 
 def _list(value: Any, field: str, expected: str) -> Sequence[Any]:

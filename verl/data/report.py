@@ -60,7 +60,7 @@ class RowReport:
 
     def check(self, max_bad_share: float) -> None:
         """Raises DataError, which names the first bad rows, if they are more than this share of the rows read."""
-        if len(self.bad) > max_bad_share * self.num_rows:
+        if self.bad and len(self.bad) / self.num_rows > max_bad_share:  # 29 of 100 is 0.29, but 0.29 * 100 less than 29
             first = "; ".join(_without_file(error) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
                 f"{len(self.bad)} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "

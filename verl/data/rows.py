@@ -32,8 +32,8 @@ def read_rows(source: str) -> Iterator[Any]:
     Parquet is read by pyarrow, folders and hub names by the package datasets. JSON and csv files are not: datasets and
     pyarrow read them into columns of one type each, where a key of one row becomes a null in all others, values of
     several types become their JSON text, and the texts 007 and NA become 7 and nothing. All values of a csv file are
-    texts. Of a folder, which holds files as a clone of a data set's repository does, and of a name without a split the
-    split is "train".
+    texts. A folder is a clone of a data set's repository, or what `save_to_disk` of datasets wrote. Where there are
+    splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
     its DataError, for the reader of rows to raise or to count.
@@ -160,7 +160,10 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
             file=source,
         ) from error
     try:
-        yield from datasets.load_dataset(name, split=split, streaming=True)
+        if os.path.isfile(os.path.join(name, "state.json")):  # noqa: PTH113, PTH118  as above
+            yield from datasets.load_from_disk(name)
+        else:
+            yield from datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # those of the network are its HTTP client's, which changes
         raise DataError(
             f"cannot be loaded ({_one_line(error)})", mend="Check the name, the files and the network", file=source

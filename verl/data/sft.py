@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.chat import ChatCodec
-from verl.data.messages import chat_rows, check_columns, read_messages, read_tools
+from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
 from verl.errors import DataError, file_and_row
 from verl.types import Message, Sample, ToolSpec
@@ -76,9 +76,9 @@ def to_demonstration(row: Any) -> Demonstration:
         asked = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
         asked.append(Message("user", _text(row, "input")))
         return Demonstration((*asked, Message("assistant", _text(row, "output"))), len(asked), tools=tools)
-    if row.get("prompt") is not None and isinstance(row.get("reward_model"), Mapping):
+    if row.get("prompt") is not None and row.get("reward_model") is not None:
         prompt = read_messages(row["prompt"], "prompt")
-        answer = Message("assistant", _text(row["reward_model"], "ground_truth", "reward_model."))
+        answer = Message("assistant", _text(read_object(row, "reward_model"), "ground_truth", "reward_model."))
         return Demonstration((*prompt, answer), len(prompt), tools=tools, column="prompt")
     raise DataError(
         f"has the columns {sorted(row)}", "messages, or instruction, input and output, or prompt and reward_model"

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from verl.data.messages import chat_rows, check_columns, read_messages, read_tools
+from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
 from verl.data.rlla import DATA_SOURCE
 from verl.data.rows import RowStore
@@ -42,16 +42,16 @@ def to_task(row: Any, id: str) -> Task:
     task = Task(
         id=id,
         prompt=prompt,
-        answer=_answer(_value(row, "reward_model", "an object")),
+        answer=_answer(read_object(row, "reward_model")),
         data_source=_text(row, "data_source"),
         env=_text(row, "env") if row.get("env") is not None else None,
         reward=_reward(row),
-        extra=dict(_value(row, "extra_info", "an object")) if row.get("extra_info") is not None else {},
+        extra=dict(read_object(row, "extra_info")) if row.get("extra_info") is not None else {},
         tools=read_tools(row.get("tools")),
     )
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
         _gold_calls(task)
-    return _without_repeats(task)
+    return task
 
 
 def unlisted_call(task: Task) -> DataError | None:
@@ -70,21 +70,13 @@ def unlisted_call(task: Task) -> DataError | None:
     return None
 
 
-_KINDS = {"an object": Mapping, "a text": str, "a list": list}
-
-
-def _value(row: Mapping[str, Any], name: str, expected: str, field: str = "") -> Any:
-    if name not in row:
-        raise DataError("is missing", expected, field=field or name)
-    if not isinstance(row[name], _KINDS[expected]):
-        raise DataError(f"is of type {type(row[name]).__name__}", expected, field=field or name)
-    return row[name]
-
-
 def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
-    text: str = _value(row, name, "a text", field)
-    if not text:
-        raise DataError("is empty", "a text", field=field or name)
+    if name not in row:
+        raise DataError("is missing", "a text", field=field or name)
+    text = row[name]
+    if not isinstance(text, str) or not text:
+        problem = "is empty" if text == "" else f"is of type {type(text).__name__}"
+        raise DataError(problem, "a text", field=field or name)
     return text
 
 
@@ -93,7 +85,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
         mend = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
         raise DataError("is missing", "a list of {role, content} messages", mend, field="prompt")
     prompt = read_messages(row["prompt"], "prompt")
-    if not prompt[-1].content.strip():
+    if not prompt[-1].content.strip() and prompt[-1].role != "tool":  # tools may have nothing to say
         raise DataError("is empty", "the text that the policy replies to", field=f"prompt[{len(prompt) - 1}].content")
     return prompt
 
@@ -128,13 +120,6 @@ def _gold_calls(task: Task) -> list[dict[str, Any]]:
         return parse_gold(task.answer).calls or []
     except DataError as error:
         raise error.at(field=GROUND_TRUTH) from error
-
-
-def _without_repeats(task: Task) -> Task:
-    """ToolRL's extra_info holds the prompt and the answer a second time; half the bytes are enough."""
-    said = {message.content for message in task.prompt} | {task.answer}
-    kept = {key: value for key, value in task.extra.items() if not (isinstance(value, str) and value in said)}
-    return replace(task, extra=kept)
 
 
 def _from_stored(stored: dict[str, Any]) -> Task:

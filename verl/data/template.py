@@ -16,6 +16,7 @@ from verl.types import Message, ToolCall, ToolSpec
 Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # with the head of the assistant's turn
 
 _QUESTION, _ANSWER = Message("user", "a"), Message("assistant", "b")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's replies
 _MEND = "Change the row, or name a tokenizer whose chat template has it with model.tokenizer_path"
 _TOOL_MEND = (
     "name a tokenizer whose chat template lists tools with model.tokenizer_path, or, where a codec is chosen, one that "
@@ -66,7 +67,7 @@ def check_messages(render: Render, messages: Sequence[Message], tools: Sequence[
             if not all(mark in text for mark in (call.name, *call.arguments, *call.arguments.values())):
                 raise _left_out(message, f"{field}.tool_calls[{place}]")
         for key, value in message.template_fields.items():
-            if not (key == "content" and value is None) and not _is_used(render, message.role, key, value):
+            if value not in _NOTHING and not _is_used(render, message.role, key, value):
                 raise _left_out(message, f"{field}.{key}")
 
 

@@ -9,6 +9,16 @@ from verl.services import check_services
 from verl.types import Task
 
 
+def check_offered(task: Task, opening: Observation, env: str) -> None:
+    """Raises DataError where a row lists other tools than its episodes offer, which are the environment's own."""
+    listed, offered = {tool.name for tool in task.tools}, {tool.name for tool in opening.tools}
+    if listed and listed != offered:
+        unknown, more = sorted(listed - offered), ", ".join(sorted(offered - listed))
+        told = f"lists {unknown[0]!r}, which env.name={env} does not offer" if unknown else f"leaves out {more}"
+        expected = f"no others than {', '.join(sorted(offered))}" if offered else "no tools"
+        raise DataError(told, f"{expected}, which env.name={env} always offers" if offered else expected, field="tools")
+
+
 class TaskEnvs:
     """A factory that asks another one for each task.
 
@@ -34,6 +44,16 @@ class TaskEnvs:
                 raise DataError(str(error), "an environment of docs/environments.md", mend, field="env") from error
         return self._factories[name]
 
+    def check_judged(self, task: Task, reward: str) -> None:
+        """Raises DataError where the verdict of an environment that gives none is the reward.
+
+        reward: of tasks that name none
+        """
+        name = self.name_of(task)
+        if (task.reward or reward) == "env" and name in ("single_turn", "tool"):
+            field = "env" if task.reward is None else "reward"
+            raise DataError(f"the environment {name} does not judge", "an environment that does", field=field)
+
     @property
     def named(self) -> list[EnvFactory]:
         """The factories that rows have asked for by name, beside the run's own."""
@@ -42,19 +62,13 @@ class TaskEnvs:
     def known_opening(self, task: Task) -> Observation | None:
         """How its episodes open, where that is known before one starts. Raises DataError for a task that cannot be."""
         factory, name = self.factory_of(task), self.name_of(task)
-        if task.reward == "env" and name in ("single_turn", "tool"):
-            raise DataError(f"the environment {name} does not judge", "an environment that does", field="reward")
         if isinstance(factory, TaskChecker):
             factory.check_task(task)
         teller = factory.env_class if isinstance(factory, ClassFactory) else factory
         if not isinstance(teller, OpeningTeller):
             return None
         opening = teller.opening(task)
-        offered = {tool.name for tool in opening.tools}
-        for tool in task.tools:
-            if tool.name not in offered:
-                expected = f"one of {', '.join(sorted(offered))}" if offered else "no tools"
-                raise DataError(f"lists {tool.name!r}, which env.name={name} does not offer", expected, field="tools")
+        check_offered(task, opening, name)
         return opening
 
     def __call__(self, task: Task) -> Env:

@@ -21,6 +21,7 @@ from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
 from verl.envs.base import Env, EnvFactory, Judge, StepResult
 from verl.envs.clock import Clock
+from verl.envs.task_envs import check_offered
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.scoring import Fault
@@ -154,6 +155,7 @@ class _Episode:
             opening = await self._answered(env.reset(), "reset")
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
+        check_offered(self._task, opening, self._task.env or "the run's")
         self._context = self._dialogue.opening_ids(opening)
         self._tools = list(opening.tools)
         self._prompt_length = len(self._context)

@@ -101,7 +101,7 @@ def load_inputs(config: Config) -> Inputs:
     interaction = interaction_of(config, codec)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([interaction, rewards.default]))
-    train, val, reports = load_tasks(config, opening_of(interaction, codec))
+    train, val, reports = load_tasks(config, opening_of(interaction, codec, config.reward.name))
     run_async(check_services(services_of_rows(interaction, rewards, chain(*train, *val.values()))))
     train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
     asked = [(exam.category, exam.tasks) for exam in exams.exams]

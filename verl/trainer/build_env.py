@@ -124,11 +124,13 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
     return build_codec(env.codec, {**env.codec_options, **told})
 
 
-def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
+def opening_of(interaction: Interaction | None, chat: ChatCodec, reward: str = "") -> PromptIds:
     """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
 
     Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
     policy would not learn of its tools.
+
+    reward: of tasks that name none, where they are to be scored
     """
     if interaction is None:
         return partial(_lone_prompt, chat)
@@ -138,6 +140,7 @@ def opening_of(interaction: Interaction | None, chat: ChatCodec) -> PromptIds:
     def opening(task: Task) -> Sequence[int]:
         if task.tools and isinstance(dialogue.codec, InlineCodec):
             raise DataError("cannot be listed: env.codec writes calls of one tool alone", field="tools")
+        envs.check_judged(task, reward)
         known = envs.known_opening(task)
         return chat.opening_ids(task.prompt) if known is None else dialogue.opening_ids(known)
 

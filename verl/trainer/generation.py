@@ -32,7 +32,8 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([interaction, rewards.default])
-    prompt_ids, policy = opening_of(interaction, codec), RowPolicy(lengths[0], config.truncation, config.max_bad_share)
+    prompt_ids = opening_of(interaction, codec, config.reward.name)
+    policy = RowPolicy(lengths[0], config.truncation, config.max_bad_share)
     tasks: list[Task] = []
     for source in config.files:
         found, report = read_tasks(source, prompt_ids, policy)

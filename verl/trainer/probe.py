@@ -60,7 +60,8 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rows = TaskSet(config.data, config.max_bad_share)
     any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # prompts that are too long are counted
-    tasks = fitting(_drawn(rows, config), opening_of(interaction, chat), any_length, rows.report)
+    prompt_ids = opening_of(interaction, chat, config.reward.name)
+    tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
     chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
     settings = _settings(config, chat, interaction)

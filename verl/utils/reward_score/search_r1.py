@@ -18,6 +18,7 @@ import re
 import string
 from dataclasses import dataclass
 
+from verl.errors import DataError
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 
@@ -33,7 +34,10 @@ def normalised(answer: str) -> str:
 
 
 def accepted_answers(answer: str) -> list[str]:
-    """The texts that count as right."""
+    """The texts that count as right: those of a JSON list, or the target of Search-R1's {"target": ..}, numbers too.
+
+    Raises DataError for an object without a target, which no reply could be equal to.
+    """
     if answer.startswith(("[", "{")):
         try:
             found = json.loads(answer)
@@ -41,10 +45,21 @@ def accepted_answers(answer: str) -> list[str]:
             return [answer]
         if isinstance(found, dict):
             target = found.get("target")
-            found = [target] if isinstance(target, str) else target
+            texts = [_target(each) for each in (target if isinstance(target, list) else [target])]
+            if not texts or None in texts:
+                raise DataError(
+                    f"is {answer[:80]}", '{"target": a text, or several}', field="reward_model.ground_truth"
+                )
+            return [text for text in texts if text is not None]
         if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
             return found
     return [answer]
+
+
+def _target(value: object) -> str | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    return value if isinstance(value, str) else None
 
 
 def last_answer(reply: str) -> str | None:
