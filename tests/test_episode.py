@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -650,6 +651,14 @@ async def _is_no_score() -> Any:
     return 1.0
 
 
+async def _is_nothing() -> Any:
+    return Score(None, {})  # type: ignore[arg-type]
+
+
+async def _has_a_part_that_is_text() -> Any:
+    return Score(1.0, {"right": "yes"})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(
     ("judge", "problem"),
     [
@@ -658,6 +667,11 @@ async def _is_no_score() -> Any:
         (_hangs, "the environment: did not judge within env.judge_timeout_s=0.1"),
         (_is_no_number, "the environment: judge gave Score(total=nan, parts={}), not a Score of finite numbers"),
         (_is_no_score, "the environment: judge gave 1.0, not a Score of finite numbers"),
+        (_is_nothing, "the environment: judge gave Score(total=None, parts={}), not a Score of finite numbers"),
+        (
+            _has_a_part_that_is_text,
+            "the environment: judge gave Score(total=1.0, parts={'right': 'yes'}), not a Score of finite numbers",
+        ),
     ],
 )
 def test_a_verdict_that_fails_is_a_fault_and_no_zero(judge: Callable[[], Any], problem: str, chat: ChatCodec) -> None:
@@ -723,6 +737,36 @@ def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec)
         until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place, _ in sample.turn_rewards]
         assert [text.rpartition("<ask>")[2] for text in until] == ["a</ask>\n", "b</ask>\n"]
         assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
+
+
+def test_numbers_of_numpy_are_numbers(chat: ChatCodec) -> None:
+    class Numpy(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return replace(await super().step(message), reward=np.float32(0.5))  # type: ignore[arg-type]
+
+        async def judge(self) -> Score:
+            return Score(np.float32(1.0), {"right": np.int64(1)})  # type: ignore[arg-type, dict-item]
+
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Numpy))
+    assert trajectory.turn_rewards == 2.0
+    assert json.loads(json.dumps(trajectory.score and trajectory.score.parts)) == {"right": 1.0}
+
+
+def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatCodec) -> None:
+    class Silent(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return None  # type: ignore[return-value]
+
+    class Unopened(Echo):
+        async def reset(self) -> Observation:
+            return "hello"  # type: ignore[return-value]
+
+    for env, problem in (
+        (Silent, "step gave None, not a verl.envs.base.StepResult"),
+        (Unopened, "reset gave 'hello', not a verl.envs.base.Observation"),
+    ):
+        fault = play(Speaker(chat, *THREE), interaction(chat, env))
+        assert isinstance(fault, Fault) and fault.problem == f"the environment: {problem}"
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])

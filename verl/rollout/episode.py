@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
-from verl.envs.base import Env, EnvFactory, Judge, StepResult
+from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import Clock
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.scoring import Fault
+from verl.rollout.scoring import Fault, finite_number, finite_score
 from verl.sandbox.base import Sandbox
 from verl.services import check_services
 from verl.types import (
@@ -151,7 +150,7 @@ class _Episode:
 
     async def _play(self, env: Env) -> StopReason:
         try:
-            opening = await self._answered(env.reset(), "reset")
+            opening = _of_type(Observation, await self._answered(env.reset(), "reset"), "reset")
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         self._context = self._dialogue.opening_ids(opening)
@@ -251,7 +250,7 @@ class _Episode:
     async def _step(self, env: Env, message: Message) -> StepResult:
         begun_s = self._answering_s
         try:
-            result = await self._answered(env.step(message), "step")
+            result = _of_type(StepResult, await self._answered(env.step(message), "step"), "step")
         except ServiceDownError as error:
             if message.tool_calls:
                 tool = error.tool or message.tool_calls[0].name
@@ -275,9 +274,12 @@ class _Episode:
             raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
-        if score is not None and not (isinstance(score, Score) and _is_finite(score)):
-            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers")
-        return score
+        if score is None:
+            return None
+        try:
+            return finite_score(score)
+        except ValueError as error:
+            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers") from error
 
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
@@ -302,13 +304,17 @@ class _Episode:
 
 
 def _checked(reward: float) -> float:
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number")
-    return float(reward)
+    try:
+        return finite_number(reward)
+    except ValueError as error:
+        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number") from error
 
 
-def _is_finite(score: Score) -> bool:
-    return all(map(math.isfinite, (score.total, *score.parts.values())))
+def _of_type(kind: type[_T], given: object, doing: str) -> _T:
+    """What an environment gave. Environments are users' code, which no type checker has seen."""
+    if not isinstance(given, kind):
+        raise ServiceDownError("the environment", f"{doing} gave {given!r:.80}, not a verl.envs.base.{kind.__name__}")
+    return given
 
 
 async def _guarded(step: Awaitable[_T], doing: str) -> _T:
