@@ -131,8 +131,11 @@ def chat() -> ChatCodec:
 class Speaker:
     """An engine that says one text after the other, stops where it is told to, and remembers what it was asked."""
 
-    def __init__(self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None, beyond_stop: int = 0
+    ) -> None:
         self.chat, self.texts, self.wait = chat, texts, wait
+        self.beyond_stop = beyond_stop  # tokens that stand for the rest of the one in which a stop string ends
         self.asked: list[tuple[tuple[int, ...], Sampling]] = []
         self.said: list[Completion] = []
 
@@ -144,7 +147,11 @@ class Speaker:
         text = self.texts[turn]
         ids = (*self.chat.reply_ids(text)[0], self.chat.end_token_id)
         beginnings = ((count, self.chat.tokenizer.decode(ids[:count])) for count in range(1, len(ids)))
-        stopped = (count for count, said in beginnings if any(stop in said for stop in sampling.stop_strings))
+        stopped = (
+            count + self.beyond_stop
+            for count, said in beginnings
+            if any(stop in said for stop in sampling.stop_strings)
+        )
         ids = ids[: next(stopped, len(ids))]
         cut = ids[: sampling.max_tokens]
         reason = FinishReason.LENGTH if len(cut) < len(ids) else FinishReason.STOP
@@ -523,6 +530,43 @@ def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, nam
         assert trajectory.stop_reason is StopReason.STOP
         assert trajectory.turns[-1].message.content == "<answer>Paris</answer>"  # the tail is neither read nor trained
         assert reward.score(trajectory, task, 0).total == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "shown", "written"),
+    [
+        (
+            "search_r1",
+            ("<search>a</search>. So", "<answer>Paris</answer>. So"),
+            "\n\n<information>Paris is the capital.</information>\n\n",
+            ["<search>a</search>.", "<answer>Paris</answer>."],
+        ),
+        (
+            "zerotir",
+            ("```python\nsearch", "a\n```. So", "Done."),
+            "\n```output\nParis is the capital.\n```\n\n\n",
+            ["```python\n", "a\n```.", "Done."],
+        ),
+    ],
+)
+def test_what_shares_a_token_with_a_stop_string_is_trained_but_not_read(
+    chat: ChatCodec, name: str, texts: Sequence[str], shown: str, written: list[str]
+) -> None:
+    """Real vocabularies have tokens such as `>.` and `></`, on which an engine stops as a whole."""
+    codec = build_codec(name, {"tool": "search", "argument": "query"} if name == "zerotir" else {})
+    setting = Interaction(
+        ToolEnvFactory([search], ToolRunner(ToolLimits())),
+        Dialogue(chat, codec, 64),
+        Budgets(max_turns=len(texts), max_tool_calls=1, max_tokens=4000),
+    )
+    speaker = Speaker(chat, *texts, beyond_stop=1)
+    trajectory = finished(speaker, setting)
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.STOP, 1)
+    assert shown in [chat.tokenizer.decode(turn.context_ids) for turn in trajectory.turns]
+    assert [turn.message.content for turn in trajectory.turns] == written
+    (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
+    trained = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
+    assert trained == [token for each in speaker.said for token in each.token_ids]
 
 
 def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatCodec) -> None:

@@ -124,6 +124,7 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
+        self._stops: tuple[str, ...] = ()  # stop strings of the turn
         self._tools: list[ToolSpec] = []  # that are offered
         self.uses: list[ToolUse] = []
         self._num_calls = 0
@@ -177,8 +178,9 @@ class _Episode:
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
             return StopReason.LENGTH
-        text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
+        text = self._dialogue.written(self._since_observation)
+        text = text if ended else _until(self._stops, text)
         parsed = self._dialogue.codec.parse(text, self._tools)
         if isinstance(parsed, GoOn) and not ended:  # in the last turn: at an answer's tag inside a thought
             return self._out_of_room()
@@ -215,7 +217,7 @@ class _Episode:
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)
-        stops = codec.final_stop_strings if last else codec.stop_strings(written)
+        self._stops = stops = codec.final_stop_strings if last else codec.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
@@ -301,6 +303,13 @@ class _Episode:
             raise
         except Exception as error:
             raise _broken("making it", error) from error
+
+
+def _until(stops: Sequence[str], text: str) -> str:
+    """The text up to the stop string that it paused at. The token that ends one may go on (`>.`): it is trained whole,
+    but what lies behind the stop string means nothing. White space stays, for it decides where an answer begins."""
+    end = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=len(text))
+    return text[:end] if text[end:].strip() else text
 
 
 def _checked(reward: float) -> float:
