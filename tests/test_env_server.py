@@ -373,6 +373,40 @@ def test_an_environment_without_a_judge_gives_no_verdict() -> None:
         assert (answer["verdict"], answer["fault"]) == ({"score": None}, None)
 
 
+HUNG = """
+import asyncio
+from verl.envs.base import Observation
+
+class Hung:
+    def __init__(self, task):
+        pass
+    async def reset(self):
+        return Observation(())
+    async def step(self, message):
+        await asyncio.sleep(5.0)
+    async def close(self):
+        pass
+"""
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_verdict_of_an_environment_without_a_judge(tmp_path: Path) -> None:
+    (tmp_path / "hung.py").write_text(HUNG)
+    with server("--env", f"{tmp_path}/hung.py:Hung") as (url, _):
+
+        async def ask() -> None:
+            remote = RemoteFactory(url)
+            env = remote(Task("t", (), "", "x"))
+            await env.reset()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await env.step(say())
+            async with asyncio.timeout(2.0):
+                assert await env.judge() is None
+            await remote.close()
+
+        asyncio.run(ask())
+
+
 def test_requests_that_are_not_in_the_protocol_are_refused() -> None:
     with TestClient(build_app("shop", build_env_factory("shop"), idle_s=60.0)) as client:
         assert client.get("/health").json() == {"env": "shop", "episodes": 0}

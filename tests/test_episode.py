@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -130,8 +131,11 @@ def chat() -> ChatCodec:
 class Speaker:
     """An engine that says one text after the other, stops where it is told to, and remembers what it was asked."""
 
-    def __init__(self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None, beyond_stop: int = 0
+    ) -> None:
         self.chat, self.texts, self.wait = chat, texts, wait
+        self.beyond_stop = beyond_stop  # tokens that stand for the rest of the one in which a stop string ends
         self.asked: list[tuple[tuple[int, ...], Sampling]] = []
         self.said: list[Completion] = []
 
@@ -143,7 +147,11 @@ class Speaker:
         text = self.texts[turn]
         ids = (*self.chat.reply_ids(text)[0], self.chat.end_token_id)
         beginnings = ((count, self.chat.tokenizer.decode(ids[:count])) for count in range(1, len(ids)))
-        stopped = (count for count, said in beginnings if any(stop in said for stop in sampling.stop_strings))
+        stopped = (
+            count + self.beyond_stop
+            for count, said in beginnings
+            if any(stop in said for stop in sampling.stop_strings)
+        )
         ids = ids[: next(stopped, len(ids))]
         cut = ids[: sampling.max_tokens]
         reason = FinishReason.LENGTH if len(cut) < len(ids) else FinishReason.STOP
@@ -524,6 +532,43 @@ def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, nam
         assert reward.score(trajectory, task, 0).total == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "texts", "shown", "written"),
+    [
+        (
+            "search_r1",
+            ("<search>a</search>. So", "<answer>Paris</answer>. So"),
+            "\n\n<information>Paris is the capital.</information>\n\n",
+            ["<search>a</search>.", "<answer>Paris</answer>."],
+        ),
+        (
+            "zerotir",
+            ("```python\nsearch", "a\n```. So", "Done."),
+            "\n```output\nParis is the capital.\n```\n\n\n",
+            ["```python\n", "a\n```.", "Done."],
+        ),
+    ],
+)
+def test_what_shares_a_token_with_a_stop_string_is_trained_but_not_read(
+    chat: ChatCodec, name: str, texts: Sequence[str], shown: str, written: list[str]
+) -> None:
+    """Real vocabularies have tokens such as `>.` and `></`, on which an engine stops as a whole."""
+    codec = build_codec(name, {"tool": "search", "argument": "query"} if name == "zerotir" else {})
+    setting = Interaction(
+        ToolEnvFactory([search], ToolRunner(ToolLimits())),
+        Dialogue(chat, codec, 64),
+        Budgets(max_turns=len(texts), max_tool_calls=1, max_tokens=4000),
+    )
+    speaker = Speaker(chat, *texts, beyond_stop=1)
+    trajectory = finished(speaker, setting)
+    assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.STOP, 1)
+    assert shown in [chat.tokenizer.decode(turn.context_ids) for turn in trajectory.turns]
+    assert [turn.message.content for turn in trajectory.turns] == written
+    (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
+    trained = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
+    assert trained == [token for each in speaker.said for token in each.token_ids]
+
+
 def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatCodec) -> None:
     trajectory = searched(chat, "search_r1", "<search>a</search>", f"<search>b</search>{PASSAGE}{TAIL}")
     assert trajectory.turns[-1].message.content == "<search>b</search>"
@@ -650,6 +695,14 @@ async def _is_no_score() -> Any:
     return 1.0
 
 
+async def _is_nothing() -> Any:
+    return Score(None, {})  # type: ignore[arg-type]
+
+
+async def _has_a_part_that_is_text() -> Any:
+    return Score(1.0, {"right": "yes"})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(
     ("judge", "problem"),
     [
@@ -658,6 +711,11 @@ async def _is_no_score() -> Any:
         (_hangs, "the environment: did not judge within env.judge_timeout_s=0.1"),
         (_is_no_number, "the environment: judge gave Score(total=nan, parts={}), not a Score of finite numbers"),
         (_is_no_score, "the environment: judge gave 1.0, not a Score of finite numbers"),
+        (_is_nothing, "the environment: judge gave Score(total=None, parts={}), not a Score of finite numbers"),
+        (
+            _has_a_part_that_is_text,
+            "the environment: judge gave Score(total=1.0, parts={'right': 'yes'}), not a Score of finite numbers",
+        ),
     ],
 )
 def test_a_verdict_that_fails_is_a_fault_and_no_zero(judge: Callable[[], Any], problem: str, chat: ChatCodec) -> None:
@@ -723,6 +781,36 @@ def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec)
         until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place, _ in sample.turn_rewards]
         assert [text.rpartition("<ask>")[2] for text in until] == ["a</ask>\n", "b</ask>\n"]
         assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
+
+
+def test_numbers_of_numpy_are_numbers(chat: ChatCodec) -> None:
+    class Numpy(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return replace(await super().step(message), reward=np.float32(0.5))  # type: ignore[arg-type]
+
+        async def judge(self) -> Score:
+            return Score(np.float32(1.0), {"right": np.int64(1)})  # type: ignore[arg-type, dict-item]
+
+    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Numpy))
+    assert trajectory.turn_rewards == 2.0
+    assert json.loads(json.dumps(trajectory.score and trajectory.score.parts)) == {"right": 1.0}
+
+
+def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatCodec) -> None:
+    class Silent(Echo):
+        async def step(self, message: Message) -> StepResult:
+            return None  # type: ignore[return-value]
+
+    class Unopened(Echo):
+        async def reset(self) -> Observation:
+            return "hello"  # type: ignore[return-value]
+
+    for env, problem in (
+        (Silent, "step gave None, not a verl.envs.base.StepResult"),
+        (Unopened, "reset gave 'hello', not a verl.envs.base.Observation"),
+    ):
+        fault = play(Speaker(chat, *THREE), interaction(chat, env))
+        assert isinstance(fault, Fault) and fault.problem == f"the environment: {problem}"
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -53,6 +54,16 @@ def test_a_scenario_is_known_by_its_name_and_by_its_words() -> None:
     assert trained.has(Task("multi_turn_miss_func_3", (Message("user", "Sort my files."),), "[]", "bfcl", env="bfcl"))
     assert not trained.has(Task("multi_turn_base_4", (Message("user", "Delete them."),), "[]", "bfcl", env="bfcl"))
     assert not trained.has(Task("multi_turn_base_3", (Message("user", "Hello."),), "[]", "tau2", env="tau2"))
+
+
+def test_tasks_in_which_the_user_says_nothing_are_not_all_the_same() -> None:
+    def silent(*said: str) -> Task:
+        return Task("a.jsonl#0", tuple(Message("system", each) for each in said), "4", "test", env="mine")
+
+    trained = TrainTasks.of([silent("Sort my files."), silent()], NOTHING)
+    assert trained.has(silent("sort  my files."))
+    assert not trained.has(replace(silent("Delete them."), id="b.jsonl#1"))
+    assert not trained.has(replace(silent(), id="b.jsonl#1"))
 
 
 def test_the_list_outlives_the_disk_and_adds_up(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_scores_come_back_and_workers_know_the_environment(pool: ScoringPool) ->
     ("reply", "problem"),
     [
         ("raise", "the reward raised ValueError: no service"),
-        ("nan", "is not finite"),
+        ("nan", "is no Score of finite numbers"),
         ("hang", "did not end within 2 s"),
         ("die", "process died (exit code 7)"),
     ],

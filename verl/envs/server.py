@@ -73,6 +73,8 @@ class Episodes:
         if episode is None:
             problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
             return _fault(position, problem)
+        if question is _judge and not isinstance(episode.env, Judge):  # its step may hang, and need not be waited for
+            return Answer(position=position, verdict=Verdict(score=None)).model_dump_json()
         async with episode.turn:
             try:
                 return Answer(position=position, **await question(episode.env)).model_dump_json()
@@ -124,7 +126,8 @@ async def _step(message: Message, env: Env) -> dict[str, Any]:
 
 
 async def _judge(env: Env) -> dict[str, Any]:
-    return {"verdict": Verdict(score=await env.judge() if isinstance(env, Judge) else None)}
+    assert isinstance(env, Judge)
+    return {"verdict": Verdict(score=await env.judge())}
 
 
 def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:

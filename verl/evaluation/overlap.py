@@ -18,7 +18,7 @@ from verl.data.files import replacing
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
 from verl.tracking.jsonl import read_rows
-from verl.types import Task
+from verl.types import Message, Task
 
 TRAIN_TASKS = "train_tasks.jsonl"
 _SINGLE_TURN = "single_turn"
@@ -34,14 +34,21 @@ class Trace(NamedTuple):
 
 
 def trace_of(task: Task) -> Trace:
-    """User messages are compared without case and white space; system prompts differ between files and are left out.
+    """User messages are compared without case and white space; system prompts differ between files and are left out,
+    unless the user says nothing. A prompt without text has the digest "", which equals no other.
 
     The name is the environment's own, whatever file the task came from.
     """
     env, own = task.env or _SINGLE_TURN, task.extra.get("id")
     name = own if env != _SINGLE_TURN and isinstance(own, str) else task.id
-    asked = "\n".join(" ".join(each.content.lower().split()) for each in task.prompt if each.role == "user")
-    return Trace(env, name, hashlib.sha256(asked.encode("utf-8", "backslashreplace")).hexdigest()[:16])
+    asked = _text(each for each in task.prompt if each.role == "user") or _text(task.prompt)
+    digest = hashlib.sha256(asked.encode("utf-8", "backslashreplace")).hexdigest()[:16] if asked else ""
+    return Trace(env, name, digest)
+
+
+def _text(messages: Iterable[Message]) -> str:
+    """The contents, without case and repeated white space."""
+    return "\n".join(" ".join(each.content.lower().split()) for each in messages).strip()
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class TrainTasks:
 
     @cached_property
     def _digests(self) -> frozenset[str]:
-        return frozenset(each.digest for each in self.traces)
+        return frozenset(each.digest for each in self.traces if each.digest)
 
     @cached_property
     def _names(self) -> frozenset[tuple[str, str]]:

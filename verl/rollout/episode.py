@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.data.codecs.base import Calls, Final, GoOn, Malformed
 from verl.data.dialogue import Dialogue
-from verl.envs.base import Env, EnvFactory, Judge, StepResult
+from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import Clock
 from verl.envs.task_envs import check_offered
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.scoring import Fault
+from verl.rollout.scoring import Fault, finite_number, finite_score
 from verl.sandbox.base import Sandbox
 from verl.services import check_services
 from verl.types import (
@@ -126,6 +125,7 @@ class _Episode:
         self._context: tuple[int, ...] = ()  # what the next turn begins with
         self._prompt_length = 0
         self._since_observation: list[int] = []  # what the policy wrote since it was last answered
+        self._stops: tuple[str, ...] = ()  # stop strings of the turn
         self._tools: list[ToolSpec] = []  # that are offered
         self.uses: list[ToolUse] = []
         self._num_calls = 0
@@ -152,7 +152,7 @@ class _Episode:
 
     async def _play(self, env: Env) -> StopReason:
         try:
-            opening = await self._answered(env.reset(), "reset")
+            opening = _of_type(Observation, await self._answered(env.reset(), "reset"), "reset")
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         check_offered(self._task, opening, self._task.env or "the run's")
@@ -180,8 +180,9 @@ class _Episode:
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
             return StopReason.LENGTH
-        text = self._dialogue.written(self._since_observation)
         ended = self._dialogue.ended(self._since_observation)
+        text = self._dialogue.written(self._since_observation)
+        text = text if ended else _until(self._stops, text)
         parsed = self._dialogue.codec.parse(text, self._tools)
         if isinstance(parsed, GoOn) and not ended:  # in the last turn: at an answer's tag inside a thought
             return self._out_of_room()
@@ -218,7 +219,7 @@ class _Episode:
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)
-        stops = codec.final_stop_strings if last else codec.stop_strings(written)
+        self._stops = stops = codec.final_stop_strings if last else codec.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
@@ -253,7 +254,7 @@ class _Episode:
     async def _step(self, env: Env, message: Message) -> StepResult:
         begun_s = self._answering_s
         try:
-            result = await self._answered(env.step(message), "step")
+            result = _of_type(StepResult, await self._answered(env.step(message), "step"), "step")
         except ServiceDownError as error:
             if message.tool_calls:
                 tool = error.tool or message.tool_calls[0].name
@@ -277,9 +278,12 @@ class _Episode:
             raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
-        if score is not None and not (isinstance(score, Score) and _is_finite(score)):
-            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers")
-        return score
+        if score is None:
+            return None
+        try:
+            return finite_score(score)
+        except ValueError as error:
+            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers") from error
 
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
@@ -303,14 +307,25 @@ class _Episode:
             raise _broken("making it", error) from error
 
 
+def _until(stops: Sequence[str], text: str) -> str:
+    """The text up to the stop string that it paused at. The token that ends one may go on (`>.`): it is trained whole,
+    but what lies behind the stop string means nothing. White space stays, for it decides where an answer begins."""
+    end = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=len(text))
+    return text[:end] if text[end:].strip() else text
+
+
 def _checked(reward: float) -> float:
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number")
-    return float(reward)
+    try:
+        return finite_number(reward)
+    except ValueError as error:
+        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number") from error
 
 
-def _is_finite(score: Score) -> bool:
-    return all(map(math.isfinite, (score.total, *score.parts.values())))
+def _of_type(kind: type[_T], given: object, doing: str) -> _T:
+    """What an environment gave. Environments are users' code, which no type checker has seen."""
+    if not isinstance(given, kind):
+        raise ServiceDownError("the environment", f"{doing} gave {given!r:.80}, not a verl.envs.base.{kind.__name__}")
+    return given
 
 
 async def _guarded(step: Awaitable[_T], doing: str) -> _T:

@@ -8,8 +8,9 @@ import math
 import multiprocessing
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from numbers import Real
 from typing import Any, Protocol, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -50,7 +51,7 @@ class DirectScorer:
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
         try:
-            return _finite(self.reward.score(trajectory, task, step))
+            return finite_score(self.reward.score(trajectory, task, step))
         except Exception as error:  # noqa: BLE001  users' code may raise anything
             return Fault(task.id, trajectory.index, f"{type(error).__name__}: {error}")
 
@@ -103,11 +104,26 @@ def _rewards(name: str, options: str) -> Rewards:
 
 
 def _score(name: str, options: str, trajectory: Trajectory, task: Task, step: int) -> Score:
-    return _finite(_rewards(name, options).score(trajectory, task, step))
+    return finite_score(_rewards(name, options).score(trajectory, task, step))
 
 
-def _finite(score: Score) -> Score:
-    """The score. Raises ValueError for one that is no number: it could be neither averaged nor kept as JSON."""
-    if not all(map(math.isfinite, (score.total, *score.parts.values()))):
-        raise ValueError(f"{score} is not finite")
-    return score
+def finite_number(value: object) -> float:
+    """The number as a float, whichever library's it is. Raises ValueError for what is none, or is not finite."""
+    try:
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{value!r} is no finite number")
+
+
+def finite_score(score: object) -> Score:
+    """The score in floats. Raises ValueError for one without: it could be neither averaged nor kept as JSON."""
+    problem = f"{score!r} is no Score of finite numbers"
+    if not isinstance(score, Score) or not isinstance(score.parts, Mapping):
+        raise ValueError(problem)
+    try:
+        parts = {name: finite_number(value) for name, value in score.parts.items()}
+        return replace(score, total=finite_number(score.total), parts=parts)
+    except ValueError as error:
+        raise ValueError(problem) from error
