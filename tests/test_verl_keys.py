@@ -65,6 +65,9 @@ def ours(words: list[str]) -> dict[str, Any]:
         "observations are trained": config.env.train_on_observations,
         "run": (trainer.total_epochs, trainer.save_freq, trainer.test_freq, trainer.val_before_train),
         "steps": trainer.total_training_steps,
+        "shuffle": data.shuffle,
+        "validation": (rollout.val_kwargs.n, rollout.val_kwargs.temperature, rollout.val_kwargs.top_p),
+        "tool calls": config.env.max_tool_calls if config.env.several_turns else None,
         "critic": None,
     }
     if spec.critic_path is not None:
@@ -109,6 +112,9 @@ def theirs(words: list[str], resolved: Mapping[str, Any]) -> dict[str, Any]:
     )
     critic = (float(get("critic.optim.lr")), None, get("critic.cliprange_value"), get("trainer.critic_warmup"))
     ratio = asked("critic.optim.lr_warmup_steps_ratio", 0.0)
+    turns = {"max_turns": 0, f"{ROLLOUT}num_llm_calls_available": 0, f"{ROLLOUT}multi_turn.max_user_turns": 0}
+    turns[f"{ROLLOUT}multi_turn.max_assistant_turns"] = 1  # the last of them calls nothing
+    calls = [int(written[key]) - less for key, less in turns.items() if key in written]
     found = {
         "advantage": {"gae": "gae", "grpo": "grpo"}[estimator],
         "discount": discount if estimator == "gae" else None,  # GRPO's does not discount
@@ -142,6 +148,12 @@ def theirs(words: list[str], resolved: Mapping[str, Any]) -> dict[str, Any]:
             get("trainer.val_before_train", True),
         ),
         "steps": asked("trainer.total_training_steps", 0) or None,
+        "shuffle": written.get("data.shuffle_train_dataloader", "True").lower() == "true",
+        "validation": tuple(
+            asked(f"{ROLLOUT}val_kwargs.{name}", value)
+            for name, value in (("n", 1), ("temperature", 0.0), ("top_p", 1.0))
+        ),
+        "tool calls": min(calls, default=None),
         "critic": (critic[0], int(ratio * STEPS * updates), *critic[2:]) if estimator == "gae" else None,
     }
     assert not set(resolved) - read, "facts that are compared with nothing"
@@ -191,6 +203,14 @@ OTHER = {
     "trainer.val_before_train": "flip",
     "trainer.total_epochs": "77",
     "trainer.total_training_steps": "77",
+    "data.shuffle_train_dataloader": "flip",
+    "max_turns": "9",
+    f"{ROLLOUT}num_llm_calls_available": "9",
+    f"{ROLLOUT}multi_turn.max_user_turns": "3",
+    f"{ROLLOUT}multi_turn.max_assistant_turns": "3",
+    f"{ROLLOUT}val_kwargs.n": "7",
+    f"{ROLLOUT}val_kwargs.temperature": "0.3",
+    f"{ROLLOUT}val_kwargs.top_p": "0.3",
 }
 # Words that upstream does not read, either, in this command: KL is paid elsewhere, or has no price.
 UNREAD: dict[str, set[str]] = {
@@ -235,6 +255,11 @@ def test_one_word_changed_comes_to_something_else(name: str, key: str) -> None:
     assert differs == (key not in UNREAD[name])
 
 
+@cache
+def unchanged(name: str) -> Config:
+    return load_config(SCRIPTS[name]["words"])
+
+
 def words_once() -> Iterator[tuple[str, str]]:
     """(script, word) for every key of all scripts, at its first place."""
     seen = set()
@@ -256,8 +281,7 @@ def test_another_value_acts_or_is_refused_or_named(name: str, written: str, capl
     else:
         other = "[other]" if value.startswith("[") else "0.01" if re.fullmatch(r"[\d.e-]+", value) else "other"
     assert other != value
-    words = SCRIPTS[name]["words"]
-    base = load_config(words)
+    base, words = unchanged(name), SCRIPTS[name]["words"]
     caplog.clear()
     try:
         changed = load_config([f"{written.removesuffix(value)}{other}" if each == written else each for each in words])

@@ -138,7 +138,7 @@ _VLLM = "the engine is started as training with new weights needs it"
 _SET = "a validation set is rolled out as a whole"
 _BESIDE = "reference and policy live in the same ranks and take the same packs"
 _RULES = "rewards are functions, named by `reward.name`"
-_ORDER = "prompts come in random order already"
+_ORDER = "mini-batches keep the order of the prompts (`data.shuffle`)"
 # A key that is one of these, or lies below one, has nothing left to do, whatever its value: why.
 MOOT: Mapping[str, str] = {
     "data.val_batch_size": _SET,
