@@ -51,8 +51,8 @@ def _squares(course: Sequence[float], mean: Sequence[float]) -> float:
 def read_epochs(run: Path, data: str, right_at: float | None) -> Epochs:
     """The success rates in the transcripts of a run folder, of rows of the file called `data`.
 
-    right_at: the total from which a rollout is right; its part "correct" tells if left out
-    Raises DataError where the run has none, or does not tell what was right.
+    right_at: the total from which a rollout is right; if left out, its part "correct" decides
+    Raises DataError where the run has none, or no record of what was right.
     """
     epochs = Epochs()
     paths = sorted((run / "transcripts").glob("step-*.jsonl"))
@@ -79,6 +79,6 @@ def _right(rollout: Mapping[str, Any], right_at: float | None, path: Path) -> bo
         return bool(score["total"] >= right_at)
     if "correct" not in score["parts"]:
         parts = ", ".join(score["parts"]) or "none"
-        mend = "Say from which total a rollout is right: --right-at"
-        raise DataError(f"does not tell what was right (parts: {parts})", "a part `correct`", mend, str(path))
+        mend = "Give the total from which a rollout is right: --right-at"
+        raise DataError(f"has no record of what was right (parts: {parts})", "a part `correct`", mend, str(path))
     return bool(score["parts"]["correct"] >= 1.0)

@@ -211,8 +211,8 @@ def check_input(path: str) -> None:
     if Path(path).suffix and not Path(path).is_file():
         raise DataError(
             "there is no such file",
-            mend="ToolRL's published rlla_rl.json lies in its repository (qiancheng0/ToolRL) under "
-            "dataset/rlla_4k_raw/: copy it there or name yours with --input. To build one from the original "
+            mend="ToolRL's published rlla_rl.json comes from its repository (qiancheng0/ToolRL): run "
+            "python scripts/get_toolrl_data.py, or name a file of yours with --input. To build one from the original "
             "sources: python scripts/build_rlla_raw.py --help. dataset/README.md has the details",
             file=path,
         )

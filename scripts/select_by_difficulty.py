@@ -165,9 +165,9 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     else:
         probed, kept, dropped = choose_by_impact(source, data, options)
     if not kept:
-        told = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
+        reasons = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
         mend = "Widen --least and --most" if options.impact is None else "Lower --impact"
-        raise DataError(f"no row would be kept: {told}", mend=mend, file=str(data))
+        raise DataError(f"no row would be kept: {reasons}", mend=mend, file=str(data))
 
     def keep(number: int, row: Any) -> bool:
         if number in probed:

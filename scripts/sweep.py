@@ -3,13 +3,13 @@
     python scripts/sweep.py recipe=zerotir env.max_tool_calls=0,2,4,20 model.path=MODEL data.train_files=[FILE]
     python scripts/sweep.py recipe=torl model.path=A,B env.max_tool_calls=0,1 trainer.experiment_name=study ..
 
-Words are those of main_ppo. One with several values, separated by commas, is swept; of several such words every
+Arguments are those of main_ppo. One with several values, separated by commas, is swept; of several such arguments every
 combination is a point. A point is a run of its own in <trainer.default_local_dir>/<trainer.experiment_name>/<point>.
 The same command goes on where it was stopped: points that are finished are skipped, one that is not resumes, and new
 values add new points. In the end the study's folder has
 
     sweep.json, sweep.md   a row for each point: its last figures, and means over its last 10 steps
-    sweep.png              --metric over the steps, and its last value over the setting (needs matplotlib)
+    sweep.png              --metric over the steps, and its last value over the setting (with matplotlib: extra plot)
 
     --metric NAME  what is drawn (docs/metrics.md); if left out, the first figure of a benchmark or validation set, or
                    the reward
@@ -45,6 +45,7 @@ from verl.errors import ConfigError, VerlError  # noqa: E402
 from verl.evaluation.records import alone_in  # noqa: E402
 from verl.tracking.jsonl import read_rows  # noqa: E402
 
+INSTALL_PLOT = "install it with: pip install -r scripts/requirements/plot.txt, or pip install 'toolrl[plot]'"
 _FOLDER, _NAME = "trainer.default_local_dir", "trainer.experiment_name"
 _LAST_STEPS = 10
 _OF_LAST_STEPS = (
@@ -69,7 +70,7 @@ class Point:
     name: str
     values: Mapping[str, str]  # of the settings that are swept
     words: tuple[str, ...]  # of main_ppo
-    config: str  # that they choose, as a run writes it
+    config: str  # as a run with these words writes it
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ class Study:
     points: tuple[Point, ...]
 
     def is_finished(self, point: Point) -> bool:
-        """Whether the very run that the words choose has ended."""
+        """Whether a run with exactly this configuration has ended."""
         folder = self.folder / point.name
         return (folder / _FINISHED).is_file() and (folder / "config.yaml").read_text(encoding="utf-8") == point.config
 
 
 def plan(words: Sequence[str]) -> Study:
-    """The study that the words ask for. Raises ConfigError for what no run could be started with."""
+    """The study that the arguments describe. Raises ConfigError for what no run could be started with."""
     fixed, axes = _parsed(words)
     if not axes:
         raise ConfigError("nothing is swept: give a setting several values, as env.max_tool_calls=0,2,4")
@@ -111,7 +112,7 @@ def plan(words: Sequence[str]) -> Study:
 
 
 def _point(name: str, values: Mapping[str, str], words: tuple[str, ...]) -> Point:
-    """All words are tried before the first run starts."""
+    """Every point's configuration is loaded before the first run starts."""
     try:
         return Point(name, values, words, as_yaml(load_config(words)))
     except ConfigError as error:
@@ -119,7 +120,7 @@ def _point(name: str, values: Mapping[str, str], words: tuple[str, ...]) -> Poin
 
 
 def _parsed(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(words with one value as they are, {key: values} of the others)."""
+    """(arguments with one value as they are, {key: values} of the others)."""
     fixed: list[str] = []
     axes: dict[str, list[str]] = {}
     for word in words:
@@ -196,7 +197,7 @@ def _result(study: Study, point: Point) -> dict[str, Any]:
         seen = [row[name] for row in trained[-_LAST_STEPS:] if row.get(name) is not None]
         if seen:
             figures[name] = fmean(seen)
-    status = "finished" if study.is_finished(point) else "unfinished" if trained else "not begun"
+    status = "finished" if study.is_finished(point) else "unfinished" if trained else "not started"
     hours = sum(row["time/step_s"] for row in trained) / 3600
     return {
         "point": point.name,
@@ -233,7 +234,7 @@ def markdown(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def drawn_metric(found: Sequence[Mapping[str, Any]], asked: str | None) -> str:
-    """What the picture shows."""
+    """The name of the metric that is drawn: the one asked for, a benchmark's or validation's, or another one."""
     names = list(dict.fromkeys(name for row in found for name in row["figures"]))
     return asked or next(iter([*filter(_is_figure, names), *names]), "reward/total")
 
@@ -241,9 +242,9 @@ def drawn_metric(found: Sequence[Mapping[str, Any]], asked: str | None) -> str:
 def draw(study: Study, found: Sequence[Mapping[str, Any]], metric: str, path: Path) -> None:
     """The metric over the steps, and its last value over what was swept. Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure  # an extra: everything else works without
+        from matplotlib.figure import Figure  # the extra "plot": everything else works without
     except ImportError as error:
-        raise ConfigError("the picture needs matplotlib (pip install matplotlib); the table is there") from error
+        raise ConfigError(f"the picture needs matplotlib; {INSTALL_PLOT}. The table is there") from error
     figure = Figure(figsize=(11, 4), layout="constrained")
     over_steps, over_values = figure.subplots(1, 2)
     last: dict[str, float] = {}

@@ -4,7 +4,7 @@
 #
 #   bash scripts/sweep.sh recipe=zerotir env.max_tool_calls=0,2,4,20 model.path=MODEL data.train_files=[FILE]
 #
-# Words are those of main_ppo; one with several values, separated by commas, is swept (scripts/sweep.py --help).
+# Arguments are those of main_ppo; one with several values, separated by commas, is swept (scripts/sweep.py --help).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh

@@ -33,6 +33,7 @@ def built(config: Config) -> Algorithm:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
+        ("actor_rollout_ref.ref.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 shards every state"),
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", "FSDP2 shards every state"),
         ("actor_rollout_ref.model.use_remove_padding=True", "packs have no padding"),
         ("critic.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size stands for both"),
@@ -111,6 +112,72 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
         estimator,
         coefficient,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("actor.use_kl_loss=true algorithm.kl_placement=reward", "algorithm.kl_placement=reward contradicts"),
+        ("algorithm.use_kl_in_reward=true algorithm.kl_placement=none", "algorithm.kl_placement=none contradicts"),
+        ("algorithm.kl_ctrl.kl_coef=0.5 algorithm.kl_coefficient=0.3", "algorithm.kl_coefficient would be"),
+        ("algorithm.kl_penalty=mse algorithm.kl_estimator=k3", "algorithm.kl_estimator would be"),
+        ("algorithm.kl_ctrl.type=fixed algorithm.kl_target=0.2", "algorithm.kl_target would be"),
+        ("rollout.sampling_params.temperature=0.3 rollout.temperature=0.7", "rollout.temperature would be"),
+        ("algorithm.clip_low=0.1 actor.clip_ratio_low=0.3", "algorithm.clip_low would be"),
+        ("env.train_on_observations=true actor.state_masking=true", "env.train_on_observations would be"),
+        ("algorithm.filter_groups.enable=true algorithm.filters=[truncated]", "algorithm.filters would be"),
+        ("actor.optim.lr_warmup_steps=10 actor.optim.warmup_ratio=0.1", "both give the length of the warmup"),
+        ("critic.optim.lr_warmup_steps=10 critic.optim.warmup_steps=3", "critic.optim.warmup_steps would be"),
+        ("custom_reward_function.path=a.py reward.name=rlla", "reward.name would be"),
+    ],
+)
+def test_two_keys_of_one_setting_must_agree(words: str, said: str) -> None:
+    for order in (words.split(), words.split()[::-1]):
+        with pytest.raises(ConfigError, match=said):
+            load_config(order)
+
+
+def test_a_command_without_search_has_no_environment(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["retriever.url=http://x", "retriever.topk=3", "max_turns=2"]
+    plain = load_config([*words, "do_search=false"])
+    assert (plain.env, plain.reward) == (Config().env, Config().reward)
+    assert "max_turns, retriever.url, retriever.topk: do_search is false" in caplog.text
+    assert load_config([*words, "do_search=true"]) == load_config(words)
+    with pytest.raises(ConfigError, match="do_search=true needs a retriever"):
+        load_config(["do_search=true"])
+    with pytest.raises(ConfigError, match=r"do_search=false contradicts env\.codec"):
+        load_config(["recipe=search_r1", "do_search=false"])
+
+
+def test_a_context_shorter_than_the_lengths_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    lengths = ["data.max_prompt_length=100", "data.max_response_length=28"]
+    with pytest.raises(ConfigError, match=r"rollout.max_model_len=127 is less than .* \(128\)"):
+        load_config([*lengths, "actor_rollout_ref.rollout.max_model_len=127"])
+    for enough in ("128", "null"):
+        assert load_config([*lengths, f"rollout.max_model_len={enough}"]) == load_config(lengths)
+    assert caplog.text.count("rollout.max_model_len: engines have room for") == 2
+
+
+@pytest.mark.parametrize(("limit", "draws"), [("", 10), ("=0", 10), ("=-1", 10), ("=3", 3)])
+def test_filtered_groups_are_drawn_again_as_in_verl(limit: str, draws: int) -> None:
+    words = ["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=grpo", "rollout.n=2"]
+    words += [f"algorithm.filter_groups.max_num_gen_batches{limit}"] if limit else []
+    config = load_config(words)
+    assert build_algorithm(config.algorithm, 512, 0).max_draws == draws
+    assert load_config([*words[:3], "algorithm.max_draws=1"]).algorithm.max_draws == 1
+
+
+def test_our_keys_fill_in_what_verls_leave_open() -> None:
+    loss = load_config(
+        ["actor.use_kl_loss=true", "algorithm.kl_coefficient=0.3", "algorithm.kl_estimator=k2"]
+    ).algorithm
+    assert (loss.kl_placement, loss.kl_coefficient, loss.kl_estimator) == ("loss", 0.3, "k2")
+    adaptive = load_config(["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_target=0.2"])
+    assert adaptive.algorithm.kl_target == 0.2
+    without = load_config(["algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_placement=none"])
+    assert without.algorithm.kl_placement == "none"
+    same = load_config(["rollout.sampling_params.top_p=0.95", "rollout.top_p=0.95"])
+    assert same.rollout.top_p == 0.95
 
 
 def test_the_bounds_of_the_clip_win_over_the_one_for_both() -> None:
@@ -434,6 +501,8 @@ def test_reward_options_are_open() -> None:
         (["data.val_files=[x]", "rollout.val_kwargs.top_p=0.5"], "validation is greedy"),
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["rollout.max_staleness=1", "rollout.max_reuse=2"], "rollout.max_reuse=2: steps that use groups again draw"),
+        (["actor.fsdp_config.optimizer_offlod=true"], "unknown key 'actor.fsdp_config.optimizer_offlod'"),
+        (["critic.model.fsdp_config.model_dtype=bf16"], "unknown key 'critic.model.fsdp_config.model_dtype'"),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),
         (["data.seed=1,2"], "neither deletions nor sweeps"),

@@ -33,6 +33,14 @@ def test_an_unknown_file_names_the_nearest() -> None:
         embedded_path("embedded:tst.parquet")
 
 
+def test_a_checkout_without_symbolic_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "mini"  # as git leaves it under core.symlinks=false
+    link.write_text("../dataset/mini", encoding="utf-8")
+    monkeypatch.setattr("verl.embedded.FOLDER", link)
+    with pytest.raises(ConfigError, match=r"embedded:model: .*/mini is not a folder.*core\.symlinks true"):
+        embedded_path("embedded:model")
+
+
 def test_recipes_and_settings_of_every_command_take_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(["recipe=mini_grpo"])

@@ -69,7 +69,7 @@ def test_the_list_outlives_the_disk_and_adds_up(tmp_path: Path) -> None:
         TrainTasks.read(str(path.parent))
 
 
-def test_an_overlap_is_refused_or_told() -> None:
+def test_an_overlap_is_refused_or_noted() -> None:
     trained = TrainTasks.of([question("2?"), question("4?")], NOTHING)
     tasks = [question(f"{number}?", f"t#{number}") for number in range(5)]
     asked = [

@@ -166,13 +166,40 @@ def test_what_packs_do_not_compute_is_refused_before_training(
         check_packs(path, 512, "critic.path")
 
 
-def test_rotary_factors_that_depend_on_the_pack_are_refused(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 10000.0}
-    config = CONFIG_MAPPING["phi3"](rope_parameters=rope, original_max_position_embeddings=512, head_dim=96)
-    path = saved(config, tmp_path)
+LONGROPE = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512, "head_dim": 96}),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 512}),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_rotary_factors_that_depend_on_the_pack_are_refused(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = saved(CONFIG_MAPPING[kind](**settings), tmp_path)
     check_packs(path, 512)
-    with pytest.raises(ConfigError, match=r"on sequences of 513 tokens: beyond 512 .*rope_type=longrope"):
+    rope_type = settings["rope_parameters"]["rope_type"]
+    with pytest.raises(ConfigError, match=rf"on sequences of 513 tokens: beyond 512 .*rope_type={rope_type}"):
         check_packs(path, 513)
+
+
+def test_a_dynamic_rotary_embedding_scales_short_sequences_beside_long_ones() -> None:
+    """Why it is refused: their log-probs would depend on what else is in the pack."""
+    torch.manual_seed(0)
+    model = random_model(tiny_config("llama", rope_parameters=DYNAMIC, max_position_embeddings=16)).eval()
+    short, long = ([(3 * t + 5) % VOCABULARY for t in range(length)] for length in (10, 40))
+    samples = [
+        Sample(tuple(ids), (False, *[True] * (len(ids) - 1)), (0.0,) * len(ids), 0, 0.0) for ids in (short, long)
+    ]
+    alone = PackedPolicy(model)(pack(make_units(samples[:1], False, 1000), samples[:1]), 1.0, False).logprobs
+    both = pack(make_units(samples, False, 1000), samples)
+    beside_long = PackedPolicy(model)(both, 1.0, False).logprobs[both.sample == 0]
+    assert (alone - beside_long).abs().max() > 1e-2
 
 
 def test_a_small_copy_has_a_layer_of_each_kind() -> None:

@@ -196,7 +196,8 @@ def test_a_missing_input_says_how_to_get_one(
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "rlla_rl.json: there is no such file" in said and "scripts/build_rlla_raw.py" in said
+    assert "rlla_rl.json: there is no such file" in said
+    assert "scripts/get_toolrl_data.py" in said and "scripts/build_rlla_raw.py" in said
 
 
 def test_an_unwritable_folder_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

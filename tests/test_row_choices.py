@@ -106,7 +106,7 @@ def test_the_runs_own_reward_keeps_its_options_where_a_row_names_it() -> None:
         ("rlla_", "did you mean 'rlla'?"),
     ],
 )
-def test_a_reward_that_is_not_known_is_told_with_its_row(name: str, said: str, tmp_path: Path) -> None:
+def test_an_unknown_reward_is_an_error_with_its_row(name: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(reward=name))
     with pytest.raises(DataError, match="row 1, field 'reward': ") as caught:
         TaskSet(path)
@@ -204,7 +204,7 @@ def test_rows_play_in_the_environment_that_they_name(chat: ChatCodec) -> None:
         ({"tools": [CALCULATOR], "extra_info": {"tools": [CALCULATOR]}}, "tools", "are given in extra_info.tools, too"),
     ],
 )
-def test_environments_that_cannot_be_are_told_with_their_row(
+def test_unusable_environments_are_errors_with_their_row(
     more: dict[str, Any], field: str, said: str, chat: ChatCodec, tmp_path: Path
 ) -> None:
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))

@@ -225,7 +225,10 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     [
         (["trainer.total_steps=3"], "unknown key 'trainer.total_steps'"),
         (["model.path=./nowhere", "data.train_files=[x.parquet]"], "model.path: there is no folder './nowhere'"),
-        (["model.path=gpt", "data.train_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
+        (
+            ["model.path=gpt", "data.train_files=[nowhere.parquet]"],
+            "there is no file 'nowhere.parquet'; dataset/README.md ",
+        ),
         (["--frobnicate"], "unknown option '--frobnicate'"),
         ([], "model.path is not set"),
     ],

@@ -183,11 +183,11 @@ def test_rows_that_follow_the_mean_course_are_kept(data: Path, capsys: pytest.Ca
     assert main([*words, "--impact", "0.95"]) == 2 and "Lower --impact" in capsys.readouterr().err
 
 
-def test_what_is_right_must_be_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_counts_as_right_must_be_given(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = data.with_name("kept.jsonl")
     words = [str(write_run(data, "format")), "--data", str(data), "--out", str(out), "--impact", "0.3"]
     assert main(words) == 2
-    assert "does not tell what was right (parts: format)" in " ".join(capsys.readouterr().err.split())
+    assert "has no record of what was right (parts: format)" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--right-at", "1"]) == 0 and len(list(read_rows(str(out)))) == 2
     assert main([str(data.parent), *words[1:]]) == 2 and "has no transcripts" in capsys.readouterr().err
     for more in (["--least", "0.1"], ["--balanced"]):

@@ -184,7 +184,7 @@ def test_arguments_may_hold_what_a_reply_may_not_quote() -> None:
         ("unended", r"row 3, field 'messages\[1\]': the chat template ends this turn with .* rather than with a stop"),
     ],
 )
-def test_templates_whose_turns_cannot_be_trained_are_told_with_the_row(template: str, said: str) -> None:
+def test_templates_whose_turns_cannot_be_trained_are_errors_with_the_row(template: str, said: str) -> None:
     body = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     others = {
         "rewrites": "{{ messages | length }}{% for m in messages %}" + body + "<|im_end|>{% endfor %}",

@@ -131,8 +131,8 @@ def test_without_matplotlib_the_table_is_there(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     made = study(tmp_path)
     sweep.report(made, None)
-    assert "no sweep.png: the picture needs matplotlib (pip install matplotlib)" in capsys.readouterr().err
-    assert "not begun" in (made.folder / "sweep.md").read_text()
+    assert f"no sweep.png: the picture needs matplotlib; {sweep.INSTALL_PLOT}" in capsys.readouterr().err
+    assert "not started" in (made.folder / "sweep.md").read_text()
 
 
 def test_the_runs_exit_code_is_returned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -322,7 +322,7 @@ def test_folders_that_datasets_saved_are_read(tmp_path: Path) -> None:
     assert list(read_rows(str(tmp_path / "one"))) == list(read_rows(str(tmp_path / "splits"))) == rows
 
 
-def test_a_machine_without_datasets_reads_files_and_is_told_of_the_rest(
+def test_a_machine_without_datasets_reads_files_and_names_the_package_for_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)

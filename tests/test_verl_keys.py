@@ -235,6 +235,37 @@ def test_one_word_changed_comes_to_something_else(name: str, key: str) -> None:
     assert differs == (key not in UNREAD[name])
 
 
+def words_once() -> Iterator[tuple[str, str]]:
+    """(script, word) for every key of all scripts, at its first place."""
+    seen = set()
+    for name, script in SCRIPTS.items():
+        for each in script["words"]:
+            key = each.lstrip("+").partition("=")[0]
+            if key not in seen:
+                yield name, each
+            seen.add(key)
+
+
+@pytest.mark.parametrize(("name", "written"), [*words_once()])
+def test_another_value_acts_or_is_refused_or_named(name: str, written: str, caplog: pytest.LogCaptureFixture) -> None:
+    key, _, value = written.lstrip("+").partition("=")
+    if value.lower() in ("true", "false"):
+        other = str(value.lower() == "false")
+    elif value.isdecimal():
+        other = str(int(value) // 2 if int(value) > 1 else int(value) + 1)
+    else:
+        other = "[other]" if value.startswith("[") else "0.01" if re.fullmatch(r"[\d.e-]+", value) else "other"
+    assert other != value
+    words = SCRIPTS[name]["words"]
+    base = load_config(words)
+    caplog.clear()
+    try:
+        changed = load_config([f"{written.removesuffix(value)}{other}" if each == written else each for each in words])
+    except ConfigError:
+        return
+    assert changed != base or key in caplog.text
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_another_fact_of_upstreams_is_noticed(name: str) -> None:
     words, resolved = SCRIPTS[name]["words"], SCRIPTS[name]["resolved"]

@@ -18,10 +18,15 @@ PREFIX = "embedded:"
 def embedded_path(name: str) -> str:
     """The path of the file or folder that `embedded:FILE` names; any other name as it is.
 
-    Raises ConfigError with the nearest name where there is no such file.
+    Raises ConfigError with the nearest name where there is no such file, and where git made no link.
     """
     if not name.startswith(PREFIX):
         return name
+    if not FOLDER.is_dir():
+        raise ConfigError(
+            f"{name}: {FOLDER} is not a folder. In a checkout it is a symbolic link to dataset/mini: run "
+            "`git config core.symlinks true && git checkout verl/mini`, or copy dataset/mini there"
+        )
     path = FOLDER / name.removeprefix(PREFIX)
     if not path.exists():
         known = [PREFIX + each.relative_to(FOLDER).as_posix() for each in FOLDER.glob("*")]

@@ -9,6 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 
+def file_and_row(id: str) -> tuple[str, int | None]:
+    """The file and the row that an id `file#row` names; (id, None) for an id of another form."""
+    file, _, row = id.rpartition("#")
+    return (file, int(row)) if file and row.isdecimal() else (id, None)
+
+
 class VerlError(Exception):
     """Base of every error a user can mend."""
 
@@ -42,8 +48,8 @@ class DataError(VerlError, ValueError):
 
     def of_row(self, id: str) -> DataError:
         """A copy of this error for what was read from the row that an id (`file#row`) names."""
-        file, _, row = id.rpartition("#")
-        return self.at(file=file, row=int(row)) if file and row.isdecimal() else self.at(file=id)
+        file, row = file_and_row(id)
+        return self.at(file=file, row=row)
 
     def __str__(self) -> str:
         place = [self.file] if self.file else []

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.common import Row, parser, read, run, task, text
 
 TEMPLATED = "templated"
-_QUESTION = "Question: "  # the last word of Search-R1's instruction
+_QUESTION = "Question: "  # the end of Search-R1's instruction
 _NAME = r"[^\W\d_][\w.'\u2019-]*(?: [^\W\d_][\w.'\u2019-]*){1,3}?"
 _DIRECTED = re.compile(rf"\bfilm directed by ({_NAME})(?=\s*(?:[,.(]|and\b|starring\b|with\b|for\b|based\b|from\b|$))")
 _DATE = r"\d{1,2} [A-Z][a-z]+ \d{4}|[A-Z][a-z]+ \d{1,2}, \d{4}"

@@ -42,7 +42,7 @@ KL_PLACEMENT = {  # of presets that pay for KL
     "remax": "reward",
     "rloo": "reward",
 }
-# veRL's words for advantages, and the preset whose advantage each is.
+# veRL's names of advantages, and the preset whose advantage each is.
 ADV_ESTIMATORS: Mapping[str, str] = {
     "gae": "ppo",
     "grpo": "grpo",

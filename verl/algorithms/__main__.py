@@ -18,7 +18,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if list(words) not in ([], ["--markdown"]):
         known = "there is --markdown alone"
-        Console(stderr=True, emoji=False).print(f"unknown words {' '.join(words)}; {known}", markup=False)
+        Console(stderr=True, emoji=False).print(f"unknown arguments {' '.join(words)}; {known}", markup=False)
         return 2
     try:
         from verl.algorithms.table import COLUMNS, markdown, presets, row  # needs torch

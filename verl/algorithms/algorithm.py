@@ -71,7 +71,7 @@ class Algorithm:
     compares_replies: bool = True  # whether a prompt's only reply teaches nothing
     greedy_baseline: bool = False  # one more reply to each prompt, greedy and not trained on, as Rollouts.baseline_B
     needs_turns: bool = False  # Rollouts.turns
-    takes_turn_rewards: bool = False  # whether its advantage tells a reward for a turn from one for the episode
+    takes_turn_rewards: bool = False  # whether its advantage uses rewards of single turns
     selection: TokenSelection | None = None  # makes LossInputs.selected_T
     filters: tuple[Filter, ...] = ()  # which rollouts are trained on
     max_draws: int = 1  # times that a step may draw prompts until the filters have left it enough

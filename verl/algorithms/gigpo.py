@@ -8,9 +8,9 @@
 
 r_j is an environment's reward for turn j (`StepResult.reward`); that of the last turn holds the episode's, too. Its
 authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor (`options.divide_by_std`). A
-state is the observation before a turn: the first turns of a group share theirs, and a turn whose state nobody else met
-has no A_turn. Their prompts are made anew for each turn with a short memory; here an episode is one growing transcript,
-and the states are told by what each turn added. They also group states that are merely similar, which is left out.
+state is the observation before a turn: the first turns of a group share theirs, and a turn whose state is met nowhere
+else has no A_turn. Their prompts are made anew for each turn with a short memory; here an episode is one growing
+transcript, and a state is what a turn added. They also group states that are merely similar, which is left out.
 """
 
 from functools import partial

@@ -21,7 +21,7 @@ KL, and what it asks of the rollout. Each stands in a short file of `verl/algori
 
 | key | what |
 |---|---|
-| `algorithm.adv_estimator` | the advantage alone, in veRL's words: ESTIMATORS |
+| `algorithm.adv_estimator` | the advantage alone, by veRL's name: ESTIMATORS |
 | `algorithm.clip_low`, `clip_high`, `dual_clip` | of losses that clip |
 | `algorithm.gamma`, `lam` | of advantages that discount |
 | `algorithm.options.<setting>` | any other setting of the preset's functions, as the table shows them |
@@ -39,7 +39,7 @@ A key that the preset has no use for is an error. Filters (`verl/algorithms/filt
 `Algorithm` in it: `algorithm.name=mine.py:MINE`.
 
 Rewards for single turns (`StepResult.reward` of an environment) are added to the episode's: each is paid at the last
-token of its turn, the episode's at the last of all. `ppo` and `gigpo` tell them apart; with any other algorithm they
+token of its turn, the episode's at the last of all. `ppo` and `gigpo` use them; with any other algorithm they
 are an error (`Algorithm.takes_turn_rewards` of your own).
 
 Losses are sums over trained tokens whose weights are made once for a whole mini-batch: how it is cut into packs and
@@ -142,8 +142,8 @@ def markdown() -> str:
     rows = [f"| {' | '.join(row(each))} |" for each in presets()]
     table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows])
     pages = [f"## {name}\n\n{_said_of(location)}\n" for name, location in ALGORITHMS.items()]
-    words = ", ".join(f"`{word}`" for word in ADV_ESTIMATORS)
-    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", words) + table + "\n", *pages])
+    estimators = ", ".join(f"`{name}`" for name in ADV_ESTIMATORS)
+    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", estimators) + table + "\n", *pages])
 
 
 def _said_of(location: str) -> str:

@@ -14,6 +14,7 @@ Settings = dict[str, Any]
 
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
+_MAX_DRAWS = 10  # where veRL has no limit
 _LEFT = "null leaves it at its default"
 
 
@@ -32,7 +33,20 @@ class Translation:
     read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
 
     def put(self, key: str, value: Any, written: str) -> None:
-        """One of our keys; the last word wins."""
+        """Set one of our keys; of one key written twice the last value wins.
+
+        Raises ConfigError where another key has set it to another value.
+        """
+        before = self.spelled.get(key, written)
+        if short(before) != short(written) and self.settings[key] != value:
+            raise ConfigError(
+                f"{before} and {written} contradict each other: {key} would be {self.settings[key]} and {value}; "
+                "leave one of them out"
+            )
+        self.replace(key, value, written)
+
+    def replace(self, key: str, value: Any, written: str) -> None:
+        """Set one of our keys, over the value that another key has set."""
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
@@ -105,7 +119,8 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
         _check_same(made, name, value, written)
     _read_lengths(made)
     _read_packs(made)
-    assert not made.theirs, f"{sorted(made.theirs)} are read by nobody"
+    _check_context(made)
+    assert not made.theirs, f"{sorted(made.theirs)} have no reader"
     return made
 
 
@@ -146,7 +161,9 @@ def _read_lists(made: Translation) -> None:
 
 def _read_data(made: Translation) -> None:
     if made.flag("data.filter_overlong_prompts"):
-        made.put("data.truncation", "drop", "data.filter_overlong_prompts")
+        if "data.truncation" in made.spelled:
+            made.moot["data.truncation"] = "data.filter_overlong_prompts drops the prompts that are too long"
+        made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
 def _read_lengths(made: Translation) -> None:
@@ -155,12 +172,12 @@ def _read_lengths(made: Translation) -> None:
     if start is None:
         return
     turn, context = (made.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
-    made.put("data.max_prompt_length", start, "data.max_start_length")
+    made.replace("data.max_prompt_length", start, "data.max_start_length")
     if turn is not None:
-        made.put("env.max_turn_tokens", turn, "data.max_response_length in Search-R1's words")
+        made.put("env.max_turn_tokens", turn, "data.max_response_length, as in Search-R1")
         made.settings.pop("data.max_response_length")
     if context is not None:
-        made.put("data.max_response_length", context, "data.max_prompt_length in Search-R1's words")
+        made.replace("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
 
 
 def _read_packs(made: Translation) -> None:
@@ -169,6 +186,18 @@ def _read_packs(made: Translation) -> None:
     lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
     if key not in made.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > made.now(key):
         made.settings[key] = sum(lengths)
+
+
+def _check_context(made: Translation) -> None:
+    written, context = made.theirs.pop("rollout.max_model_len", ("", None))
+    lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
+    if isinstance(context, int) and all(isinstance(each, int) for each in lengths) and context < sum(lengths):
+        raise ConfigError(
+            f"{written}={context} is less than data.max_prompt_length + data.max_response_length ({sum(lengths)}), "
+            "which are what an engine has room for; lower one of these"
+        )
+    if written:
+        made.moot[written] = "engines have room for data.max_prompt_length + data.max_response_length"
 
 
 def _read_estimator(made: Translation) -> None:
@@ -193,7 +222,7 @@ def _read_division(made: Translation, preset: str) -> None:
         made.settings["algorithm.options.divide_by_std"] = by_std
     elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
         if by_std != (preset != "dr_grpo"):
-            made.put("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
+            made.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
         made.moot[key] = "the advantage is not divided by a standard deviation"
 
@@ -215,10 +244,18 @@ def _read_kl(made: Translation) -> None:
         return
     before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
     loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
+    asked = made.settings.get("algorithm.kl_placement")
+    for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):
+        if None not in (asked, flag) and flag != (asked == place):
+            raise ConfigError(
+                f"algorithm.kl_placement={asked} contradicts {spelled(key)}={flag}; leave one of them out"
+            )
     loss = before == "loss" if loss is None else loss
     if loss and reward:
         raise ConfigError("KL is paid in one place: set one of actor.use_kl_loss and algorithm.use_kl_in_reward false")
-    if loss:
+    if asked is not None:
+        placement = asked
+    elif loss:
         placement = "loss"
     elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in made.theirs):
         placement = "reward"
@@ -233,22 +270,29 @@ def _read_kl(made: Translation) -> None:
         placement = "none"
     made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
     if placement in sides:
-        _, kind, usual = sides.pop(placement)
-        _put_kl(made, coefficient, kind, usual if placement != before else None)
+        price, kind, usual = sides.pop(placement)
+        _put_kl(made, (price, coefficient), kind, usual if placement != before else None)
     for names in sides.values():
         for name in names[:2]:
             made.ignore(name, "there is no KL" if placement == "none" else f"KL is paid in the {placement}")
 
 
-def _put_kl(made: Translation, coefficient: float | None, kind: str, usual: str | None) -> None:
-    """Coefficient and estimator of KL. kind: veRL's key of the second; usual: it, where KL was not in this place"""
-    if coefficient is not None or usual is not None:
-        made.settings["algorithm.kl_coefficient"] = _KL_COEFFICIENT if coefficient is None else coefficient
+def _put_kl(made: Translation, priced: tuple[str, float | None], kind: str, usual: str | None) -> None:
+    """Coefficient and estimator of KL.
+
+    priced: veRL's key of the first, and its value; kind: veRL's key of the second
+    usual: the estimator of this place, where KL was in another one before
+    """
+    price, coefficient = priced
+    if coefficient is not None:
+        made.put("algorithm.kl_coefficient", coefficient, spelled(price))
     estimator = made.take(kind)
-    if estimator is not None and (not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS):
-        raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
-    if estimator is not None or usual is not None:
-        made.settings["algorithm.kl_estimator"] = usual if estimator is None else _KL_ESTIMATORS[estimator]
+    if estimator is not None:
+        if not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS:
+            raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
+        made.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(kind))
+    if usual is not None:
+        made.settings = {"algorithm.kl_coefficient": _KL_COEFFICIENT, "algorithm.kl_estimator": usual, **made.settings}
 
 
 def _read_kl_control(made: Translation) -> None:
@@ -256,7 +300,8 @@ def _read_kl_control(made: Translation) -> None:
     if kind not in (None, "fixed", "adaptive"):
         raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got {kind!r}")
     if kind == "adaptive" or (kind is None and made.now("algorithm.kl_target") is not None and target is not None):
-        made.put("algorithm.kl_target", _KL_TARGET if target is None else target, "algorithm.kl_ctrl.type")
+        before = made.now("algorithm.kl_target") or _KL_TARGET
+        made.put("algorithm.kl_target", before if target is None else target, "algorithm.kl_ctrl.target_kl")
         return
     if kind == "fixed":
         made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
@@ -270,17 +315,17 @@ def _read_schedules(made: Translation) -> None:
         steps, ratio = (made.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
         if steps is not None and steps >= 0:
             made.put(f"{group}.warmup_steps", int(steps) * _updates_per_step(made), spelled(f"{group}.lr_warmup_steps"))
-            made.settings[f"{group}.warmup_ratio"] = 0.0
+            made.settings.setdefault(f"{group}.warmup_ratio", 0.0)
         elif ratio is not None:
             made.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
-            made.settings[f"{group}.warmup_steps"] = 0
+            made.settings.setdefault(f"{group}.warmup_steps", 0)
         written, least = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
             made.put(f"{group}.min_lr_ratio", 0.0 if least is None else least, written)
 
 
 def _updates_per_step(made: Translation) -> int:
-    """Optimizer steps; 1 where a size is none, which is told when the configuration is built."""
+    """Optimizer steps; 1 where a size is none, which is an error once the configuration is built."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
     batch, mini, epochs = (made.now(name) for name in names)
     whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))
@@ -295,11 +340,11 @@ def _read_sampling(made: Translation) -> None:
     if engine is not None:
         made.put("rollout.name", engine, written)
     if made.flag("rollout.do_sample") is False:
-        made.put("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+        made.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
     for name in ("n_agent", "n_trajectories"):
         times = made.count(f"rollout.{name}")
         if times is not None:
-            made.put("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
+            made.replace("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if made.settings.get(f"rollout.{name}", 0) is None:
             del made.settings[f"rollout.{name}"]
@@ -326,9 +371,11 @@ def _read_filters(made: Translation) -> None:
     filtered = made.flag("algorithm.filter_groups.enable")
     if filtered:
         made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
-        draws = made.count("algorithm.filter_groups.max_num_gen_batches")
-        if draws is not None:
+        draws = made.number("algorithm.filter_groups.max_num_gen_batches")
+        if draws is not None and draws > 0:
             made.put("algorithm.max_draws", draws, "algorithm.filter_groups.max_num_gen_batches")
+        elif made.now("algorithm.max_draws") is None:
+            made.put("algorithm.max_draws", _MAX_DRAWS, "algorithm.filter_groups.enable")
     made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
@@ -351,6 +398,14 @@ def _read_environments(made: Translation) -> None:
 
 
 def _read_search_r1(made: Translation) -> None:
+    search, codec = made.flag("do_search"), made.now("env.codec")
+    if search and codec is None and "retriever.url" not in made.theirs:
+        raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.codec and env.tools")
+    if search is False:
+        if codec is not None:
+            raise ConfigError(f"do_search=false contradicts env.codec={codec}; leave one of them out")
+        for name in ("max_turns", "retriever.url", "retriever.topk"):
+            made.ignore(name, "do_search is false")
     calls, topk = made.count("max_turns"), made.count("retriever.topk")
     url = made.take("retriever.url")
     if calls is not None:

@@ -133,25 +133,25 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{word!r} is not key=value ({' '.join(str(error).split())})") from error
         if override.is_delete() or override.is_sweep_override():
             raise ConfigError(f"{word!r}: only key=value is understood, neither deletions nor sweeps")
-        written.pop(override.key_or_group, None)  # the last of several words for a key has the last place, too
+        written.pop(override.key_or_group, None)  # given several times, a key has the place of the last
         written[override.key_or_group] = override.value()
     return written
 
 
 def _resolved(written: Mapping[str, Any], beneath: Callable[[str], Any], kind: type) -> dict[str, Any]:
-    """The words with `${key}` in their values replaced by what the key comes to, in either spelling.
+    """The settings with `${key}` in their values replaced by what the key comes to, in either spelling.
 
     Other interpolations, such as ${oc.env:HOME}, are OmegaConf's. Raises ConfigError for what has no value.
     """
     known = known_keys(kind)
-    words = {our_key(key): value for key, value in written.items()}
+    given = {our_key(key): value for key, value in written.items()}
 
     def value_of(key: str, path: tuple[str, ...]) -> Any:
         ours = our_key(key)
         if ours in path:
             raise ConfigError(f"{' -> '.join((*path, ours))}: keys that are made of each other")
-        if ours in words:
-            return filled(words[ours], (*path, ours))
+        if ours in given:
+            return filled(given[ours], (*path, ours))
         if ours in known:
             return beneath(ours)
         if kind is Config and key in vocabulary():

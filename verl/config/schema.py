@@ -151,11 +151,17 @@ class CriticConfig:
 ON_PUBLISH = ("continue", "finish", "abort_and_retry")
 
 
-def _check_sampling(config: object, group: str) -> None:
+def _check_top(config: ValKwargs | RolloutConfig | LoneEngineConfig, group: str) -> None:
     """group: with its dot, empty at the top of the tree"""
-    top_p, top_k = (getattr(config, name) for name in ("top_p", "top_k"))
-    _require(0 < top_p <= 1, f"{group}top_p", "more than 0, at most 1", top_p)
-    _require(top_k == -1 or top_k >= 1, f"{group}top_k", "at least 1, or -1 for all tokens", top_k)
+    _require(0 < config.top_p <= 1, f"{group}top_p", "more than 0, at most 1", config.top_p)
+    _require(config.top_k == -1 or config.top_k >= 1, f"{group}top_k", "at least 1, or -1 for all tokens", config.top_k)
+
+
+def _check_truncation(config: RolloutConfig | LoneEngineConfig, group: str) -> None:
+    """The settings that cut or reshape the distribution that is sampled. group: as above"""
+    _check_top(config, group)
+    _require(0 <= config.min_p <= 1, f"{group}min_p", "between 0 and 1", config.min_p)
+    _require(config.repetition_penalty > 0, f"{group}repetition_penalty", "positive", config.repetition_penalty)
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class ValKwargs:
         group = "rollout.val_kwargs."
         _at_least(1, self, group, "n")
         _at_least(0, self, group, "temperature")
-        _check_sampling(self, group)
+        _check_top(self, group)
         if self.n > 1 and self.greedy:
             raise ConfigError(f"{group}n={self.n} greedy replies are all alike; set {group}temperature, or n=1")
 
@@ -210,9 +216,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         _one_of(_ENGINES, "rollout.name", self.name)
         _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
-        _check_sampling(self, "rollout.")
-        _require(0 <= self.min_p <= 1, "rollout.min_p", "between 0 and 1", self.min_p)
-        _require(self.repetition_penalty > 0, "rollout.repetition_penalty", "positive", self.repetition_penalty)
+        _check_truncation(self, "rollout.")
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
@@ -346,7 +350,7 @@ class AlgorithmConfig:
     """A preset by name, and what overrides it; None leaves the preset's value."""
 
     name: str = "ppo"
-    adv_estimator: str | None = None  # the advantage alone, in place of the preset's: gae, grpo, rloo .. (veRL's words)
+    adv_estimator: str | None = None  # the advantage alone, in place of the preset's: gae, grpo, rloo .. (veRL's names)
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -413,9 +417,9 @@ def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
 def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
     """Raises ConfigError where OTC's smoothing c is not the limit on tool calls that the paper takes it for."""
     if reward.name in ("otc_ppo", "otc_grpo") and env.several_turns:
-        told = reward.options.get("max_calls")
+        given = reward.options.get("max_calls")
         expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
-        _require(told == env.max_tool_calls, "reward.options.max_calls", expected, told)
+        _require(given == env.max_tool_calls, "reward.options.max_calls", expected, given)
 
 
 @dataclass(frozen=True)
@@ -557,14 +561,18 @@ class Config:
         return max(1, self.data.train_batch_size // self.actor.ppo_mini_batch_size)
 
     @property
+    def prompts_per_minibatch(self) -> int:
+        """Prompts of one optimizer step."""
+        return self.data.train_batch_size // self.minibatches_per_step
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps per training step."""
         return self.minibatches_per_step * self.actor.ppo_epochs
 
     def batch_arithmetic(self) -> str:
         """What a step trains on, in numbers, because nobody should have to guess what a mini-batch is."""
-        prompts, n = self.data.train_batch_size, self.rollout.n
-        mini = prompts // self.minibatches_per_step
+        prompts, n, mini = self.data.train_batch_size, self.rollout.n, self.prompts_per_minibatch
         return (
             f"a step: {prompts} prompts x {n} rollouts = {prompts * n} samples; "
             f"{self.updates_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
@@ -645,9 +653,7 @@ class LoneEngineConfig:
         _one_of(_ENGINES, "engine", self.engine)
         _one_of(_DTYPES, "dtype", self.dtype)
         _at_least(0, self, "", "temperature")
-        _check_sampling(self, "")
-        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
-        _require(self.repetition_penalty > 0, "repetition_penalty", "positive", self.repetition_penalty)
+        _check_truncation(self, "")
         _require(0 <= self.seed < _SEEDS, "seed", f"from 0 to less than {_SEEDS}", self.seed)
         _at_least(1, self, "", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib")
 

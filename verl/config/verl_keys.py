@@ -69,13 +69,14 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.do_sample": "`rollout.temperature=0` where false, which training refuses",
     "rollout.n_agent": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
+    "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not be more",
     "rollout.num_llm_calls_available": "`env.max_tool_calls`, in ToRL's environment (`env.codec=fence`, Python)",
     "rollout.max_iterations": "`env.max_turns`",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
     "rollout.multi_turn.format": "`env.codec` (veRL's `hermes` if left out)",
-    "rollout.multi_turn.max_assistant_turns": "`env.max_turns`",
-    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`, as far as the turns allow",
+    "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls`, which is one less: the last turn runs no tool",
+    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller bound",
     "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (there, training steps; here, optimizer steps)",
     "critic.optim.lr_warmup_steps_ratio": "`critic.optim.warmup_ratio`",
     "critic.optim.min_lr_ratio": "`critic.optim.min_lr_ratio`; null is 0",
@@ -84,20 +85,22 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, where KL is in the reward; 0 is no KL",
     "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, where `algorithm.kl_ctrl.type=adaptive`",
     "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
-    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k, "
-    "`algorithm.options.divide_by_std`",
+    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k "
+    "and GiGPO, `algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
-    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered",
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered; veRL's default, "
+    "no limit, is 10 here",
     "custom_reward_function.path": "`reward.name=path:name`",
     "custom_reward_function.name": "`reward.name=path:name`",
     "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with form",
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with form",
+    "do_search": "whether `retriever.url` sets Search-R1's environment",
     "max_turns": "`env.max_tool_calls`, in Search-R1's environment",
     "retriever.url": "`env.tools` in Search-R1's environment (`env.codec=search_r1`, `reward.name=search_r1`)",
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 
-# They must say the same as one of ours, which stands for both.
+# Their value must equal that of one of ours, which stands for both.
 SAME_AS: Mapping[str, str] = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
@@ -154,7 +157,6 @@ MOOT: Mapping[str, str] = {
     "actor.ulysses_sequence_parallel_size": _WHOLE,
     "actor.shuffle": _ORDER,
     "actor.optim.total_training_steps": "a schedule ends with the run",
-    "actor.fsdp_config": _SHARDED,
     "rollout.mode": "every engine is asynchronous",
     "rollout.calculate_log_probs": "engines return the log-probs of what they sample always",
     "rollout.log_prob_micro_batch_size": _PACKS,
@@ -167,7 +169,6 @@ MOOT: Mapping[str, str] = {
     "rollout.enable_memory_saver": _VLLM,
     "rollout.enable_chunked_prefill": _VLLM,
     "rollout.disable_log_stats": _VLLM,
-    "rollout.max_model_len": "prompt and response lengths add up to it",
     "rollout.max_parallel_agents": "all episodes of a step run at once; `rollout.max_num_seqs` bounds what is decoded",
     "rollout.max_starting_message_length": "`data.max_prompt_length` bounds the prompt",
     "rollout.multi_turn.tool_config_path": "`env.tools` names the tools (docs/tools.md)",
@@ -176,14 +177,11 @@ MOOT: Mapping[str, str] = {
     "ref.log_prob_use_dynamic_bsz": _BESIDE,
     "ref.log_prob_max_token_len_per_gpu": _BESIDE,
     "ref.ulysses_sequence_parallel_size": _WHOLE,
-    "ref.fsdp_config": _SHARDED,
     "critic.strategy": "FSDP2 trains",
     "critic.model.use_remove_padding": _NO_PADDING,
     "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` is for the critic, too",
     "critic.model.tokenizer_path": "the critic reads the policy's tokens",
     "critic.model.external_lib": "the critic is loaded as the policy is",
-    "critic.model.fsdp_config": _SHARDED,
-    "critic.fsdp_config": _SHARDED,
     "critic.use_dynamic_bsz": _PACKS,
     "critic.ppo_micro_batch_size": _PACKS,
     "critic.ppo_micro_batch_size_per_gpu": _PACKS,
@@ -208,7 +206,14 @@ MOOT: Mapping[str, str] = {
     "trainer.samples_save_path": "replies are written to the run's folder (transcripts)",
     "trainer.log_val_generations": "replies are written to the run's folder (transcripts)",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` counts them",
-    "do_search": "an environment with tools is played to its end",
+    **{
+        f"{group}.fsdp_config.{name}": _SHARDED
+        for group in ("actor", "ref", "critic.model")
+        for name in (
+            *("wrap_policy", "grad_offload", "fsdp_size", "offload_policy"),
+            *("reshard_after_forward", "forward_prefetch", "use_orig_params"),
+        )
+    },
 }
 
 

@@ -83,7 +83,7 @@ class ChatCodec:
         check_messages(self.rendered, messages, tools, column)
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
-        """Raises ConfigError where the chat template does not tell of these tools beside these messages."""
+        """Raises ConfigError where the chat template does not list these tools beside these messages."""
         if tools and (lacking := tools_left_out(self.rendered, messages, tools)):
             where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
             raise ConfigError(tool_fault(lacking, where))
@@ -100,7 +100,7 @@ class ChatCodec:
         tools: those that the template is to tell of. Templates tell an empty list from none, so none is passed.
         Raises DataError if the template refuses them, ConfigError if it is none.
         """
-        told = [as_openai(message) for message in messages]
+        given = [as_openai(message) for message in messages]
         render = partial(
             self.tokenizer.apply_chat_template,
             tools=[function_schema(tool) for tool in tools] or None,
@@ -110,11 +110,11 @@ class ChatCodec:
         )
         try:
             try:
-                text: str = render(told)
+                text: str = render(given)
             except (TemplateError, TypeError):  # some know calls without a text by null, others by an empty one
-                if all(each["content"] is not None for each in told):
+                if all(each["content"] is not None for each in given):
                     raise
-                text = render([each if each["content"] is not None else {**each, "content": ""} for each in told])
+                text = render([each if each["content"] is not None else {**each, "content": ""} for each in given])
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} cannot be read "

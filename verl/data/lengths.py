@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.data.report import RowReport
 from verl.data.tasks import TaskSet
-from verl.errors import DataError
+from verl.errors import DataError, file_and_row
 from verl.types import Task
 
 PromptIds = Callable[[Task], Sequence[int]]
@@ -62,8 +62,7 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
     """
     numbers = []
     for number, task in enumerate(tasks):
-        file, _, digits = task.id.rpartition("#")
-        row = int(digits) if digits.isdecimal() else None
+        file, row = file_and_row(task.id)
         try:
             length = len(prompt_ids(task))
         except DataError as error:

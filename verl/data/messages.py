@@ -43,7 +43,7 @@ def chat_rows(source: str) -> Iterator[Any]:
     """The rows of `read_rows`, without what their format puts where a row has nothing.
 
     All structs of an Arrow column have the same fields, and nulls in those that a message, schema or answer lacks. A
-    cell of a csv file that has nothing is an empty text. In JSON a null is what somebody wrote, and stays.
+    cell of a csv file that has nothing is an empty text. In JSON a null was written on purpose: it stays.
     """
     suffix = Path(source).suffix
     for row in read_rows(source):
@@ -105,14 +105,14 @@ def as_openai(message: Message) -> dict[str, Any]:
 
     Calls that stand in the content are left out: given twice, they would be written twice.
     """
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.calls_in_content:
-        told["tool_calls"] = [_call_as_openai(call) for call in message.tool_calls]
+        made["tool_calls"] = [_call_as_openai(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
-        told["tool_call_id"] = message.tool_call_id
+        made["tool_call_id"] = message.tool_call_id
     if message.tool is not None:
-        told["name"] = message.tool
-    return told | dict(message.template_fields)
+        made["name"] = message.tool
+    return made | dict(message.template_fields)
 
 
 def _call_as_openai(call: ToolCall) -> dict[str, Any]:
@@ -121,28 +121,28 @@ def _call_as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 def _message(value: Any, field: str) -> Message:
-    told = _object(value, field, _MESSAGE)
-    role = _text(told.get("role"), f"{field}.role")
-    calls = _calls(told.get("tool_calls"), f"{field}.tool_calls")
+    given = _object(value, field, _MESSAGE)
+    role = _text(given.get("role"), f"{field}.role")
+    calls = _calls(given.get("tool_calls"), f"{field}.tool_calls")
     if calls and role != "assistant":
         raise DataError(f"is in a message of the role {role}", "calls of the assistant", field=f"{field}.tool_calls")
-    if told.get("tool_call_id") is not None and role != "tool":
+    if given.get("tool_call_id") is not None and role != "tool":
         raise DataError(f"is in a message of the role {role}", "the role tool", field=f"{field}.tool_call_id")
-    more = {key: each for key, each in told.items() if key not in _READ and each is not None}
-    name = told.get("name")
+    more = {key: each for key, each in given.items() if key not in _READ and each is not None}
+    name = given.get("name")
     if name is not None:
         _text(name, f"{field}.name")
         if role not in ("tool", "function"):
             more["name"], name = name, None
-    content = told.get("content")
-    if content is None and (calls or more):  # templates tell it from an empty text
+    content = given.get("content")
+    if content is None and (calls or more):  # which templates may treat otherwise than an empty text
         more["content"], content = None, ""
     return Message(
         role,
         _content(content, f"{field}.content"),
         calls,
         name,
-        None if told.get("tool_call_id") is None else _text(told["tool_call_id"], f"{field}.tool_call_id"),
+        None if given.get("tool_call_id") is None else _text(given["tool_call_id"], f"{field}.tool_call_id"),
         calls_in_content=not calls,
         template_fields=more,
     )
@@ -166,8 +166,8 @@ def _part(value: Any, field: str) -> str:
     kind = part.get("type")
     more = sorted(key for key, each in part.items() if key not in ("type", "text") and each is not None)
     if kind != "text" or more:
-        told = f"is of the type {kind!r}" if kind != "text" else f"has the fields {', '.join(more)}"
-        raise DataError(told, "{type: text, text}: only text can be used", field=field)
+        problem = f"is of the type {kind!r}" if kind != "text" else f"has the fields {', '.join(more)}"
+        raise DataError(problem, "{type: text, text}: only text can be used", field=field)
     text = part.get("text")
     if not isinstance(text, str):
         raise DataError(f"is of type {type(text).__name__}", "a text", field=f"{field}.text")
@@ -181,16 +181,15 @@ def _calls(value: Any, field: str) -> tuple[ToolCall, ...]:
 
 
 def _call(value: Any, field: str) -> ToolCall:
-    told = _object(value, field, _CALL)
-    if told.get("type") not in (None, "function"):
-        raise DataError(f"is {told['type']!r}", "function", field=f"{field}.type")
-    _only(told, ("id", "type", "function"), field, _CALL)
-    function = _object(told.get("function"), f"{field}.function", "{name, arguments}")
+    given = _object(value, field, _CALL)
+    _check_type(given, field)
+    _only(given, ("id", "type", "function"), field, _CALL)
+    function = _object(given.get("function"), f"{field}.function", "{name, arguments}")
     _only(function, ("name", "arguments"), f"{field}.function", "{name, arguments}")
     return ToolCall(
         _text(function.get("name"), f"{field}.function.name"),
         _arguments(function.get("arguments"), f"{field}.function.arguments"),
-        None if told.get("id") is None else _text(told["id"], f"{field}.id"),
+        None if given.get("id") is None else _text(given["id"], f"{field}.id"),
     )
 
 
@@ -202,15 +201,14 @@ def _arguments(value: Any, field: str) -> dict[str, Any]:
 
 
 def _tool(value: Any, field: str) -> ToolSpec:
-    told = _object(value, field, _TOOL)
-    if told.get("type") not in (None, "function"):
-        raise DataError(f"is {told['type']!r}", "function", field=f"{field}.type")
-    if told.get("function") is None:
-        function, place = {key: each for key, each in told.items() if key != "type"}, field
+    given = _object(value, field, _TOOL)
+    _check_type(given, field)
+    if given.get("function") is None:
+        function, place = {key: each for key, each in given.items() if key != "type"}, field
         schema: dict[str, Any] = {"type": "function", "function": function}
     else:
-        function, place = dict(_object(told["function"], f"{field}.function", _TOOL)), f"{field}.function"
-        schema = dict(told)
+        function, place = dict(_object(given["function"], f"{field}.function", _TOOL)), f"{field}.function"
+        schema = dict(given)
     parameters = function.get("parameters")
     if isinstance(parameters, str):
         raise DataError("is a text", "a JSON schema as an object", field=f"{place}.parameters")
@@ -251,19 +249,26 @@ def _from_json(text: str, field: str, expected: str) -> Any:
 
 def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        told = "is missing" if value is None else f"is of type {type(value).__name__}"
-        raise DataError(told, expected, field=field)
+        problem = "is missing" if value is None else f"is of type {type(value).__name__}"
+        raise DataError(problem, expected, field=field)
     return value
 
 
-def _only(told: Mapping[str, Any], known: Sequence[str], field: str, expected: str) -> None:
-    for key, value in told.items():
+def _check_type(given: Mapping[str, Any], field: str) -> None:
+    """Of a call or a tool: OpenAI's API has functions and nothing else that could be used here."""
+    if given.get("type") not in (None, "function"):
+        raise DataError(f"is {given['type']!r}", "function", field=f"{field}.type")
+
+
+def _only(given: Mapping[str, Any], known: Sequence[str], field: str, expected: str) -> None:
+    for key, value in given.items():
         if key not in known and value is not None:
             raise DataError("cannot be used", expected, field=f"{field}.{key}")
 
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        told = "is missing" if value is None else "is empty" if value == "" else f"is of type {type(value).__name__}"
-        raise DataError(told, "a text", field=field)
+        kind = f"is of type {type(value).__name__}"
+        problem = "is missing" if value is None else "is empty" if value == "" else kind
+        raise DataError(problem, "a text", field=field)
     return value

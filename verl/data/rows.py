@@ -36,8 +36,9 @@ def read_rows(source: str) -> Iterator[Any]:
     splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count. Raises
-    DataError for a file that is missing or is not what its name says.
+    its DataError, for the reader of rows to raise or to count.
+
+    Raises DataError for a file that is missing or is not what its name says.
     """
     path = Path(source)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}

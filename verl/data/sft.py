@@ -17,7 +17,7 @@ from typing import Any
 from verl.data.chat import ChatCodec
 from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
-from verl.errors import DataError
+from verl.errors import DataError, file_and_row
 from verl.types import Message, Sample, ToolSpec
 
 # What a tool said, where a reply quotes it: never to be learned as if the policy had written it.
@@ -28,7 +28,7 @@ _QUOTED_OUTPUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation whose assistant turns from `first` on are to be imitated, with the tools that it is told of."""
+    """A conversation whose assistant turns from `first` on are to be imitated, and the tools that its prompt lists."""
 
     messages: tuple[Message, ...]
     first: int = 0  # index into messages
@@ -108,8 +108,7 @@ def to_samples(
     samples: list[Sample] = []
     report = report or RowReport("the demonstrations", len(demonstrations))
     for number, demonstration in enumerate(demonstrations):
-        file, _, digits = demonstration.id.rpartition("#")
-        row = int(digits) if digits.isdecimal() else None
+        file, row = file_and_row(demonstration.id)
         try:
             turns = _turns(demonstration, first_group + number, codec)
         except DataError as error:

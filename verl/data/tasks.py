@@ -24,6 +24,8 @@ from verl.utils.reward_score.parsing import parse_gold
 from verl.utils.reward_score.prompt import listed_tools
 from verl.utils.reward_score.rewards import named_reward
 
+GROUND_TRUTH = "reward_model.ground_truth"
+
 
 def to_task(row: Any, id: str) -> Task:
     """One checked row as a Task. Raises DataError with the field and what was expected.
@@ -66,9 +68,6 @@ def unlisted_call(task: Task) -> DataError | None:
             problem = f"calls {call['name']!r}, which the prompt does not list"
             return DataError(problem, f"one of {listed}", field=GROUND_TRUTH)
     return None
-
-
-GROUND_TRUTH = "reward_model.ground_truth"
 
 
 def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
@@ -132,7 +131,7 @@ def _from_stored(stored: dict[str, Any]) -> Task:
 
 
 class TaskSet(Sequence[Task]):
-    """The rows of one file that can be used, in file order, on disk; `report` says what became of the others."""
+    """The rows of one file that can be used, in file order, on disk; `report` counts the others, with the reason."""
 
     def __init__(self, source: str, max_bad_share: float = 0.0) -> None:
         """Read and check the whole file once.

@@ -1,7 +1,7 @@
 """Does all that a row says stand in what the chat template makes of it? Templates leave out what they do not know.
 
-A template is asked rather than read: the row is rendered once more with a word of its own in every place, and all these
-words must be found. So it does not matter how a template writes, trims or quotes what it is given.
+Templates are rendered, not parsed: the row is rendered once more with a unique marker in every place, and all markers
+must be found. So it does not matter how a template writes, trims or quotes what it is given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tools_left_out(render: Render, messages: Sequence[Message], tools: Sequence[
 
 
 def _marked_tool(tool: ToolSpec, mark: str) -> ToolSpec:
-    """The tool with other names; in OpenAI's words as far as the row has them."""
+    """The tool with markers for its name and parameters, in OpenAI's form."""
     properties = {f"{mark}Parameter{number}End": {"type": "string"} for number in range(len(_parameters(tool)))}
     function = {
         "name": f"{mark}Name",
@@ -76,7 +76,7 @@ def _left_out(message: Message, field: str) -> DataError:
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """The message with a word of its own for its content, and for the name and each argument of its calls."""
+    """The message with a unique marker for its content, and for the name and each argument of its calls."""
     calls = tuple(
         replace(
             call,
@@ -110,6 +110,6 @@ def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
 
 
 def tool_fault(lacking: Sequence[str], where: str) -> str:
-    """The sentence that tells of tools that are not listed."""
+    """The message about tools that are not listed."""
     shown = ", ".join(lacking[:3]) + (", .." if len(lacking) > 3 else "")
     return f"{where} lists no tools, so that the policy would never learn of {shown}; {_TOOL_MEND}"

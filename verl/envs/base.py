@@ -2,7 +2,7 @@
 
 A new environment is one file with one class: made for a task, `reset` says how the episode opens, `step` answers what
 the policy said, and `judge`, where the environment scores its own state, is asked once at the end. An environment
-never raises for what a policy does; verl.errors.ServiceDownError tells that something it needs is broken, and ends the
+never raises for what a policy does; verl.errors.ServiceDownError means that something it needs is broken, and ends the
 episode as an infrastructure fault.
 """
 

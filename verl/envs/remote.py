@@ -23,7 +23,7 @@ from verl.services import check_urls
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
-_LONGEST_JUDGE_S = 86_400.0  # who asks gives up before; a server that is gone without a word holds nothing for ever
+_LONGEST_JUDGE_S = 86_400.0  # env.judge_timeout_s is shorter; this is for connections that are lost silently
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
 Answers = AsyncIterator[tuple[int, Got | Exception]]

@@ -1,6 +1,6 @@
 """Episodes with tools: the policy calls, the tools answer, until it says something without a call.
 
-A row may list some of the tools in words of its own (`Task.tools`): its episodes then have those alone.
+A row may list some of the tools with its own descriptions (`Task.tools`): its episodes then have those alone.
 """
 
 from __future__ import annotations
@@ -72,23 +72,23 @@ class ToolEnvFactory:
 
     def _offered(self, task: Task) -> tuple[Tool | EpisodeTool, ...]:
         """The tools of the task: those that its row lists, or all."""
-        for told in task.tools:
-            own = self._tools.get(told.name)
+        for listed in task.tools:
+            own = self._tools.get(listed.name)
             if own is None:
                 known = f"one of {', '.join(self._tools)}"
-                raise DataError(f"lists {told.name!r}, which env.tools does not offer", known, field="tools")
-            names, wanted = (set(spec.parameters.get("properties") or {}) for spec in (told, own.spec))
+                raise DataError(f"lists {listed.name!r}, which env.tools does not offer", known, field="tools")
+            names, wanted = (set(spec.parameters.get("properties") or {}) for spec in (listed, own.spec))
             if names != wanted:
                 raise DataError(
-                    f"lists {told.name!r} with the parameters {', '.join(sorted(names)) or 'none'}",
+                    f"lists {listed.name!r} with the parameters {', '.join(sorted(names)) or 'none'}",
                     f"those of env.tools: {', '.join(sorted(wanted)) or 'none'}",
                     field="tools",
                 )
-        return tuple(self._tools[told.name] for told in task.tools) or tuple(self._tools.values())
+        return tuple(self._tools[listed.name] for listed in task.tools) or tuple(self._tools.values())
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """What a policy is told of all tools."""
+        """The schemas of all tools, as a policy sees them."""
         return tuple(tool.spec for tool in self._tools.values())
 
     async def check_services(self) -> None:

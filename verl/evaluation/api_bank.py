@@ -91,7 +91,7 @@ def _gold(answer: list[Any] | dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_read(gold: dict[str, Any], tools: Sequence[Mapping[str, Any]], codec: Codec) -> dict[str, Any]:
-    """The gold as the codec reads it: many rows write a number as "4", which a format without types cannot say."""
+    """The gold as the codec reads it: many rows write a number as "4", which a format without types cannot express."""
     parsed = codec.parse(
         codec.render([ToolCall(gold["name"], gold["parameters"])]), [ToolSpec(**tool) for tool in tools]
     )

@@ -1,7 +1,7 @@
-"""Which benchmark tasks a model was trained on: a figure over those tells what was learned by heart.
+"""Which benchmark tasks a model was trained on: a figure over those measures memorization.
 
 A training run writes what it trains on to `train_tasks.jsonl` in its folder and in every exported model, one line
-{"env", "task": its name, "digest": of the user's words} a task. An evaluation compares its tasks with the model's.
+{"env", "task": its name, "digest": of the user messages} a task. An evaluation compares its tasks with the model's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 class Trace(NamedTuple):
-    """What a task is recognised by: in an environment its name, anywhere the user's words."""
+    """What a task is recognised by: in an environment its name, anywhere the user messages."""
 
     env: str
     task: str
@@ -34,14 +34,14 @@ class Trace(NamedTuple):
 
 
 def trace_of(task: Task) -> Trace:
-    """Words are compared without case and white space; system prompts are not, for they differ between files of a set.
+    """User messages are compared without case and white space; system prompts differ between files and are left out.
 
     The name is the environment's own, whatever file the task came from.
     """
     env, own = task.env or _SINGLE_TURN, task.extra.get("id")
     name = own if env != _SINGLE_TURN and isinstance(own, str) else task.id
-    said = "\n".join(" ".join(each.content.lower().split()) for each in task.prompt if each.role == "user")
-    return Trace(env, name, hashlib.sha256(said.encode("utf-8", "backslashreplace")).hexdigest()[:16])
+    asked = "\n".join(" ".join(each.content.lower().split()) for each in task.prompt if each.role == "user")
+    return Trace(env, name, hashlib.sha256(asked.encode("utf-8", "backslashreplace")).hexdigest()[:16])
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TrainTasks:
         return frozenset((each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN)
 
     def has(self, task: Task) -> bool:
-        """Whether the task was trained on, or another in the same words."""
+        """Whether the task was trained on, or another with the same user messages."""
         trace = trace_of(task)
         return trace.digest in self._digests or (trace.env, trace.task) in self._names
 

@@ -18,8 +18,7 @@ def rows_benchmark(path: str, setting: Setting) -> Benchmark:
     """Rows of a file, each a prompt and one reply, judged by the reward of the setting or the row's own.
 
     The figure is the share of replies with the highest reward, or the mean reward where the setting's names no highest
-    one.
-    Raises ConfigError for a reward that cannot be made.
+    one. Raises ConfigError for a reward that cannot be made.
     """
     name = Path(path).name  # with its suffix, so that its figures take no other file's place
     play = Play(setting.reward, setting.reward_options, handled=False)

@@ -1,7 +1,7 @@
 """One episode: the policy and an environment take turns, in tokens on this side and in messages on that.
 
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
-again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` tells which. However it
+again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` names it. However it
 ended, an environment that judges is asked for its verdict then.
 Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
 place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
@@ -113,7 +113,7 @@ class _LateError(Exception):
 
 
 class _Episode:
-    """An attempt. Raises ServiceDownError and JudgeError for what is nobody's fault but a service's."""
+    """An attempt. Raises ServiceDownError and JudgeError for faults that are not the policy's."""
 
     def __init__(
         self, setting: Interaction, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
@@ -214,7 +214,7 @@ class _Episode:
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next words, put into the ledger. The last turn stops nowhere but where its answer ends."""
+        """The policy's next tokens, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
         codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)

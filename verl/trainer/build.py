@@ -229,8 +229,8 @@ def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
     if rollout.truncated:
         _log.warning(
             "rollout.top_p, top_k, min_p or repetition_penalty: samples are of another distribution than the policy's, "
-            "whose log-probs the update takes. engine/kl is the bias, -log of the probability that is kept, and holds "
-            "the engine's rounding, too"
+            "whose log-probs the update takes. engine/kl is the bias, the KL divergence of what is sampled from the "
+            "policy, and holds the engine's rounding, too"
         )
     return Sampling(
         config.data.max_response_length,

@@ -125,7 +125,7 @@ def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
 
 
 def opening_of(interaction: Interaction | None, chat: ChatCodec, reward: str = "") -> PromptIds:
-    """Task -> the tokens of its prompt and tools; where only a started episode can tell, those of the task's messages.
+    """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
 
     Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
     policy would not learn of its tools.
@@ -163,7 +163,7 @@ def _lone_prompt(chat: ChatCodec, task: Task) -> Sequence[int]:
     """The prompt of an episode that is one reply."""
     if task.env not in (None, "single_turn"):
         raise DataError(
-            f"{task.env!r} needs env.codec, which says how it is talked with",
+            f"{task.env!r} needs env.codec, the format of its calls",
             mend="Set env.codec (docs/codecs.md)",
             field="env",
         )

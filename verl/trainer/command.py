@@ -21,7 +21,7 @@ from rich.markup import escape
 from verl.config.schema import ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, DataError, VerlError
-from verl.utils.versions import SET_UP, missing_package
+from verl.utils.versions import SET_UP, missing_package, script
 
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
@@ -134,7 +134,10 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
         if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
-            raise ConfigError(f"{key}: there is no file {source!r}; embedded:train.parquet names an embedded one")
+            raise ConfigError(
+                f"{key}: there is no file {source!r}; {script('dataset/README.md')} says where data comes from, and "
+                "embedded:train.parquet names an embedded file"
+            )
 
 
 def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:

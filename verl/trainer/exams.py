@@ -88,10 +88,8 @@ class Exams:
     async def _play(self, exam: Exam, rollout: GroupRollout) -> Answers:
         play, kept = exam.category.play, _Figures()
         rollout = replace(rollout, codec=replace(rollout.codec, max_prompt_tokens=None))  # benchmarks are never cut
-        rewards, prompt_ids = (
-            build_rewards(play.reward, play.reward_options),
-            opening_of(exam.interaction, rollout.codec),
-        )
+        rewards = build_rewards(play.reward, play.reward_options)
+        prompt_ids = opening_of(exam.interaction, rollout.codec)
         playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, rewards, self.max_prompt_length)
         faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
         if faults:

@@ -93,10 +93,9 @@ class Plan:
     def pack(self) -> PackShape:
         """The largest pack: prompts as the data have them, replies as long as they may become."""
         data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
-        mini = data.train_batch_size // self.config.minibatches_per_step
         shared = actor.share_prefix and n > 1
         group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
-        tokens = pack_tokens(actor.max_tokens_per_pack, group, mini, self.config.num_ranks)
+        tokens = pack_tokens(actor.max_tokens_per_pack, group, self.config.prompts_per_minibatch, self.config.num_ranks)
         return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
 
     @property

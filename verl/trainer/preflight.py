@@ -147,7 +147,7 @@ def check_step(
 
 
 def _lone(task: Task, number: int) -> Task:
-    """The task with a prompt of one message, which no codec has to put into words; what is asked does not matter."""
+    """The task with a prompt of one message, which no codec has to rewrite; what it asks does not matter."""
     return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 

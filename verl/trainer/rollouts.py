@@ -180,11 +180,9 @@ class Rollouts:
 
     def _seed(self, draw: Draw) -> int | None:
         """The first of the prompt's seeds, of which each rollout has one."""
-        return (
-            None
-            if self.settings.seed is None
-            else (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
-        )
+        if self.settings.seed is None:
+            return None
+        return (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
 
     async def _roll(self, task: Task, version: int, seed: int | None) -> TrajectoryGroup:
         """One prompt's rollouts; none of them where the greedy one that they are to be compared with is missing."""

@@ -64,6 +64,7 @@ TESTED_DEV: dict[str, str] = {
     "mypy": ">=2.4",
     "import-linter": ">=2.16",
     "codespell": ">=2.4",
+    "matplotlib": ">=3.10,<4",
 }
 # parts of the torch family that text models never use, and that vLLM and transformers import when they are there
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
@@ -121,7 +122,7 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def script(path: str) -> str:
-    """How a message names a script: an installed package does not have the repository's `scripts/`."""
+    """How a message names a script or data's README: an installed package does not have the repository's."""
     return path if IN_CHECKOUT else f"{path} of toolrl's repository"
 
 

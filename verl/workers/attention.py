@@ -35,8 +35,8 @@ from verl.errors import ConfigError
 
 PACKED = "verl_packed"
 
-_UNLIMITED = -1  # flash attention's word for a window without an end on this side
-# Of what transformers' layers hand on, what says nothing about the attention of a pack.
+_UNLIMITED = -1  # flash attention's value for a window without a bound on this side
+# Options that transformers' layers pass and that do not change the attention of a pack.
 _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]

@@ -195,7 +195,7 @@ class FSDPEngine:
         set_random_state(random_states, self.rank)
 
     def _check_visible(self, folder: Path) -> None:
-        """What is saved has an index; releases of torch tell its absence differently, some as a failed assertion."""
+        """Every checkpoint has an index, whose absence some releases of torch report as a failed assertion."""
         found: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(found, (folder / _INDEX).is_file())
         if not all(found):

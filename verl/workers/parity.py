@@ -73,10 +73,13 @@ def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
     """transformers chooses rotary factors for a whole pass, by its longest sequence: they depend on what is packed."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if each.get("rope_type") == "longrope" and longest > each["original_max_position_embeddings"]:
-            short = each["original_max_position_embeddings"]
+        kind = each.get("rope_type")
+        if kind not in ("longrope", "dynamic"):
+            continue
+        short = each["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+        if longest > short:
             raise ConfigError(
-                f"{refused} on sequences of {longest} tokens: beyond {short} its rotary embedding (rope_type=longrope) "
+                f"{refused} on sequences of {longest} tokens: beyond {short} its rotary embedding (rope_type={kind}) "
                 f"depends on the longest sequence of a pack. Limit prompt and response to {short} tokens together"
             )
 
@@ -125,8 +128,8 @@ def _own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The same architecture with few heads of the same size, and one layer of each kind that per-layer settings tell
-    apart.
+    """The same architecture with few heads of the same size, and one layer of each kind that its per-layer settings
+    distinguish.
 
     changes: new values of settings, as far as the configuration has them
     Raises ConfigError for a model of more than text, whose configuration has parts.

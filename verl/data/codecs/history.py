@@ -1,4 +1,4 @@
-"""Earlier calls of a row in a codec's own words, where the chat template does not write them."""
+"""Rows under a codec that writes its own prompt: earlier calls in its format, and an error for what it leaves out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verl.types import Message, ToolSpec
 from verl.utils.reward_score.prompt import listed_tools
 
 _MEND = "Change the row, or choose another env.codec"
-_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that codecs know how to put into their own words
+_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that codecs write in their own format
 
 
 def with_calls_written(codec: Codec, messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages, in which every call stands in its message's content, and every result names its tool.
 
-    Raises DataError for a codec that has no words for calls of earlier turns.
+    Raises DataError for a codec that cannot write calls of earlier turns.
     """
     names: dict[str, str] = {}
     found = []
@@ -66,7 +66,7 @@ def check_shown(
             mend="Give the tools in one place",
             field="prompt",
         )
-    # a format that pauses has one tool, of which its prompt may tell under any name; so may a user's own codec
+    # the prompt of a format that pauses may describe its one tool under any name, and so may a user's own codec
     prompt = None if isinstance(codec, InlineCodec) or not isinstance(codec, Prompted) else codec.prompt
     if names and prompt is not None and TOOLS not in prompt.text:
         raise ConfigError(

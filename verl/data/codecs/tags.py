@@ -45,7 +45,7 @@ class TagsCodec(InlineCodec):
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """See InlineCodec. A question that explains calls and answers already, as Search-R1's published rows do, stays.
 
-        It is told by the tags that it shows: both of a call, and both of an answer.
+        Such a question contains both tags of a call and both of an answer.
         """
         question = messages[-1].content
         if all(tag in question for tag in (self._opening, self._closing, ANSWER, ANSWER_END)):

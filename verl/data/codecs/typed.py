@@ -40,7 +40,7 @@ def typed(text: str, types: frozenset[str], argument: str) -> Any:
     """The value that a text stands for: itself where a string is allowed or nothing is known, else as JSON.
 
     `null` is read as null for every other type, too: models write it for what they leave out, and BFCL's golds hold it.
-    Raises BadCallError, in words for the policy, for a text of another type.
+    Raises BadCallError, with a message for the policy, for a text of another type.
     """
     word = text.strip().lower()
     text_is_allowed = not types or "string" in types
@@ -68,8 +68,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[st
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()
     if "type" in schema:
-        told = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return frozenset(each for each in _JSON_TYPES.values() if each in told)
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return frozenset(each for each in _JSON_TYPES.values() if each in named)
     if "const" in schema or "enum" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         return frozenset(_JSON_TYPES[type(each)] for each in values if type(each) in _JSON_TYPES)

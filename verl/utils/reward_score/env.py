@@ -7,7 +7,7 @@ from verl.types import Score, Task, Trajectory
 
 
 class EnvReward:
-    """What the environment's `judge` said at the end. Raises ConfigError for an environment that does not judge."""
+    """The environment's verdict at the end (`judge`). Raises ConfigError for an environment that does not judge."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:

@@ -3,8 +3,9 @@
     python -m verl.utils.reward_score.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
 
 For every row the gold reply must score the maximum, and every mutation that the reward declares must score less. Rows
-that cannot be read offend too. A row that names a reward of its own is tried with that. Prints a table per mutation and
-the offending rows; exits with 1 if there are any, with 2 if the data or the reward cannot be used at all.
+that cannot be used, or whose gold calls a tool that the prompt does not list, offend too. A row that names a reward of
+its own is tried with that. Prints a table per mutation and the offending rows; exits with 1 if there are any, with 2 if
+the data or the reward cannot be used at all.
 """
 
 from __future__ import annotations

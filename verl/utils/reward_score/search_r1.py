@@ -25,7 +25,7 @@ from verl.utils.reward_score.base import Mutation, as_mutations, written
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
-_OBSERVED = "\n[observation]\n"  # words of its own: an answer block that runs across an observation is never right
+_OBSERVED = "\n[observation]\n"  # text, so that an answer block that runs across an observation is never right
 
 
 def normalised(answer: str) -> str:
