@@ -43,11 +43,7 @@ def chat_rows(source: str) -> Iterator[Any]:
     """The rows of `read_rows`, without what their format puts where a row has nothing.
 
     All structs of an Arrow column have the same fields, and nulls in those that a message, schema or answer lacks. A
-<<<<<<< HEAD
     cell of a csv file that has nothing is an empty text. In JSON a null was written on purpose, and stays.
-=======
-    cell of a csv file that has nothing is an empty text. In JSON a null was written on purpose: it stays.
->>>>>>> r2
     """
     suffix = Path(source).suffix
     for row in read_rows(source):
