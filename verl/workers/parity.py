@@ -51,7 +51,7 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path!r} holds no causal language model ({error})") from error
+        raise ConfigError(f"{key}: {path!r} holds no causal language model ({_first_line(error)})") from error
     refused = f"{key}: {next(iter(config.architectures or [type(config).__name__]))} cannot be trained"
     _check_rope(config, longest, refused)
     try:
@@ -59,7 +59,7 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
     except ConfigError as error:
         raise ConfigError(f"{refused}: {error}") from error
     except Exception as error:  # architectures of other kinds fail in ways of their own
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         raise ConfigError(f"{refused}: a small copy of it could not be tried in a pack ({reason})") from error
     if not gap <= _TOLERANCE:  # NaN included
         named = [each for each, without in _NAMED.items() if getattr(config, each, without) != without]
@@ -67,6 +67,11 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
             f"{refused}: a small copy's log-probs in a pack differ by {gap:.2g} nats from those of its own forward"
             f"{''.join(f'; it has {each}={getattr(config, each)}' for each in named)} (docs/training.md)"
         )
+
+
+def _first_line(error: Exception) -> str:
+    """Without the list of all models, or the advice on upgrades, that transformers adds."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
