@@ -98,10 +98,11 @@ def plan(words: Sequence[str]) -> Study:
     named = settings.get(_NAME, f"sweep_{'_'.join([settings.get('recipe', 'run'), *map(_last, axes)])}")
     folder = Path(_unquoted(settings.get(_FOLDER, RunConfig().default_local_dir))) / _unquoted(named)
     kept = [word for word in fixed if not word.startswith((f"{_FOLDER}=", f"{_NAME}="))]
+    shown = {key: _short_names(values) for key, values in axes.items()}
     points = []
     for chosen in product(*axes.values()):
         values = dict(zip(axes, chosen, strict=True))
-        name = "_".join(f"{_last(key)}-{_UNSAFE.sub('_', value.rpartition('/')[2])}" for key, value in values.items())
+        name = "_".join(f"{_last(key)}-{shown[key][value]}" for key, value in values.items())
         place = (f"{_FOLDER}={_quoted(str(folder))}", f"{_NAME}={_quoted(name)}")
         points.append(_point(name, values, (*kept, *(f"{key}={value}" for key, value in values.items()), *place)))
     names = [point.name for point in points]
@@ -109,6 +110,12 @@ def plan(words: Sequence[str]) -> Study:
         if names.count(name) > 1:
             raise ConfigError(f"two points would share the folder {name!r}; leave one of the values out")
     return Study(folder, tuple(points))
+
+
+def _short_names(values: Sequence[str]) -> dict[str, str]:
+    """Each value as part of a folder's name: the last part of a path, the whole of it where two end alike."""
+    last = {value: _UNSAFE.sub("_", value.rpartition("/")[2]) for value in values}
+    return last if len(set(last.values())) == len(values) else {each: _UNSAFE.sub("_", each) for each in values}
 
 
 def _point(name: str, values: Mapping[str, str], words: tuple[str, ...]) -> Point:

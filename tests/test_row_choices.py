@@ -231,6 +231,22 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
             assert prompt_ids(to_task(each, "x#0"))
 
 
+def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(chat: ChatCodec, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "class Plain:\n    def __init__(self, task):\n        pass\n\n"
+        "    async def step(self, message):\n        pass\n\n"
+        "class Judging(Plain):\n    async def judge(self):\n        return None\n"
+    )
+    for name, refused in (("Plain", True), ("Judging", False)):
+        prompt_ids = opening_of(interaction(chat, f"env.name={mine}:{name}", "env.codec=toolrl"), chat, "env")
+        if refused:
+            with pytest.raises(DataError, match="Plain does not judge; expected an environment that does"):
+                prompt_ids(task())
+        else:
+            assert prompt_ids(task())
+
+
 # --- tools
 
 

@@ -54,6 +54,11 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
     assert (config.env.max_tool_calls, config.model.path, config.rollout.n) == (2, "Qwen/B", 16)
     assert Path(config.trainer.default_local_dir) == both.folder
     assert config.trainer.experiment_name == "max_tool_calls-2_model-B"
+    alike = study(tmp_path, "model.path=runs/a/hf,runs/b/hf").points
+    assert [point.name for point in alike[:2]] == [
+        "max_tool_calls-0_model-runs_a_hf",
+        "max_tool_calls-0_model-runs_b_hf",
+    ]
     usual = sweep.plan(STUDY)
     assert str(usual.folder) == "outputs/sweep_zerotir_max_tool_calls"
 
@@ -67,7 +72,7 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
         (["recipe=zerotir", "env.max_tool_calls=2,-1"], "max_tool_calls--1: env.max_tool_calls must be 0 or more"),
         (["recipe=zerotir", "env.max_tool_calls"], "is not key=value"),
         (["recipe=zerotir", "trainer.experiment_name=a,b"], "trainer.experiment_name cannot be swept"),
-        (["recipe=zerotir", "model.path=a/m,b/m"], "two points would share the folder 'model-m'"),
+        (["recipe=zerotir", "model.path=a/m,a/m"], "two points would share the folder 'model-a_m'"),
     ],
 )
 def test_bad_words_are_one_error_before_anything_runs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.envs.base import Env, EnvFactory, Observation, OpeningTeller, TaskChecker
+from verl.envs.base import Env, EnvFactory, Judge, Observation, OpeningTeller, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError
 from verl.services import check_services
@@ -49,8 +49,9 @@ class TaskEnvs:
 
         reward: of tasks that name none
         """
-        name = self.name_of(task)
-        if (task.reward or reward) == "env" and name in ("single_turn", "tool"):
+        name, factory = self.name_of(task), self.factory_of(task)
+        judges = isinstance(factory.env_class, Judge) if isinstance(factory, ClassFactory) else name != "tool"
+        if (task.reward or reward) == "env" and not judges:
             field = "env" if task.reward is None else "reward"
             raise DataError(f"the environment {name} does not judge", "an environment that does", field=field)
 
