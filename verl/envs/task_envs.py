@@ -14,9 +14,11 @@ def check_offered(task: Task, opening: Observation, env: str) -> None:
     listed, offered = {tool.name for tool in task.tools}, {tool.name for tool in opening.tools}
     if listed and listed != offered:
         unknown, more = sorted(listed - offered), ", ".join(sorted(offered - listed))
-        told = f"lists {unknown[0]!r}, which env.name={env} does not offer" if unknown else f"leaves out {more}"
+        problem = f"lists {unknown[0]!r}, which env.name={env} does not offer" if unknown else f"leaves out {more}"
         expected = f"no others than {', '.join(sorted(offered))}" if offered else "no tools"
-        raise DataError(told, f"{expected}, which env.name={env} always offers" if offered else expected, field="tools")
+        raise DataError(
+            problem, f"{expected}, which env.name={env} always offers" if offered else expected, field="tools"
+        )
 
 
 class TaskEnvs:
