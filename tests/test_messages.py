@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.test_chat import codec_of, text_of, with_template
 from verl.data.codecs.base import build_codec
+from verl.data.codecs.prompt import numbered_tools
 from verl.data.dialogue import Dialogue
 from verl.data.messages import as_openai, read_messages, read_tools
 from verl.data.sft import read_demonstrations
@@ -241,6 +242,11 @@ def test_csv_files_hold_json_in_their_cells_and_nothing_in_empty_ones(tmp_path: 
     assert (first.prompt, first.tools, first.answer) == (expected.prompt, expected.tools, expected.answer)
     assert (first.extra, first.env, first.reward) == ({"index": 3}, None, "math")
     assert (second.tools, second.extra, second.env, second.reward) == ((), {}, None, None)
+
+
+def test_a_parameter_that_may_be_anything_is_listed() -> None:
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": True}}}])
+    assert '{"a": {"description": "", "type": "string", "default": ""}}' in numbered_tools(tools)
 
 
 def test_a_tool_may_say_nothing() -> None:
