@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.test_chat import codec_of, text_of, with_template
 from verl.data.codecs.base import build_codec
+from verl.data.codecs.prompt import numbered_tools
 from verl.data.dialogue import Dialogue
 from verl.data.messages import as_openai, read_messages, read_tools
 from verl.data.sft import read_demonstrations
@@ -204,7 +205,7 @@ def test_nulls_that_arrow_fills_in_are_absent_and_those_of_json_stay(tmp_path: P
 
 
 def test_nulls_that_arrow_fills_into_answers_and_further_tools_are_absent(tmp_path: Path) -> None:
-    """Gold calls of different tools share one struct, too; a null in one would be an argument that nobody asked for."""
+    """Gold calls of different tools share one struct, too; a null in one would be one argument too many."""
     gold = [[{"name": "sum", "arguments": {"a": 1}}], [{"name": "weather", "arguments": {"city": "Rome"}}]]
     more = [
         [{"name": "sum", "parameters": {"properties": {"a": {"type": "number"}}}}],
@@ -232,15 +233,20 @@ def test_csv_files_hold_json_in_their_cells_and_nothing_in_empty_ones(tmp_path: 
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(columns)
-        told = [json.dumps(asked[name]) for name in ("prompt", "tools", "reward_model")]
+        cells = [json.dumps(asked[name]) for name in ("prompt", "tools", "reward_model")]
         lines.writerows(
-            [[asked["data_source"], *told, '{"index": 3}', "", "math"], ["x", told[0], "", told[2], *[""] * 3]]
+            [[asked["data_source"], *cells, '{"index": 3}', "", "math"], ["x", cells[0], "", cells[2], *[""] * 3]]
         )
     first, second = TaskSet(str(tmp_path / "rows.csv"))
     expected = to_task(asked, "rows.csv#0")
     assert (first.prompt, first.tools, first.answer) == (expected.prompt, expected.tools, expected.answer)
     assert (first.extra, first.env, first.reward) == ({"index": 3}, None, "math")
     assert (second.tools, second.extra, second.env, second.reward) == ((), {}, None, None)
+
+
+def test_a_parameter_that_may_be_anything_is_listed() -> None:
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": True}}}])
+    assert '{"a": {"description": "", "type": "string", "default": ""}}' in numbered_tools(tools)
 
 
 def test_a_tool_may_say_nothing() -> None:

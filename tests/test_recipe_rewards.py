@@ -300,7 +300,7 @@ def test_an_answer_without_targets_is_a_fault_rather_than_always_wrong(reward: s
 def test_squad_normalisation() -> None:
     assert normalised("  The  Quick, (brown) fox's a  tail!") == "quick brown foxs tail"
     assert accepted_answers('["a", "b"]') == ["a", "b"]
-    assert accepted_answers("[1, 2]") == ["[1, 2]"] and accepted_answers("[x") == ["[x"]
+    assert accepted_answers("[1999, 2.5]") == ["1999", "2.5"] and accepted_answers("[x") == ["[x"]
     assert accepted_answers('{"target": [1999, "two"]}') == ["1999", "two"]
     assert accepted_answers('{"target": "x"}') == ["x"] and accepted_answers('{"target": 2.5}') == ["2.5"]
     assert exact_match("<answer>the city of LIGHT.</answer>", PARIS.answer)

@@ -93,11 +93,11 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
 
 def check_columns(row: Mapping[str, Any]) -> None:
     """Raises DataError for a column that says something of the prompt or the loss on which nothing here acts."""
-    for name, (default, mend) in _UNUSED_COLUMNS.items():
+    for name, (default, hint) in _UNUSED_COLUMNS.items():
         value = row.get(name)
         if value not in (None, "", [], {}, default):
             expected = "" if default is None else str(default)
-            raise DataError("cannot be used", expected, mend or "Remove or rename the column", field=name)
+            raise DataError("cannot be used", expected, hint or "Remove or rename the column", field=name)
 
 
 def as_openai(message: Message) -> dict[str, Any]:

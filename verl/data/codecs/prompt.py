@@ -80,7 +80,8 @@ def numbered_tools(tools: Sequence[ToolSpec]) -> str:
 def _flat(tool: ToolSpec) -> dict[str, Any]:
     properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
     common = {"description": "", "type": "string", "default": ""}
-    return {name: {**common, **schema} for name, schema in properties.items()}
+    # true is a schema, too, and allows anything
+    return {name: {**common, **(schema if isinstance(schema, Mapping) else {})} for name, schema in properties.items()}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def normalised(answer: str) -> str:
 
 
 def accepted_answers(answer: str) -> list[str]:
-    """The texts that count as right: those of a JSON list, or the target of Search-R1's {"target": ..}, numbers too.
+    """The texts that count as right: of a JSON list, or of the target in Search-R1's {"target": ..}; numbers count, too.
 
     Raises DataError for an object without a target, which no reply could be equal to.
     """
@@ -51,8 +51,9 @@ def accepted_answers(answer: str) -> list[str]:
                     f"is {answer[:80]}", '{"target": a text, or several}', field="reward_model.ground_truth"
                 )
             return [text for text in texts if text is not None]
-        if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
-            return found
+        accepted = [_target(each) for each in found] if isinstance(found, list) else []
+        if accepted and None not in accepted:
+            return [text for text in accepted if text is not None]
     return [answer]
 
 
