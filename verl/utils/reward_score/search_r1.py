@@ -34,7 +34,7 @@ def normalised(answer: str) -> str:
 
 
 def accepted_answers(answer: str) -> list[str]:
-    """The texts that count as right: of a JSON list, or of the target in Search-R1's {"target": ..}; numbers count, too.
+    """The texts that count as right: of a JSON list, or of the target in Search-R1's {"target": ..}; numbers as well.
 
     Raises DataError for an object without a target, which no reply could be equal to.
     """
