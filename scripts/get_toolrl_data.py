@@ -33,9 +33,9 @@ from rich.markup import escape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
-from verl.data.files import replacing
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
+from verl.files import replacing
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.utils.reward_score.rlla_lab import spoiled_replies
 

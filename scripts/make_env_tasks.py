@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
-from verl.data.files import replacing
 from verl.envs.registry import build_tasks
 from verl.errors import VerlError
+from verl.files import replacing
 from verl.registry import option
 from verl.types import Task
 

@@ -28,8 +28,8 @@ from scripts.mini.build import all_splits, build
 from scripts.mini.checks import check_splits
 from scripts.mini.reading import Row
 from scripts.mini.tokenizer import chat_text, save_tokenizer, train_tokenizer
-from verl.data.files import replacing
 from verl.data.rlla import SCHEMA
+from verl.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 Splits = Mapping[str, Sequence[Row]]

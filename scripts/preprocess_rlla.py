@@ -33,12 +33,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.config.schema import DataConfig
-from verl.data.files import replacing
 from verl.data.report import RowReport
 from verl.data.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
+from verl.files import replacing
 from verl.utils.reward_score.parsing import parse_gold
 
 DEFAULT_INPUT = "dataset/rlla_4k_raw/rlla_rl.json"

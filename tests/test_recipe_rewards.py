@@ -36,7 +36,7 @@ from verl.utils.reward_score.math import last_box, math_correct, same_answer
 from verl.utils.reward_score.otc import fit, frugality, question_key
 from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalised
 from verl.utils.reward_score.tool_n1 import last_block, read_calls
-from verl.utils.reward_score.zerotir import format_penalty, overlong_penalty
+from verl.utils.reward_score.zerotir import format_penalty
 
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
 
@@ -377,7 +377,6 @@ def test_zerotir_options() -> None:
     assert total("zerotir", episode(FIVE, "x", GOOD, uses=[WRONG, LATE]), **fails) == pytest.approx(0.9)
     assert total("zerotir", episode(FIVE, "x", GOOD, uses=[WRONG]), **fails) == 1.0  # more than one
     assert total("zerotir", episode(FIVE, "x", GOOD, uses=[WRONG, OK]), **fails) == 1.0
-    assert [overlong_penalty(length, 1000, 400) for length in (600, 800, 1000, 5000)] == [0.0, -0.5, -1.0, -1.0]
     assert total("zerotir", episode(FIVE, GOOD, tokens=800), longest=1000, margin=400) == 0.5
 
 

@@ -25,8 +25,8 @@ from tests.local_run import OneProcess, local_fit, local_trainer
 from tests.tiny import run_words, save_tiny_model
 from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
-from verl.data.files import replacing
 from verl.errors import ConfigError, DataError
+from verl.files import replacing
 from verl.replay import main, parsed
 from verl.tracking.jsonl import read_rows
 from verl.trainer.collapse import CollapseWatch

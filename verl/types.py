@@ -125,11 +125,10 @@ class StopReason(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How an episode ended, as far as scoring is concerned. Infrastructure faults are never trained as a zero."""
+    """How an episode ended, as far as scoring is concerned. After an infrastructure fault there is no trajectory."""
 
     SCORED = "scored"
     MODEL_FAULT = "model_fault"
-    INFRASTRUCTURE_FAULT = "infrastructure_fault"
 
 
 @dataclass(frozen=True, slots=True)

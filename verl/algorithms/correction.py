@@ -29,9 +29,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from verl.algorithms.kl import k3
-
-_MAX_LOG_RATIO = 20.0
+from verl.algorithms.kl import MAX_LOG_RATIO, k3
 
 
 class Level(StrEnum):
@@ -92,7 +90,7 @@ def token_weights(
         log_T = token_T if level is Level.TOKEN else of_sample(token_T)
         if level is Level.GEOMETRIC:
             log_T = log_T / of_sample(sampled_T).clamp(min=1.0)
-        return log_T.to(logprobs_T.dtype).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        return log_T.to(logprobs_T.dtype).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     ratio_T = torch.ones_like(logprobs_T) if correction.weight is None else ratios(correction.weight)
     masked_T = torch.zeros_like(sampled_T)

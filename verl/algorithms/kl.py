@@ -20,7 +20,7 @@ from torch import Tensor
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
 
@@ -36,7 +36,7 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """[T] e^r - r - 1, the log ratio held within 20 and the value within 10, as in veRL: one outlier must not win."""
-    log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_T.exp() - log_ratio_T - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 

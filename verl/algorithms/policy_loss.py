@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MAX_LOG_RATIO = 20.0
+from verl.algorithms.kl import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def policy_gradient(inputs: LossInputs) -> TokenLoss:
 
 def log_ratios(inputs: LossInputs) -> Tensor:
     """[T] log p - log p_old, held within 20."""
-    return (inputs.logprobs_T - inputs.old_logprobs_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (inputs.logprobs_T - inputs.old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sample_means(values_T: Tensor, sample_T: Tensor) -> Tensor:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.types import Completion, Message, Outcome, Sample, TrajectoryGroup, Turn
+from verl.types import Completion, Message, Sample, TrajectoryGroup, Turn
 
 _UNKNOWN = float("nan")  # the engine's log-prob of a token that it did not sample
 
 
 def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: bool = False) -> list[Sample]:
-    """One sample per trajectory; those that an infrastructure fault ended are left out, never trained as a zero."""
+    """One sample per trajectory in which the policy wrote anything."""
     scored = zip(group.trajectories, group.rewards, strict=True)
     return [
         of_turns(trajectory.turns, group_id, reward, train_on_observations)
         for trajectory, reward in scored
-        if trajectory.outcome is not Outcome.INFRASTRUCTURE_FAULT and trajectory.turns
+        if trajectory.turns
     ]
 
 

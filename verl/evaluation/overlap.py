@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from verl.data.files import replacing
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
+from verl.files import replacing
 from verl.tracking.jsonl import read_rows
 from verl.types import Message, Task
 

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.data.files import unwritable
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
+from verl.files import unwritable
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.tracking.transcripts import group_rows
 from verl.types import Task, Trajectory, TrajectoryGroup

@@ -23,11 +23,6 @@ from verl.types import (
     Turn,
 )
 
-_OUTCOMES = {
-    FinishReason.STOP: Outcome.SCORED,
-    FinishReason.LENGTH: Outcome.MODEL_FAULT,
-    FinishReason.ABORT: Outcome.INFRASTRUCTURE_FAULT,
-}
 _Judged = tuple[Trajectory, Score] | Fault
 
 
@@ -84,9 +79,9 @@ class GroupRollout:
         self, task: Task, index: int, prompt_ids: tuple[int, ...], replies: Awaitable[tuple[Completion, ...]]
     ) -> Trajectory | Fault:
         completion = (await replies)[index]
-        outcome = _OUTCOMES[completion.finish_reason]
-        if outcome is Outcome.INFRASTRUCTURE_FAULT:
+        if completion.finish_reason is FinishReason.ABORT:
             return Fault(task.id, index, "the engine broke the reply off")
         message = Message("assistant", self.codec.reply_text(completion.token_ids))
         turns = (Turn(prompt_ids, completion, message),)
+        outcome = Outcome.SCORED if completion.finish_reason is FinishReason.STOP else Outcome.MODEL_FAULT
         return Trajectory(task, index, turns, StopReason(completion.finish_reason), outcome)

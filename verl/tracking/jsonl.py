@@ -6,12 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.errors import DataError
+from verl.files import replacing, unwritable
 from verl.tracking.tracker import Run, Tracker
 
 
@@ -44,8 +43,12 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """One more line; raises DataError when it cannot be written."""
-    with _writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(_line(row))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -56,25 +59,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A JSON-lines file that appears whole or not at all. Raises DataError when it cannot be written."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with _writing(path):
-        # half a surrogate pair cannot be encoded; the escape that stands for it is JSON's own
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(map(_line, rows))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Makes the folder; tells the user what could not be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        mend = "Free some space, or give the run another folder"
-        raise DataError(f"cannot be written ({error.strerror or error})", mend=mend, file=str(path)) from error
+    # half a surrogate pair cannot be encoded; the escape that stands for it is JSON's own
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(map(_line, rows))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _line(row: Mapping[str, Any]) -> str:

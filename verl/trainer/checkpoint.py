@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from verl.data.files import replacing, unwritable
 from verl.errors import ConfigError, DataError
+from verl.files import replacing, unwritable
 from verl.trainer.manifest import Checkpoint, fingerprints, read_json, read_manifest, verify, write_json, write_manifest
 
 STATE = "state.json"

@@ -18,7 +18,6 @@ from rich.progress import Progress
 
 from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
 from verl.data.chat import ChatCodec
-from verl.data.files import replacing
 from verl.errors import ConfigError
 from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
@@ -29,6 +28,7 @@ from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
+from verl.files import replacing
 from verl.rollout.engine import TRUNCATION
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout

@@ -48,8 +48,8 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     """The run itself. Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.daemon import run_async
-    from verl.data.files import replacing
     from verl.evaluation.overlap import TRAIN_TASKS
+    from verl.files import replacing
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder
     from verl.trainer.build_env import opening_of

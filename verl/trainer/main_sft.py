@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
 def train(config: SFTConfig, console: Console) -> int:
     """The run itself. Everything heavy is imported here."""
     from verl.config.show import as_yaml
-    from verl.data.files import replacing
+    from verl.files import replacing
     from verl.trainer.build import run_folder
     from verl.trainer.build_sft import built
 

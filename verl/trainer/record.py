@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema import Config
-from verl.data.files import replacing
 from verl.errors import DataError
+from verl.files import replacing
 from verl.trainer.threads import threads_of
 from verl.types import Sample
 

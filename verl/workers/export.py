@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_files
 
-from verl.data.files import unwritable
 from verl.errors import DataError
+from verl.files import unwritable
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.algorithms.overlong import Overlong
 from verl.errors import ConfigError
 from verl.types import FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
@@ -32,11 +33,6 @@ def format_penalty(reply: str, loose: bool = False) -> float:
     if any(reply.count(tag) != 1 for tag in tags):
         return -1.0
     return -0.5 if len(reply.rpartition("</answer>")[2].split()) > _MAX_TAIL_WORDS else 0.0
-
-
-def overlong_penalty(length: int, longest: int, margin: int) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up to longest - margin tokens, falling to -1 at longest."""
-    return max(-1.0, min(0.0, (longest - margin - length) / margin))
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class ZeroTirReward:
             parts["failing_code"] = -self.failing_code_penalty
         if self.longest is not None:
             length = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-            parts["overlong"] = overlong_penalty(length, self.longest, self.margin)
+            parts["overlong"] = Overlong(self.longest, self.margin).penalty(length)
         return Score(sum(parts.values()), parts)
 
     def _mostly_fails(self, trajectory: Trajectory) -> bool:
