@@ -14,7 +14,7 @@ from tests.test_chat import TEMPLATES, with_template
 from tests.tiny import MINI, save_tiny_model
 from verl.config.load import load_config
 from verl.data.chat import ChatCodec
-from verl.data.lengths import RowPolicy, fitting
+from verl.data.lengths import RowPolicy, fitting, read_tasks
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import ShopEnv, shop_tasks
@@ -245,6 +245,17 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(cha
                 prompt_ids(task())
         else:
             assert prompt_ids(task())
+
+
+@pytest.mark.parametrize("more", [{"reward": "no_such"}, {"env": "no_such"}])
+def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
+    more: dict[str, Any], chat: ChatCodec, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "rows.jsonl", *[row()] * 99, row(**more))
+    with pytest.raises(DataError, match=r"rows.jsonl, row 99, field '(reward|env)'.*no_such"):
+        read_tasks(
+            source, opening_of(interaction(chat, "env.codec=toolrl"), chat), RowPolicy(10_000, max_bad_share=1.0)
+        )
 
 
 # --- tools

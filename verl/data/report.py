@@ -11,6 +11,7 @@ from verl.errors import DataError
 
 _SHOWN_BAD_ROWS = 3
 _SHOWN_CHARS = 100
+_CHOICES = ("reward", "env")  # columns that name code
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -43,7 +44,10 @@ class RowReport:
         return len(self.bad) + self.dropped.total()
 
     def add_bad(self, error: DataError, max_bad_share: float) -> None:
-        """A row that cannot be used. Raises its error where no such row is allowed."""
+        """A row that cannot be used. Raises its error where no such row is allowed, or where the row chooses a reward
+        or an environment that cannot be: a mistake in a name is never a share of bad data."""
+        if error.field in _CHOICES:
+            raise error
         if max_bad_share == 0:
             error.mend = error.mend or "Correct the row, or set max_bad_share to leave out some such rows"
             raise error
