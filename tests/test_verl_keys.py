@@ -389,6 +389,20 @@ def test_all_defaults_of_toolrls_together_are_ours() -> None:
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
 
 
+def test_toolrls_own_command_cuts_long_prompts_as_its_trainer_does(caplog: pytest.LogCaptureFixture) -> None:
+    path = "actor_rollout_ref.model.path=m"
+    assert load_config([path]).data.truncation == "left"
+    assert "data.truncation=left, as in ToolRL's trainer" in caplog.text
+    for words in (
+        [path, "data.truncation=error"],
+        [path, "reward.name=torl"],
+        [path, "actor_rollout_ref.rollout.n_agent=1"],
+        [path, "recipe=mini_ppo"],
+        ["model.path=m"],
+    ):
+        assert load_config(words).data.truncation == "error"
+
+
 def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
     tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(MOOT)]
     assert sum(map(len, tables)) == len(set().union(*tables))

@@ -127,13 +127,19 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
 def take_defaults(made: Translation) -> list[str]:
     """Takes the defaults of the version of veRL that a command without a recipe is written for and lists them.
 
-    ToolRL's are ours. A key that only another version has is the sign of that version.
+    A key that only one version has is the sign of that version. ToolRL's defaults are ours, except for its truncation:
+    a whole command in veRL's spelling takes that, if it has no such key and no other reward than ToolRL's.
     """
+    if "algorithm.name" in made.settings:
+        return []
     written = {short(key) for key in (*made.spelled.values(), *made.moot)} | made.read
+    versions = [version for version in VERSIONS if version.sign in written]
+    of_toolrl = spelled("model.path") in made.spelled.values() and "reward.name" not in made.settings
+    if not versions and of_toolrl and "data.truncation" not in made.settings:
+        made.settings["data.truncation"] = "left"
+        return ["data.truncation=left, as in ToolRL's trainer"]
     taken = []
-    for version in VERSIONS:
-        if version.sign not in written or "algorithm.name" in made.settings:
-            continue
+    for version in versions:
         for ours, (theirs, value) in version.defaults.items():
             if ours not in made.settings and theirs not in written:
                 made.settings[ours] = value
