@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessor,
     MinPLogitsWarper,
@@ -30,6 +29,7 @@ from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import reach
 from verl.transfer.bucket import Layout, Offer, Receiver, all_names
 from verl.types import Completion, FinishReason
+from verl.utils.pretrained import read_causal_lm
 
 MAX_BATCH = 256  # completions decoded together, where nothing else is asked for
 
@@ -196,11 +196,8 @@ class HFEngine:
 
 
 def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:
-    """An engine with a model of its own. Raises ConfigError if there is no model at `path`."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} holds no causal language model ({error})") from error
+    """An engine with a model of its own. Raises ConfigError if there is no model at `path`, or not a whole one."""
+    model = read_causal_lm(path, dtype)
     return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
 
 

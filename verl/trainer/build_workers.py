@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
@@ -27,6 +27,7 @@ from verl.trainer.threads import threads_of
 from verl.transfer.bucket import Layout, OpenOutlet
 from verl.transfer.gpu import CudaIpc, Meeting, NcclBroadcast
 from verl.transfer.memory import ByReference, SharedMemory
+from verl.utils.pretrained import read_model_config
 from verl.workers.offload import Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
@@ -205,10 +206,7 @@ def located(config: Config) -> Config:
 def model_room(config: ModelConfig) -> int | None:
     """Tokens that the model has positions for, where it says so. Raises ConfigError if there is no model."""
     assert config.path is not None
-    try:
-        room: int | None = getattr(AutoConfig.from_pretrained(config.path), "max_position_embeddings", None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {config.path!r} holds no model ({error})") from error
+    room: int | None = getattr(read_model_config(config.path), "max_position_embeddings", None)
     return room
 
 

@@ -12,6 +12,7 @@ from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.single_controller.group import Seat
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.threads import num_threads
+from verl.utils.pretrained import check_weights
 
 
 def reply_lengths(config: LoneEngineConfig) -> tuple[int, int]:
@@ -47,6 +48,8 @@ async def lone_engine(
             base.trainer, device=config.device, num_threads=num_threads(config.num_threads, 1), seed=config.seed
         ),
     )
+    assert config.model.path is not None
+    check_weights(config.model.path)
     engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
     sampling = Sampling(
         reply_length,

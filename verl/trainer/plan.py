@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.config.schema import Config
@@ -45,6 +45,7 @@ from verl.trainer.memory import (
     updating,
 )
 from verl.types import Task
+from verl.utils.pretrained import read_model_config
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.parity import check_packs
 
@@ -404,11 +405,11 @@ def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
 
 def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path") -> ModelShape:
     """The shape of the model at `path`, which `key` gives, by its configuration. ConfigError if there is none."""
+    config = read_model_config(path, key)
     try:
-        config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             module = wrapper(AutoModelForCausalLM.from_config(config))
-    except (OSError, ValueError) as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{key}: {path!r} holds no causal language model ({error})") from error
     return shape_of(module, config.get_text_config())
 

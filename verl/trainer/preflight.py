@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
@@ -39,6 +39,7 @@ from verl.trainer.plan import Plan
 from verl.trainer.plan_show import mends_told
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task
+from verl.utils.pretrained import read_model_config
 from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.lab import try_rewards
 from verl.utils.reward_score.rewards import Rewards, build_rewards
@@ -58,7 +59,7 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
     codec, tasks = inputs.codec, inputs.train[0][:_NUM_ROWS]
     rewards = build_rewards(config.reward.name, config.reward.options)
     assert config.model.path is not None
-    shape = AutoConfig.from_pretrained(config.model.path)
+    shape = read_model_config(config.model.path)
     for name, said in (
         ("template", check_round_trip(codec, rewards, tasks, config.data.max_response_length)),
         ("reward", check_reward(rewards, tasks)),

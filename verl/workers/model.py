@@ -7,15 +7,15 @@ Shape legend: A trained tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.batch import PackedBatch
 from verl.errors import ConfigError
+from verl.utils.pretrained import read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
 
@@ -27,17 +27,10 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None  # [A], where it was asked for
 
 
-def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A decoder-only model from a folder or a hub name, set up for packs. Raises ConfigError if there is none."""
+def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "model.path") -> PreTrainedModel:
+    """A decoder-only model from a folder or a hub name, set up for packs. Raises as `read_causal_lm` does."""
     attention.register()
-    try:
-        config = AutoConfig.from_pretrained(path)
-        return AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention.PACKED
-        )
-    except (OSError, ValueError) as error:
-        kind = "folder" if Path(path).exists() else "name"
-        raise ConfigError(f"model.path: the {kind} {path!r} holds no causal language model ({error})") from error
+    return read_causal_lm(path, dtype, key, attention.PACKED)
 
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:

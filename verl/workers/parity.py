@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.data.packing import make_units, pack
 from verl.errors import ConfigError
 from verl.types import Sample
+from verl.utils.pretrained import read_model_config
 from verl.workers import attention
 from verl.workers.model import PackedPolicy, decoder_layers, head_size
 
@@ -48,10 +49,7 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
 
     longest: tokens of the longest sequence; key: the configuration key that gives `path`
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path!r} holds no causal language model ({_first_line(error)})") from error
+    config = read_model_config(path, key)
     refused = f"{key}: {next(iter(config.architectures or [type(config).__name__]))} cannot be trained"
     _check_rope(config, longest, refused)
     try:

@@ -148,7 +148,8 @@ def _engine(
     offload: Offload = STAY,
 ) -> FSDPEngine:
     """A sharded model; one that is never updated is held in the dtype it computes in."""
-    model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype)
+    key = "model.path" if path == spec.model_path else "critic.path"
+    model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module: PackedPolicy | PackedCritic = wrapper(model)

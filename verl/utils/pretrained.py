@@ -1,0 +1,103 @@
+"""Models as folders or hub names give them, whole or not at all.
+
+transformers fills a weight that a folder lacks with random numbers and says so in a log that workers do not show, and
+takes weights that are NaN. Whatever else its readers of many formats raise is told as one error, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from verl.errors import ConfigError
+
+_SHOWN = 3  # names of an error
+_NOT_FINITE = "has weights that are NaN or infinite"
+
+
+def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
+    """The configuration of a model. Raises ConfigError, naming the key that gives `path`, if there is none."""
+    with _readable(path, key):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    return config
+
+
+def read_causal_lm(
+    path: str, dtype: torch.dtype, key: str = "model.path", attention: str | None = None
+) -> PreTrainedModel:
+    """A decoder-only model with all of its weights, on the CPU.
+
+    key: that gives `path`; attention: transformers' name of an implementation, its own choice if left out
+    Raises ConfigError if there is none, or if weights are missing, of other shapes, or not finite. Pickled weights are
+    read as tensors alone: one that would run code is refused.
+    """
+    quiet = logging.get_verbosity()
+    logging.set_verbosity_error()  # its table of what is missing is told below, in a line
+    try:
+        with _readable(path, key):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=read_model_config(path, key),
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    finally:
+        logging.set_verbosity(quiet)
+    model: PreTrainedModel = loaded[0]
+    told: dict[str, Any] = loaded[1]
+    shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in told["mismatched_keys"]]
+    odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    for problem, names in (
+        ("lacks weights", sorted(told["missing_keys"])),
+        ("has weights of other shapes than its config.json says", sorted(shapes)),
+        (_NOT_FINITE, odd),
+    ):
+        _refuse(path, key, problem, names)
+    return model
+
+
+def check_weights(path: str, key: str = "model.path") -> None:
+    """Raises ConfigError for safetensors of a folder that cannot be read or are not finite, without loading a model.
+
+    For engines that load weights in processes of their own, and take what is there.
+    """
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with _readable(path, key), safe_open(file, "pt") as shard:
+            odd = [name for name in shard.keys() if not _is_finite(shard.get_tensor(name))]  # noqa: SIM118  no mapping
+        _refuse(path, key, _NOT_FINITE, odd)
+
+
+def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
+    if names:
+        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN]) + rest
+        raise ConfigError(f"{key}: the model in {path!r} {problem}: {shown}. Copy or export it anew")
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return not weight.is_floating_point() or bool(torch.isfinite(weight.sum(dtype=torch.float32)))
+
+
+@contextmanager
+def _readable(path: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of safetensors, pickle, json, huggingface_hub, torch: each format has its own
+        kind = "folder" if Path(path).exists() else "name"
+        reason = next(iter(str(error).splitlines()), "")  # without lists of all models and advice on upgrades
+        raise ConfigError(
+            f"{key}: the {kind} {path!r} holds no causal language model that can be read "
+            f"({type(error).__name__}: {reason})"
+        ) from error
