@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.tiny import MINI
+from verl.data import bounds
 from verl.data.chat import ChatCodec
 from verl.data.codecs.base import build_codec
 from verl.errors import ConfigError, DataError
@@ -218,3 +220,30 @@ def test_a_prompt_that_the_template_refuses_is_a_fault_of_the_data() -> None:
     codec = with_template("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}")
     with pytest.raises(DataError, match="refuses messages of the roles user"):
         codec.opening_ids((QUESTION,), (TOOL,))
+
+
+ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "said"),
+    [
+        ("{{ range(10**9) | list }}", DataError, "OverflowError"),
+        ("{{ 1 / 0 }}", DataError, "ZeroDivisionError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", DataError, "RecursionError"),
+        ("{{ 'a' * 10**7 }}", ConfigError, "makes 10000000 characters of [0-9]+; name another"),
+        (ENDLESS, ConfigError, r"did not end within 2 s"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_told_in_a_line(
+    template: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds.render_deadline.__wrapped__, "__defaults__", (2.0,))  # type: ignore[attr-defined]
+    with pytest.raises(error, match=f"chat template.*{said}"):
+        with_template(template).prompt_ids((QUESTION,))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_long_message_may_make_a_long_prompt() -> None:
+    text = "a" * (2 * bounds.FREE_CHARS)
+    assert len(codec_of("mini").rendered((Message("user", text),))) > len(text)

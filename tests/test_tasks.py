@@ -196,6 +196,17 @@ def test_a_line_that_is_not_json_is_a_bad_row(tmp_path: Path) -> None:
     assert [task.id for task in tasks] == ["t.jsonl#0", "t.jsonl#3"] and len(tasks.report.bad) == 2
 
 
+def test_a_row_that_is_nested_too_deep_to_be_copied_is_a_bad_row(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"deeper": deep}
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(row())}\n{json.dumps({**row(), 'extra_info': deep})}\n")
+    with pytest.raises(DataError, match=r"t\.jsonl, row 1: has a value in more than 100 lists and objects"):
+        TaskSet(str(path))
+    assert len(TaskSet(str(path), max_bad_share=1.0)) == 1
+
+
 def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:
     rows = [{**row(), "extra_info": {"when": datetime(2026, 1, 1)}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")

@@ -7,7 +7,7 @@ others speak next, `continuation_ids` where the policy's own turn goes on.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from verl.data.bounds import RenderTimeoutError, check_growth, render_deadline
 from verl.data.codecs.prompt import function_schema
 from verl.data.messages import as_openai
 from verl.data.template import check_messages, tool_fault, tools_left_out
@@ -98,34 +99,35 @@ class ChatCodec:
         """What the chat template makes of the messages.
 
         tools: those that the template is to tell of. Templates tell an empty list from none, so none is passed.
-        Raises DataError if the template refuses them, ConfigError if it is none.
+        Raises DataError if the template refuses them, ConfigError if it is none, or does not come to an end.
         """
-        given = [as_openai(message) for message in messages]
+        where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+        given, schemas = [as_openai(message) for message in messages], [function_schema(tool) for tool in tools]
         render = partial(
             self.tokenizer.apply_chat_template,
-            tools=[function_schema(tool) for tool in tools] or None,
+            tools=schemas or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **self.template_options,
         )
         try:
-            try:
-                text: str = render(given)
-            except (TemplateError, TypeError):  # some know calls without a text by null, others by an empty one
-                if all(each["content"] is not None for each in given):
-                    raise
-                text = render([each if each["content"] is not None else {**each, "content": ""} for each in given])
+            with render_deadline():
+                text = _rendered(render, given)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} cannot be read "
-                f"(line {error.lineno}: {error.message}); correct it, or name another with model.tokenizer_path"
+                f"{where} cannot be read (line {error.lineno}: {error.message}); correct it, or name another with "
+                "model.tokenizer_path"
             ) from error
-        except (TemplateError, TypeError) as error:  # the second where a template adds up what does not go together
+        except RenderTimeoutError as error:
+            raise ConfigError(f"{where}: {error}; name another with model.tokenizer_path") from error
+        except Exception as error:  # a template is a program: it may add up what does not go together, or recurse
             roles = ", ".join(message.role for message in messages)
+            reason = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"the chat template refuses messages of the roles {roles} ({error})",
+                f"the chat template refuses messages of the roles {roles} ({reason})",
                 mend="Change the row, or name a tokenizer with another template with model.tokenizer_path",
             ) from error
+        check_growth(text, (given, schemas), where)
         return text
 
     def answer_ids(self, messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
@@ -207,3 +209,13 @@ class ChatCodec:
 def _writable(text: str) -> str:
     """The text with "?" for halves of surrogate pairs, which tools can put out and no tokenizer takes."""
     return text.encode(errors="replace").decode()
+
+
+def _rendered(render: Callable[[Sequence[Mapping[str, Any]]], str], given: Sequence[Mapping[str, Any]]) -> str:
+    """Some templates know calls without a text by null, others by an empty one."""
+    try:
+        return render(given)
+    except (TemplateError, TypeError):
+        if all(each["content"] is not None for each in given):
+            raise
+        return render([each if each["content"] is not None else {**each, "content": ""} for each in given])

@@ -13,7 +13,7 @@ import re
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from verl.errors import DataError
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
+_DEEPEST = 100  # lists and objects around a value of a row; copying recurses
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
 
@@ -36,7 +37,7 @@ def read_rows(source: str) -> Iterator[Any]:
     splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count.
+    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied.
 
     Raises DataError for a file that is missing or is not what its name says.
     """
@@ -44,12 +45,12 @@ def read_rows(source: str) -> Iterator[Any]:
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     suffix = ".jsonl" if path.name.endswith(".jsonl.gz") else path.suffix
     if suffix not in readers or os.path.isdir(source):  # noqa: PTH112  as below
-        yield from _read_dataset(source)
+        yield from map(_shallow, _read_dataset(source))
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises for a name that is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
     try:
-        yield from readers[suffix](path)
+        yield from map(_shallow, readers[suffix](path))
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow's are ValueErrors
         raise DataError(
             f"cannot be read as {suffix[1:]} ({_one_line(error)})", mend="Write or copy it anew", file=source
@@ -107,6 +108,22 @@ def _read_json(path: Path) -> Iterator[Any]:
                 continue
             yield value
             position = after + (text[after] == ",")
+
+
+def _shallow(row: Any) -> Any:
+    """The row, or the DataError that it comes as."""
+    level, depth = [row], 0
+    while level := [each for value in level for each in _inner(value)]:
+        depth += 1
+        if depth > _DEEPEST:
+            return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+    return row
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _after_blanks(text: str, position: int) -> int:
