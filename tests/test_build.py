@@ -45,7 +45,15 @@ from verl.single_controller.group import Seat
 from verl.single_controller.ray import Bundle
 from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder, train_sampling, val_sampling
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import Workers, choose_device, located, rank_spec, start_engine, start_workers
+from verl.trainer.build_workers import (
+    Workers,
+    check_device,
+    choose_device,
+    located,
+    rank_spec,
+    start_engine,
+    start_workers,
+)
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -471,6 +479,20 @@ def test_a_gpu_is_not_made_up() -> None:
     assert choose_device(load_config([]).trainer) == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         choose_device(load_config(["trainer.device=cuda"]).trainer)
+
+
+def test_a_cluster_that_is_joined_says_itself_what_gpus_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, cuda, cpu = (load_config([f"trainer.device={name}"]).trainer for name in ("auto", "cuda", "cpu"))
+    assert [choose_device(each, 8.0) for each in (auto, cuda, cpu)] == ["cuda", "cuda", "cpu"]
+    assert choose_device(auto, 0.0) == "cpu"
+    with pytest.raises(ConfigError, match="the Ray cluster has no GPU"):
+        choose_device(cuda, 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_device(cuda)  # of no matter here: workers will not be on this machine
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        check_device(cuda)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, need_vllm
 from verl.errors import EngineError
 from verl.trainer.build_workers import cpu_links
 from verl.transfer.bucket import Layout, Offer, Outlet, Receiver, all_names, digest, plan
+from verl.transfer.gpu import Meeting
 from verl.transfer.memory import ByReference, SharedMemory
 
 CPU = torch.device("cpu")
@@ -135,3 +138,21 @@ def test_engines_on_nodes_without_a_rank_are_sent_references() -> None:
     links = cpu_links(["a", "b"], ["b", "c"])
     assert list(links.outlets) == [ByReference, None]
     assert [list(places) for places in links.sources] == [[0], [0]]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_without_nccl_do_not_take_a_broadcast_that_does_nothing_for_one(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_vllm()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/nowhere/libnccl.so")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    meeting = Meeting(host, port, 2)
+    with ThreadPoolExecutor(2) as ranks:
+        both = [ranks.submit(meeting.join, rank) for rank in range(2)]
+        for rank, each in enumerate(both):
+            with pytest.raises(EngineError, match=f"rank {rank} of 2 cannot load NCCL"):
+                each.result(60)

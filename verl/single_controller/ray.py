@@ -61,6 +61,7 @@ class Cluster:
     """A running Ray, started here or joined."""
 
     call_timeout_s: float = 3600.0
+    num_gpus: float | None = None  # of one that was joined; None: of one on this machine, which knows its own
 
     @classmethod
     @contextmanager
@@ -80,7 +81,7 @@ class Cluster:
             warnings.filterwarnings("ignore", message=message)
         variables = {**_OF_EVERY_WORKER, **(environment or {})}
         address = os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
-        join = address != "local"
+        join = joins(join)
         _check_reachable(address)
         slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
         try:
@@ -98,7 +99,8 @@ class Cluster:
                 raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
             raise WorkerError(f"Ray did not start on this machine: {error}") from error
         try:
-            yield cls(call_timeout_s)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            yield cls(call_timeout_s, resources.get("GPU", 0.0) if join else None)
         finally:
             ray.shutdown()
 
@@ -303,6 +305,11 @@ class RayGroup:
         if isinstance(error, RayActorError):
             return WorkerError(f"{who} died during {task}")
         return WorkerError(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+
+
+def joins(asked: bool) -> bool:
+    """Whether a cluster is joined rather than started: RAY_ADDRESS names one, or it is asked for."""
+    return asked or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
 
 
 def _check_reachable(address: str) -> None:

@@ -122,7 +122,6 @@ def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
 @contextmanager
 def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[Fit]:
     """Everything that a run needs, started; ended with the block."""
-    device = choose_device(config.trainer)
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = made_with(asdict(config))
     saved = find_saved(store, COMMAND, settings)
@@ -147,6 +146,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
         ) as scorer,
     ):
+        device = choose_device(config.trainer, cluster.num_gpus)
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         try:
             trainer = build_trainer(

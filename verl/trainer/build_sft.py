@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_codec
-from verl.trainer.build_workers import DTYPES, choose_device, optimizer_settings
+from verl.trainer.build_workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
@@ -36,7 +36,8 @@ from verl.workers.rank import RankSpec, build_rank
 @contextmanager
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Everything that a supervised run needs, started; ended with the block."""
-    device, codec, trainer = choose_device(config.trainer), load_codec(config.model), config.trainer
+    check_device(config.trainer)
+    codec, trainer = load_codec(config.model), config.trainer
     train, shown = _load(config, config.data.train_files, codec, console)
     val, _ = _load(config, config.data.val_files, codec, console)
     train_tasks = TrainTasks.of(tasks_of(shown), TrainTasks.read(config.model.path))
@@ -56,18 +57,18 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         temperature=1.0,
         optimizer=optimizer_settings(config.optim, config.grad_clip, total_steps),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
-        device=device,
         ranks_per_node=trainer.n_gpus_per_node,
         num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
         seed=trainer.seed,
         timeout_s=trainer.call_timeout_s,
     )
     num_ranks = trainer.nnodes * trainer.n_gpus_per_node
-    bundle = Bundle(1.0, 1.0 if device == "cuda" else 0.0)
     display = Display(total_steps, console)
     run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
     with Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster:
+        device = choose_device(trainer, cluster.num_gpus)
+        spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)

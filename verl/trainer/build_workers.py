@@ -20,7 +20,7 @@ from verl.errors import ConfigError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
 from verl.single_controller.group import Seat, WorkerError
-from verl.single_controller.ray import Bundle, Cluster, Pool, RayGroup
+from verl.single_controller.ray import Bundle, Cluster, Pool, RayGroup, joins
 from verl.trainer.build_algorithm import pays_kl
 from verl.trainer.policy import Policy
 from verl.trainer.threads import threads_of
@@ -66,12 +66,27 @@ class Workers:
         self.engines.close()
 
 
-def choose_device(config: RunConfig) -> str:
-    """cuda where there is a GPU and nothing else is asked for. Raises ConfigError if cuda is asked for in vain."""
-    there = torch.cuda.is_available()
+def choose_device(config: RunConfig, num_gpus: float | None = None) -> str:
+    """cuda where there is a GPU and nothing else is asked for. Raises ConfigError if cuda is asked for in vain.
+
+    num_gpus: of the cluster that is joined, whose GPUs need not be this machine's; None: this machine's count
+    """
+    there = torch.cuda.is_available() if num_gpus is None else num_gpus > 0
     if config.device == "cuda" and not there:
-        raise ConfigError("trainer.device=cuda, but torch sees no GPU; see `python -m verl.doctor`")
+        where = "torch sees no GPU" if num_gpus is None else "the Ray cluster has no GPU"
+        raise ConfigError(f"trainer.device=cuda, but {where}; see `python -m verl.doctor`")
     return "cuda" if there and config.device != "cpu" else "cpu"
+
+
+def check_device(config: RunConfig) -> None:
+    """Raises as `choose_device` does, before anything starts, where the workers are to be on this machine."""
+    if not joins(config.nnodes > 1):
+        choose_device(config)
+
+
+def sees_gpu(config: RunConfig) -> bool:
+    """Whether this machine has a GPU that may be used; the workers may be in a cluster that has others."""
+    return torch.cuda.is_available() and config.device != "cpu"
 
 
 def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:

@@ -53,13 +53,14 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs, run_folder
     from verl.trainer.build_env import opening_of
-    from verl.trainer.build_workers import choose_device
+    from verl.trainer.build_workers import check_device, sees_gpu
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
     from verl.trainer.preflight import preflight
 
     folder = run_folder(config.trainer)
-    wanted = choose_device(config.trainer) == "cuda" if config.trainer.preflight is None else config.trainer.preflight
+    check_device(config.trainer)
+    wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
     of_benchmarks = (line for benchmark in inputs.exams.benchmarks for line in benchmark.files())
     for line in (*map(str, inputs.reports), *of_benchmarks):

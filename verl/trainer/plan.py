@@ -28,7 +28,7 @@ from verl.errors import ConfigError
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
-from verl.trainer.build_workers import choose_device, engine_dtype, sequence_length
+from verl.trainer.build_workers import engine_dtype, sees_gpu, sequence_length
 from verl.trainer.memory import (
     GIB,
     ModelShape,
@@ -474,7 +474,7 @@ def find_place(config: Config, gpu: str | None = None) -> Place:
         if device is None:
             raise ConfigError(f"gpu={gpu!r} is not known; known: {', '.join(DEVICES)}, cpu")
         return Place(gpu, device.memory_gib, device)
-    if gpu is None and choose_device(config.trainer) == "cuda":
+    if gpu is None and sees_gpu(config.trainer):
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
         return Place(name, total / GIB, find_device(name))
     return Place("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)

@@ -6,6 +6,7 @@ their own. Written for the calls that torch 2.11 and later, vLLM 0.24 and vllm-c
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from verl.errors import EngineError
 from verl.transfer.bucket import NUM_SLOTS, Layout, Receiver, digest
 
 if TYPE_CHECKING:
@@ -81,12 +83,21 @@ class Meeting:
     size: int
 
     def join(self, rank: int) -> PyNcclCommunicator:
-        """Waits until all are there."""
+        """Waits until all are there. Raises EngineError without NCCL: its broadcasts would do nothing."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        group = StatelessProcessGroup.create(host=self.host, port=self.port, rank=rank, world_size=self.size)
-        return PyNcclCommunicator(group, device=torch.cuda.current_device())
+        # vLLM's own socket would know addresses of version 4 alone.
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listening = socket.create_server((self.host, self.port), family=family) if rank == 0 else None
+        group = StatelessProcessGroup.create(self.host, self.port, rank, self.size, listen_socket=listening)
+        communicator = PyNcclCommunicator(group, device=torch.cuda.current_device())
+        if communicator.disabled:
+            raise EngineError(
+                f"weights cannot be broadcast: rank {rank} of {self.size} cannot load NCCL; install "
+                "nvidia-nccl-cu12 or -cu13, whichever torch.version.cuda says, or choose rollout.placement=colocated"
+            )
+        return communicator
 
 
 class NcclBroadcast:
