@@ -106,7 +106,9 @@ def test_a_damaged_folder_is_one_config_error(name: str, folder: Path, monkeypat
     assert not evil.exists()
 
 
-@pytest.mark.parametrize("name", ["one NaN", "one infinity", "a cut file", "an empty file"])
+@pytest.mark.parametrize(
+    "name", ["a weight is missing", "all weights are missing", "one NaN", "one infinity", "a cut file", "an empty file"]
+)
 def test_what_an_engine_of_its_own_would_take_is_refused_before_it_starts(name: str, folder: Path) -> None:
     check_weights(str(folder))
     damage, expected = DAMAGES[name]

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from verl.errors import ConfigError
 
 _SHOWN = 3  # names of an error
+_LACKS = "lacks weights"
 _NOT_FINITE = "has weights that are NaN or infinite"
 
 
@@ -58,7 +59,7 @@ def read_causal_lm(
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in told["mismatched_keys"]]
     odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     for problem, names in (
-        ("lacks weights", sorted(told["missing_keys"])),
+        (_LACKS, sorted(told["missing_keys"])),
         ("has weights of other shapes than its config.json says", sorted(shapes)),
         (_NOT_FINITE, odd),
     ):
@@ -67,14 +68,26 @@ def read_causal_lm(
 
 
 def check_weights(path: str, key: str = "model.path") -> None:
-    """Raises ConfigError for safetensors of a folder that cannot be read or are not finite, without loading a model.
+    """Raises ConfigError for safetensors of a folder that lack weights, or hold some that are not finite.
 
-    For engines that load weights in processes of their own, and take what is there.
+    For engines that load weights in processes of their own, and take what is there. Reads the files once, a weight at a
+    time. Where a folder's names are not those of transformers' model (experts that it stores one by one, say), nothing
+    can be said of what is missing.
     """
-    for file in sorted(Path(path).glob("*.safetensors")):
+    files = sorted(Path(path).glob("*.safetensors"))
+    there: set[str] = set()
+    for file in files:
         with _readable(path, key), safe_open(file, "pt") as shard:
-            odd = [name for name in shard.keys() if not _is_finite(shard.get_tensor(name))]  # noqa: SIM118  no mapping
+            names = [*shard.keys()]
+            odd = [name for name in names if not _is_finite(shard.get_tensor(name))]
         _refuse(path, key, _NOT_FINITE, odd)
+        there |= {*names}
+    config = read_model_config(path, key)
+    with _readable(path, key), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    needed = {name for name, _ in model.named_parameters()}  # of those that are tied the first
+    if files and there <= {name for name, _ in model.named_parameters(remove_duplicate=False)}:
+        _refuse(path, key, _LACKS, sorted(needed - there))
 
 
 def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
