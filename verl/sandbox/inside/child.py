@@ -101,9 +101,10 @@ def _bound(jail: Jail, limits: dict[str, Any]) -> None:
         resource.RLIMIT_AS: (jail.virtual_mib + limits["memory_mib"]) * MIB,
         resource.RLIMIT_FSIZE: limits["file_mib"] * MIB,
         resource.RLIMIT_NOFILE: NUM_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # at 0, a program that core files are piped to would be started
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_SIGPENDING: 1024,  # the kernel counts them for all of a user
     }
     for name, bound in bounds.items():
         resource.setrlimit(name, (bound, bound))
