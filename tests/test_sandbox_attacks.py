@@ -519,6 +519,12 @@ find . -name '*.c' | wc -l; df . > /dev/null; nproc > /dev/null; timeout 5 nice 
     assert (done.status, done.stdout, done.stderr) == (Status.FINISHED, "1000\n3\n", "")
 
 
+def test_mountinfo_does_not_show_where_the_host_keeps_this_package(pool: Pool) -> None:
+    mounts = pool.run("print(open('/proc/self/mountinfo').read())").stdout
+    assert " /tmp " in mounts
+    assert str(ROOT / "verl") not in mounts
+
+
 ORDINARY_USER = """
 import asyncio, sys
 from verl.sandbox.local import LocalSandbox
