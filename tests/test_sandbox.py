@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -568,16 +568,45 @@ def test_the_filter_decides_about_every_number_of_every_machine_it_knows() -> No
         seccomp.program("vax")
 
 
-def _verdict(machine: str, arch: int, number: int) -> int:
-    """What the filter returns for a call with the arguments 1, 1, .., as the kernel would interpret it."""
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_the_filter_decides_about_arguments(machine: str) -> None:
+    arch, column = seccomp.MACHINES[machine]
+
+    def allows(name: str, *arguments: int, counted: bool = True) -> bool:
+        number = seccomp.ALLOWED[name][column]
+        assert number is not None
+        return _verdict(machine, arch, number, arguments, counted=counted) == seccomp.ALLOW[0][3]
+
+    for counted in (True, False):
+        assert allows("mmap", 0, 4096, 3, 0x22, counted=counted)  # private, without a file
+        assert allows("mmap", 0, 4096, 3, 0x01, counted=counted)  # shared, of a file
+        assert allows("mmap", 0, 4096, 3, 0x21, counted=counted) is counted
+        assert allows("setsockopt", 3, 1, 7, counted=counted) is counted  # SO_SNDBUF
+        assert allows("setsockopt", 3, 1, 2, counted=counted)  # SO_REUSEADDR
+        assert allows("setsockopt", 3, 6, 7, counted=counted)
+    assert allows("prlimit64", 0, 7, 1) and allows("prlimit64", 0, 4, 0)
+    assert not allows("prlimit64", 0, 4, 1)
+    assert not allows("prlimit64", 0, 4, 1 << 32)
+    assert not allows("prlimit64", 1, 7, 0)
+    assert allows("socket", 10, 2 | 0x80800, 17) and allows("socket", 1, 5, 0)
+    assert not allows("socket", 2, 3, 17) and not allows("socket", 2, 1, 262) and not allows("socket", 16, 3, 0)
+    assert allows("socketpair", 1, 1, 0) and not allows("socketpair", 40, 1, 0)
+    assert allows("clone", 0x1200011) and not allows("clone", 0x10000011)
+    assert allows("ioctl", 0, 0x5401) and not allows("ioctl", 0, 0x5412 | 1 << 40)
+
+
+def _verdict(machine: str, arch: int, number: int, arguments: Sequence[int] = (1,) * 6, *, counted: bool = True) -> int:
+    """What the filter returns for a call, as the kernel would interpret it."""
     words = {seccomp.NUMBER_AT: number, seccomp.ARCH_AT: arch}
-    words |= {seccomp.ARGUMENTS_AT + 8 * place: 1 for place in range(6)}
+    for place, argument in enumerate(arguments):
+        words[seccomp.ARGUMENTS_AT + 8 * place] = argument & 0xFFFFFFFF
+        words[seccomp.ARGUMENTS_AT + 8 * place + 4] = argument >> 32
     tests: dict[int, Callable[[int, int], bool]] = {
         seccomp.JUMP_EQUAL: operator.eq,
         seccomp.JUMP_AT_LEAST: operator.ge,
         seccomp.JUMP_ANY_BIT: lambda word, bits: bool(word & bits),
     }
-    program, place, word = seccomp.instructions(machine), 0, 0
+    program, place, word = seccomp.instructions(machine, counted=counted), 0, 0
     while True:
         code, if_true, if_false, value = program[place]
         place += 1

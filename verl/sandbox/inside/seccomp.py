@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import platform
 import resource
 import socket
@@ -174,12 +175,22 @@ RULES = {
     "prlimit64": _one_of(0, (0,), _OWN_LIMIT, _fail(errno.EPERM)),  # 0: of itself
 }
 
+# The same where no cgroup counts memory: what is shared without a file, and buffers of sockets beyond their default.
+UNCOUNTED = {
+    "mmap": _any_bit(3, mmap.MAP_SHARED, _any_bit(3, mmap.MAP_ANONYMOUS, _fail(errno.EPERM), ALLOW), ALLOW),
+    "setsockopt": _one_of(1, (socket.SOL_SOCKET,), _one_of(2, (socket.SO_SNDBUF,), _fail(errno.EPERM), ALLOW), ALLOW),
+}
 
-def instructions(machine: str) -> Program:
-    """The filter. KeyError for a machine whose numbers are not known."""
+
+def instructions(machine: str, *, counted: bool = True) -> Program:
+    """The filter. KeyError for a machine whose numbers are not known.
+
+    counted: a cgroup counts all memory
+    """
     arch, column = MACHINES[machine]
+    rules = RULES if counted else RULES | UNCOUNTED
     numbers = {name: pair[column] for name, pair in ALLOWED.items()}
-    known = {number: RULES.get(name, ALLOW) for name, number in numbers.items() if number is not None}
+    known = {number: rules.get(name, ALLOW) for name, number in numbers.items() if number is not None}
     runs: list[tuple[int, Program]] = []  # first number, what is done from there on
     for number in range(max(known) + 2):
         verdict = known.get(number, REFUSE)
@@ -198,9 +209,9 @@ def _search(runs: Sequence[tuple[int, Program]]) -> Program:
     return ((JUMP_AT_LEAST, len(below), 0, runs[middle][0]), *below, *_search(runs[middle:]))
 
 
-def program(machine: str = platform.machine()) -> bytes:
+def program(machine: str = platform.machine(), *, counted: bool = True) -> bytes:
     """The filter as the kernel reads it."""
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions(machine))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions(machine, counted=counted))
 
 
 def install(filter_: bytes) -> None:
