@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -130,10 +130,10 @@ def test_a_command_that_is_stopped_leaves_the_folder_as_it_was() -> None:
 def test_a_command_for_which_there_is_no_room_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     run = PlainSandbox.run
 
-    async def bounded(self: PlainSandbox, *args: Any, files: Mapping[str, bytes], **settings: Any) -> Execution:
+    async def bounded(self: PlainSandbox, code: str, language: str, *, files: Any, **settings: Any) -> Execution:
         if (size := sum(map(len, files.values()))) > 1 << 20:
             raise DataError(f"files of {size} bytes", field="files")
-        return await run(self, *args, files=files, **settings)
+        return await run(self, code, language, files=files, **settings)
 
     monkeypatch.setattr(PlainSandbox, "run", bounded)
     (refused,), (after,) = talk({"name": "shell"}, [["# " + "x" * (2 << 20)], ["ls"]])
