@@ -14,6 +14,7 @@ from verl.envs.tools.build import build_tools
 from verl.envs.tools.python import MAX_PARSED_CHARS, printing_last
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError, DataError
+from verl.sandbox.base import Execution
 from verl.types import Message, Task, ToolCall, ToolStatus
 
 Said = list[tuple[str, ToolStatus]]
@@ -123,6 +124,20 @@ def test_a_command_that_is_stopped_leaves_the_folder_as_it_was() -> None:
     tool = {"name": "shell", "limits": {"wall_s": 1.5}}
     (stopped,), (after,) = talk(tool, [["touch half; sleep 30"], ["ls; rm -rf ../after.tar"]])
     assert stopped[1] is ToolStatus.TIMEOUT and stopped[0].endswith("Files are as they were before this command.")
+    assert after == ("", ToolStatus.SUCCESS)
+
+
+def test_a_command_for_which_there_is_no_room_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PlainSandbox.run
+
+    async def bounded(self: PlainSandbox, code: str, language: str, *, files: Any, **settings: Any) -> Execution:
+        if (size := sum(map(len, files.values()))) > 1 << 20:
+            raise DataError(f"files of {size} bytes", field="files")
+        return await run(self, code, language, files=files, **settings)
+
+    monkeypatch.setattr(PlainSandbox, "run", bounded)
+    (refused,), (after,) = talk({"name": "shell"}, [["# " + "x" * (2 << 20)], ["ls"]])
+    assert refused[1] is ToolStatus.USER_ERROR and "could not be run in its folder: files of " in refused[0]
     assert after == ("", ToolStatus.SUCCESS)
 
 

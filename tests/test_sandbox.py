@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -545,7 +547,7 @@ def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
 
     def lives(pid: int) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
         return False
 
     deadline = time.monotonic() + 20
@@ -554,8 +556,81 @@ def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
         time.sleep(0.05)
 
 
-def test_the_filter_refuses_on_every_machine_it_knows() -> None:
-    for machine in seccomp.MACHINES:
+def test_the_filter_decides_about_every_number_of_every_machine_it_knows() -> None:
+    for machine, (arch, column) in seccomp.MACHINES.items():
         assert len(seccomp.program(machine)) % 8 == 0
+        numbers = {pair[column]: name for name, pair in seccomp.ALLOWED.items()}
+        for number in (*range(600), 1 << 30, (1 << 32) - 1):
+            expected = numbers.get(number) not in (None, "prlimit64")  # of another process: with these arguments
+            assert (_verdict(machine, arch, number) == seccomp.ALLOW[0][3]) is expected, (machine, number)
+        assert _verdict(machine, arch ^ 1, 0) == seccomp.KILL[0][3]
     with pytest.raises(KeyError):
         seccomp.program("vax")
+
+
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_the_filter_decides_about_arguments(machine: str) -> None:
+    arch, column = seccomp.MACHINES[machine]
+
+    def allows(name: str, *arguments: int, counted: bool = True) -> bool:
+        number = seccomp.ALLOWED[name][column]
+        assert number is not None
+        return _verdict(machine, arch, number, arguments, counted=counted) == seccomp.ALLOW[0][3]
+
+    for counted in (True, False):
+        assert allows("mmap", 0, 4096, 3, 0x22, counted=counted)  # private, without a file
+        assert allows("mmap", 0, 4096, 3, 0x01, counted=counted)  # shared, of a file
+        assert allows("mmap", 0, 4096, 3, 0x21, counted=counted) is counted
+        assert allows("setsockopt", 3, 1, 7, counted=counted) is counted  # SO_SNDBUF
+        assert allows("setsockopt", 3, 1, 2, counted=counted)  # SO_REUSEADDR
+        assert allows("setsockopt", 3, 6, 7, counted=counted)
+    assert allows("prlimit64", 0, 7, 1) and allows("prlimit64", 0, 4, 0)
+    assert not allows("prlimit64", 0, 4, 1)
+    assert not allows("prlimit64", 0, 4, 1 << 32)
+    assert not allows("prlimit64", 1, 7, 0)
+    assert allows("socket", 10, 2 | 0x80800, 17) and allows("socket", 1, 5, 0)
+    assert not allows("socket", 2, 3, 17) and not allows("socket", 2, 1, 262) and not allows("socket", 16, 3, 0)
+    assert allows("socketpair", 1, 1, 0) and not allows("socketpair", 40, 1, 0)
+    assert allows("clone", 0x1200011) and not allows("clone", 0x10000011)
+    assert allows("ioctl", 0, 0x5401) and not allows("ioctl", 0, 0x5412 | 1 << 40)
+
+
+def _verdict(machine: str, arch: int, number: int, arguments: Sequence[int] = (1,) * 6, *, counted: bool = True) -> int:
+    """What the filter returns for a call, as the kernel would interpret it."""
+    words = {seccomp.NUMBER_AT: number, seccomp.ARCH_AT: arch}
+    for place, argument in enumerate(arguments):
+        words[seccomp.ARGUMENTS_AT + 8 * place] = argument & 0xFFFFFFFF
+        words[seccomp.ARGUMENTS_AT + 8 * place + 4] = argument >> 32
+    tests: dict[int, Callable[[int, int], bool]] = {
+        seccomp.JUMP_EQUAL: operator.eq,
+        seccomp.JUMP_AT_LEAST: operator.ge,
+        seccomp.JUMP_ANY_BIT: lambda word, bits: bool(word & bits),
+    }
+    program, place, word = seccomp.instructions(machine, counted=counted), 0, 0
+    while True:
+        code, if_true, if_false, value = program[place]
+        place += 1
+        if code == seccomp.RETURN:
+            return value
+        if code == seccomp.LOAD:
+            word = words.get(value, 0)
+        elif code == seccomp.AND:
+            word &= value
+        else:
+            place += if_true if tests[code](word, value) else if_false
+
+
+@pytest.mark.parametrize(
+    ("column", "header"),
+    [(0, "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), (1, "/usr/include/asm-generic/unistd.h")],
+    ids=["x86_64", "aarch64"],
+)
+def test_the_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> None:
+    if not Path(header).exists():
+        pytest.skip("no headers of the kernel")
+    found = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", Path(header).read_text(), re.MULTILINE)
+    numbers = {name: int(number) for name, number in found}
+    named = {name: pair[column] for name, pair in seccomp.ALLOWED.items()}
+    wrong = {name: number for name, number in named.items() if numbers.get(name, number) != number}
+    assert not wrong
+    assert sum(name in numbers for name in named) > 200

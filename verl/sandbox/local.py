@@ -28,6 +28,9 @@ from verl.sandbox.inside import frames
 LANGUAGES = ("python", "bash")
 GRACE_S = 15.0  # after an execution's own limit, until its supervisor counts as lost
 DEFAULT_LIMITS = Limits()
+# What may be asked for; the machine's own bounds hold besides.
+MOST = Limits(wall_s=1e6, cpu_s=1e6, memory_mib=1 << 24, processes=1 << 22, file_mib=1 << 20, output_kib=1 << 20)
+NAME_BYTES, PATH_BYTES = 255, 4000  # Linux's bounds; the working folder's own path needs some of 4096
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +70,7 @@ class LocalSandbox:
             raise DataError(f"language {language!r}", f"one of {', '.join(LANGUAGES)}", field="language")
         bounds = limits or self.limits
         request = _request(language, code, files or {}, bounds)
-        task = {"limits": asdict(bounds), "fetch": _paths(fetch)}
+        task = {"limits": asdict(bounds), "fetch": _paths(fetch, "fetch")}
         for _ in range(2):
             async with self.slots, self.converse() as conversation:
                 if execution := await conversation.run(task, request, stdin.encode(errors="replace")):
@@ -183,6 +186,7 @@ class LocalSession:
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
         """The next cell; the value of a last expression is shown, as in a notebook."""
         bounds = limits or self._sandbox.limits
+        _check_limits(bounds)
         async with self._lock, self._sandbox.slots:
             if self._conversation is None or not self._conversation.alive:
                 await self._begin(bounds)
@@ -199,11 +203,12 @@ class LocalSession:
 
     async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
         """Files of the working folder. Ends the interpreter: nothing may change while they are read."""
+        names = _paths(paths, "fetch")
         async with self._lock:
             if self._conversation is None:
                 return {}
             self._conversation.alive = False
-            answer = await self._conversation.ask({"fetch": _paths(paths)})
+            answer = await self._conversation.ask({"fetch": names})
             return frames.unpack_files(answer["files"]) if answer else {}
 
     async def close(self) -> None:
@@ -224,30 +229,52 @@ class LocalSession:
 
 def _request(language: str, code: str, files: Mapping[str, bytes], limits: Limits) -> bytes:
     """What the forked process is told. DataError for what cannot be."""
-    _paths(files)
-    for name, bound in asdict(limits).items():
-        if bound <= 0:
-            raise DataError(f"a limit of {bound}", "more than 0", field=name)
+    paths = {PurePosixPath(name) for name in _paths(files, "files")}
+    _check_limits(limits)
+    for path in paths:
+        if clash := paths.intersection(path.parents):
+            raise DataError(f"{clash.pop()} is a file and the folder of {path}", "one of the two", field="files")
+    size = sum(map(len, files.values()))
+    if size > limits.file_mib << 20:
+        raise DataError(f"files of {size} bytes", f"at most file_mib={limits.file_mib} MiB in all", field="files")
     return marshal.dumps({"language": language, "code": code, "files": dict(files)})
 
 
-def _paths(paths: Iterable[str]) -> list[str]:
-    """The paths, all of them in the working folder."""
-    for text in paths:
-        path = PurePosixPath(text)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text:
-            raise DataError(f"path {text!r}", "a relative path in the working folder, without '..'", field="files")
-    return list(paths)
+def _check_limits(limits: Limits) -> None:
+    most = asdict(MOST)
+    for name, bound in asdict(limits).items():
+        if not 0 < bound <= most[name]:
+            raise DataError(f"a limit of {bound}", f"more than 0 and at most {most[name]}", field=name)
+
+
+def _paths(paths: Iterable[str], field: str) -> list[str]:
+    """The paths, each once, all of them in the working folder. DataError for what no file can be called."""
+    names = list(dict.fromkeys(paths))
+    for name in names:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise DataError(f"path {name!r}", "a relative path in the working folder, without '..'", field=field)
+        try:
+            longest = max(len(os.fsencode(part)) for part in path.parts)
+        except UnicodeEncodeError as error:
+            raise DataError(f"path {name!r}", "text that UTF-8 can encode", field=field) from error
+        if longest > NAME_BYTES or len(os.fsencode(name)) > PATH_BYTES:
+            bounds = f"at most {NAME_BYTES} bytes between slashes and {PATH_BYTES} in all"
+            raise DataError(f"a path of {len(name)} characters, {name[:40]!r}..", bounds, field=field)
+    return names
 
 
 def _execution(answer: Mapping[str, Any], stdout: bytes, stderr: bytes) -> Execution:
     if "broken" in answer:
         raise ServiceDownError("sandbox", f"this machine cannot confine an execution: {answer['broken']}. {MEND}")
-    reason = f"killed: {answer['reason']}\n" if answer["reason"] else ""
+    if "refused" in answer:
+        raise DataError(f"files that cannot be written ({answer['refused']})", "less than file_mib", field="files")
+    notes = [f"killed: {answer['reason']}\n"] if answer["reason"] else []
+    notes += [f"not fetched: {name!r}: more than file_mib in all\n" for name in answer["too_large"]]
     return Execution(
         status=Status(answer["status"]),
         stdout=stdout.decode(errors="replace"),
-        stderr=stderr.decode(errors="replace") + reason,
+        stderr=stderr.decode(errors="replace") + "".join(notes),
         return_code=answer["return_code"],
         seconds=answer["seconds"],
         files=frames.unpack_files(answer["files"]),

@@ -64,7 +64,10 @@ class Shell:
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """What the command wrote, and its exit code if that is not 0, which is no error of the call."""
         files = {"before.tar": self.folder, "command.sh": arguments["command"].encode(errors="replace")}
-        execution = await self._sandbox.run(SCRIPT, "bash", files=files, fetch=("after.tar",), limits=self._limits)
+        try:
+            execution = await self._sandbox.run(SCRIPT, "bash", files=files, fetch=("after.tar",), limits=self._limits)
+        except DataError as error:  # the policy wrote both; their names are ours
+            raise ToolError(f"The command could not be run in its folder: {error.problem}.") from error
         if "after.tar" not in execution.files:
             lost = "\nFiles are as they were before this command."
             try:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,13 @@ MIB = 1024 * 1024
 NUM_FILES = 256  # open at once, by one process
 CELLS = 3  # the descriptor through which a session gets its cells
 FREE = 64  # descriptors from here on are not in use
+ARGUMENT_BYTES = 1 << 17  # of one argument of a program, with its end: MAX_ARG_STRLEN of Linux
+RUN_SCRIPT = 'IFS= read -rd "" <&{0}; exec {0}<&-; eval "$REPLY"'  # bash code from a descriptor
+REFUSED = "refused: "  # begins a report of what is the request's fault
+
+
+class RefusedError(Exception):
+    """A request whose files cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
         _write(asked["files"], jail)
         _give_up(jail, limits, given, report)
     except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
-        os.write(report, f"{type(error).__name__}: {error}".encode())
+        blame = REFUSED if isinstance(error, RefusedError) else f"{type(error).__name__}: "
+        os.write(report, f"{blame}{error}".encode(errors="replace"))
         os._exit(1)
     os.close(report)
     try:
@@ -61,14 +70,17 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
 
 def _write(files: dict[str, bytes], jail: Jail) -> None:
     """Put the request's files into the working folder, which is the present one."""
-    for name, data in files.items():
-        path = Path(name)
-        for folder in reversed(path.parents[:-1]):
-            if not folder.is_dir():
-                folder.mkdir()
-                os.chown(folder, jail.user, jail.user)
-        path.write_bytes(data)
-        os.chown(path, jail.user, jail.user)
+    try:
+        for name, data in files.items():
+            path = Path(name)
+            for folder in reversed(path.parents[:-1]):
+                if not folder.is_dir():
+                    folder.mkdir()
+                    os.chown(folder, jail.user, jail.user)
+            path.write_bytes(data)
+            os.chown(path, jail.user, jail.user)
+    except OSError as error:  # more than there is room for
+        raise RefusedError(str(error)) from error
 
 
 def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: int) -> None:
@@ -86,13 +98,23 @@ def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: i
 
 def _run(request: dict[str, Any]) -> Never:
     if request["language"] == "bash":
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        os.execv("/bin/bash", ["bash", "-c", request["code"]])
+        _run_bash(os.fsencode(request["code"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["language"] == "session":
         interpreter.run_cells(socket.socket(fileno=CELLS))
     os._exit(interpreter.run_program(request["code"]))
+
+
+def _run_bash(code: bytes) -> Never:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if len(code) >= ARGUMENT_BYTES and b"\0" not in code:
+        script = tempfile.TemporaryFile()  # noqa: SIM115  read by the program that this process becomes
+        script.write(code)
+        script.seek(0)
+        os.set_inheritable(script.fileno(), True)
+        code = RUN_SCRIPT.format(script.fileno()).encode()
+    os.execv("/bin/bash", [b"bash", b"-c", code])
 
 
 def _bound(jail: Jail, limits: dict[str, Any]) -> None:
@@ -101,14 +123,22 @@ def _bound(jail: Jail, limits: dict[str, Any]) -> None:
         resource.RLIMIT_AS: (jail.virtual_mib + limits["memory_mib"]) * MIB,
         resource.RLIMIT_FSIZE: limits["file_mib"] * MIB,
         resource.RLIMIT_NOFILE: NUM_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # at 0, a program that core files are piped to would be started
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_SIGPENDING: 1024,  # the kernel counts them for all of a user
     }
     for name, bound in bounds.items():
-        resource.setrlimit(name, (bound, bound))
+        _set_limit(name, bound)
     with contextlib.suppress(OSError):  # a hardened machine may forbid it
         _tell("oom_score_adj", "1000")  # the first to go if the machine runs short
+
+
+def _set_limit(name: int, bound: int) -> None:
+    """Set a limit for good, to what this machine allows at most if that is less."""
+    most = resource.getrlimit(name)[1]
+    bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
+    resource.setrlimit(name, (bound, bound))
 
 
 def _confine(jail: Jail, processes: int) -> None:
@@ -122,7 +152,7 @@ def _confine(jail: Jail, processes: int) -> None:
     _tell("setgroups", "deny")
     _tell("uid_map", f"{INNER_ID} {jail.user} 1")
     _tell("gid_map", f"{INNER_ID} {jail.user} 1")
-    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))  # counted in this namespace alone from here on
+    _set_limit(resource.RLIMIT_NPROC, processes)  # counted in this namespace alone from here on
     kernel.drop_capabilities()
     seccomp.install(jail.filter)
 

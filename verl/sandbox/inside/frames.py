@@ -1,4 +1,4 @@
-"""Messages between the pool and a supervisor: four bytes that tell the length, then JSON; descriptors may go along."""
+"""Messages between the pool and a supervisor: eight bytes with the length, then JSON; descriptors may go along."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-LENGTH = struct.Struct("!I")
+LENGTH = struct.Struct("!Q")
 MOST_DESCRIPTORS = 4  # with one message
 
 

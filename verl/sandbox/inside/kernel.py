@@ -18,6 +18,8 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     1 << bit for bit in (0, 1, 2, 3, 5, 12, 14, 18)
 )
 
+MNT_DETACH = 2
+
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
@@ -51,6 +53,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
     """mount(2)."""
     words = (word.encode() or None for word in (source, target, kind))
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
+
+
+def unmount(target: str) -> None:
+    """umount2(2), of what is in use, too."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
 def in_large_pages(start: int, end: int) -> None:

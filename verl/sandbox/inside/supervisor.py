@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import frames, kernel, processes
-from .child import Jail, become
+from .child import MIB, REFUSED, Jail, RefusedError, become
 
 LOOK_S = 0.1  # between two looks at what the processes use
 CHUNK = 1 << 16
@@ -93,8 +93,8 @@ class Child:
             become(jail, limits, request, given, report)
         for descriptor in (*given, request, report):
             os.close(descriptor)
-        if problem := os.read(reported, CHUNK):
-            raise OSError(problem.decode())
+        if problem := os.read(reported, CHUNK).decode():
+            raise RefusedError(problem.removeprefix(REFUSED)) if problem.startswith(REFUSED) else OSError(problem)
         os.close(reported)
         self.outputs = outputs
         self.descriptor = os.pidfd_open(self.pid)
@@ -120,6 +120,7 @@ class Child:
             "reason": end.reason,
             "alive": self.alive,
             "files": {},
+            "too_large": [],
         }
 
     def ask(self, code: str, patience_s: float) -> None:
@@ -219,6 +220,8 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
                 return
             with _scratch(jail, task["limits"]) as work:
                 _serve(task, descriptors, owner, jail, work)
+    except RefusedError as error:
+        frames.send(owner, {"refused": str(error)})
     except OSError as error:
         frames.send(owner, {"broken": str(error)})
 
@@ -228,22 +231,22 @@ def _serve(task: dict[str, Any], descriptors: list[int], owner: socket.socket, j
     child = Child(jail, task["limits"], request, stdin, session=not files)
     try:
         if child.cells:
-            _serve_cells(child, owner, work)
+            _serve_cells(child, owner, work, task["limits"]["file_mib"])
         else:
             answer = child.watch(task["limits"], owner, files)
-            frames.send(owner, answer | {"files": _collect(work, task["fetch"])})
+            frames.send(owner, answer | _collect(work, task["fetch"], task["limits"]["file_mib"]))
     finally:
         child.close()
 
 
-def _serve_cells(child: Child, owner: socket.socket, work: Path) -> None:
+def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) -> None:
     while True:
         task, files = frames.receive(owner)
         if not task:
             return
         if "fetch" in task:
             child.end()
-            frames.send(owner, {"files": _collect(work, task["fetch"])})
+            frames.send(owner, _collect(work, task["fetch"], file_mib))
             continue
         child.pause(signal.SIGCONT)
         child.ask(task["code"], task["limits"]["wall_s"])
@@ -301,12 +304,20 @@ def _mount_scratch(file_mib: int) -> None:
     kernel.mount("proc", "/proc", "proc", private | kernel.MS_NOEXEC, "subset=pid,hidepid=ptraceable")
 
 
-def _collect(work: Path, names: list[str]) -> dict[str, str]:
-    """Files that the code left. All of its processes are gone, so what a path leads to does not change any more."""
-    found = {}
+def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
+    """Files that the code left, and the names of those that are more than all files together may be.
+
+    All of its processes are gone, so what a path leads to does not change any more.
+    """
+    found, too_large, room = {}, [], file_mib * MIB
     for name in names:
-        with contextlib.suppress(OSError):  # missing, a loop of links
-            path = (work / name).resolve(strict=True)
-            if path.is_relative_to(work) and path.is_file():
-                found[name] = path.read_bytes()
-    return frames.pack_files(found)
+        with contextlib.suppress(OSError):  # missing, a loop of links, a name that cannot be
+            path = Path(os.path.realpath(work / name, strict=True))
+            if not path.is_relative_to(work) or not path.is_file():
+                continue
+            if path.stat().st_size > room:  # a sparse file, or one file by several names
+                too_large.append(name)
+                continue
+            found[name] = path.read_bytes()
+            room -= len(found[name])
+    return {"files": frames.pack_files(found), "too_large": too_large}

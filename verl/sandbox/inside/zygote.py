@@ -69,9 +69,12 @@ def _preload(names: Sequence[str]) -> None:
 def _finish_root(bound: Sequence[str]) -> None:
     """Small files that programs look for; folders above what is bound opened to all; then nobody writes any more.
 
+    Our own modules are loaded, and their mount would tell where the host keeps them.
+
     Supervisors begin with a copy of these mounts, of which theirs are independent.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.unmount(str(Path(__file__).parent))
     device = Path("/").stat().st_dev
     for path in bound:
         for folder in Path(path).parents:
