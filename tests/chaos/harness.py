@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,10 @@ class Running:
         root = psutil.Process(self.process.pid)
         self.place.note([root, *root.children(recursive=True)])
         self.struck = time.monotonic()
-        victims = [psutil.Process(pid) for pid in (pids if name == "STOP" else pids[:1])]
-        for victim in victims:
-            victim.send_signal(getattr(signal, f"SIG{name}"))
+        victims = [each for each in map(_process, pids if name == "STOP" else pids[:1]) if each is not None]
+        _send(victims, getattr(signal, f"SIG{name}"))
         if name == "STOP":
-            timer = threading.Timer(STOPPED_S, _continue, args=(victims,))
+            timer = threading.Timer(STOPPED_S, _send, args=(victims, signal.SIGCONT))
             timer.daemon = True
             timer.start()
 
@@ -185,12 +184,19 @@ class Running:
         return Ended(code, [(at - self.struck, line) for at, line in list(self._lines)], seconds)
 
 
-def _continue(processes: Sequence[psutil.Process]) -> None:
+def _process(pid: int) -> psutil.Process | None:
+    """None where it has ended."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """To those that have not ended; a later process that got the same id is not meant."""
     for each in processes:
-        try:
-            each.send_signal(signal.SIGCONT)
-        except psutil.NoSuchProcess:
-            continue
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
 
 
 class Lab:
@@ -232,7 +238,7 @@ class Lab:
         if not (folder / "seconds").exists():
             shutil.rmtree(folder, ignore_errors=True)
             began = time.monotonic()
-            with place() as where, servers(where, setup) as urls:
+            with place() as where, servers(setup) as urls:
                 ended = self.start(where, self.words(setup, folder, urls)).ended()
             assert ended.code == 0, f"the unbroken run failed:\n{ended.text}"
             (folder / "seconds").write_text(str(time.monotonic() - began))
@@ -259,7 +265,7 @@ def place(shm_mib: int = 2048) -> Iterator[Place]:
 
 
 @contextmanager
-def servers(where: Place, setup: str) -> Iterator[list[str]]:
+def servers(setup: str) -> Iterator[list[str]]:
     """Two environment servers for the setup that needs them; their URLs."""
     started: list[subprocess.Popen[bytes]] = []
     urls: list[str] = []
@@ -311,7 +317,7 @@ def server_pids(urls: Sequence[str]) -> list[int]:
 def run_case(lab: Lab, case: Case) -> Result:
     """Break a run as the case says, and check everything."""
     result, unbroken = Result(), lab.baseline(case.setup)
-    with place() as where, servers(where, case.setup) as urls:
+    with place() as where, servers(case.setup) as urls:
         out = where.tmp.with_suffix(".out")
         try:
             words = lab.words(case.setup, out, urls)

@@ -30,6 +30,7 @@ class Place:
 
     def __init__(self, shm_mib: int = 2048) -> None:
         self.tmp = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: names of sockets lie below it
+        self._watched = (Path("/dev/shm"), self.tmp)
         self._cgroups = _cgroups()
         self._lock = threading.Lock()
         self.seen: dict[int, float] = {}  # process id -> when it was made, of every process of the runs here
@@ -50,14 +51,15 @@ class Place:
         as_root = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self._holder.pid), "--mount", *as_root, f"--wdns={ROOT}"]
 
-    def shell(self, command: str) -> None:
-        """Run a line in here, as root of the namespace."""
-        subprocess.run([*self.enter, "sh", "-ec", command], check=True)
+    def mount(self, folder: Path, options: str) -> Path:
+        """Mount a disk of memory in here, which does not count as left; where the harness finds it."""
+        subprocess.run([*self.enter, "mount", "-t", "tmpfs", "-o", options, "chaos", str(folder)], check=True)
+        self._mounts = self.mounts()
+        return self.inside(folder)
 
-    @property
-    def root(self) -> Path:
-        """The file system as it is seen in here."""
-        return Path(f"/proc/{self._holder.pid}/root")
+    def inside(self, path: Path) -> Path:
+        """A path in here, for the harness."""
+        return Path(f"/proc/{self._holder.pid}/root") / path.relative_to("/")
 
     def environment(self, more: Mapping[str, str]) -> dict[str, str]:
         """Of a command in here."""
@@ -123,8 +125,9 @@ class Place:
         while (alive := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.25)
         left = [f"process {each.pid} ({_command(each)})" for each in alive]
-        for folder in (self.root / "dev/shm", self.tmp):
-            left += [f"/{_inside(path, self.root)}" for path in sorted(folder.iterdir()) if not _is_own(path)]
+        for folder in self._watched:
+            found = sorted(path.name for path in self.inside(folder).iterdir())
+            left += [str(folder / name) for name in found if not any(each in name for each in _OWN)]
         left += [f"mount {each}" for each in self.mounts() if each not in self._mounts]
         left += [f"cgroup {each}" for each in self._left_cgroups()]
         return left
@@ -143,7 +146,7 @@ class Place:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(self.alive(), timeout=5)
-        for folder in (self.root / "dev/shm", self.tmp):
+        for folder in map(self.inside, self._watched):
             for path in folder.iterdir():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -153,14 +156,6 @@ class Place:
         self._holder.kill()
         self._holder.wait()
         shutil.rmtree(self.tmp, ignore_errors=True)
-
-
-def _is_own(path: Path) -> bool:
-    return any(each in path.name for each in _OWN)
-
-
-def _inside(path: Path, root: Path) -> Path:
-    return path.relative_to(root) if path.is_relative_to(root) else path.relative_to("/")
 
 
 def _cgroups() -> set[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-WAIT_S = 120.0  # for the harness; one that is gone must not leave a run behind
+WAIT_S = 300.0  # for the harness; one that is gone must not leave a run behind
 
 
 class Stop:

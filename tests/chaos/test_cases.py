@@ -74,7 +74,7 @@ def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
             process.kill()
             process.wait()
         assert [each for each in left if "sleep" in each] and "mount /mnt" in left
-        assert "/dev/shm/left" in left and f"/{(where.tmp / 'left').relative_to('/')}" in left
+        assert "/dev/shm/left" in left and str(where.tmp / "left") in left
         assert not Path("/dev/shm/left").exists() and not os.path.ismount("/mnt")
     assert not where.tmp.exists()
     assert not [each for each in psutil.process_iter() if each.pid in (process.pid,)]

@@ -48,7 +48,7 @@ def _run(name: str, run: Callable[[], Result], request: pytest.FixtureRequest) -
     began = time.monotonic()
     try:
         result = run()
-    except AssertionError as error:
-        result = Result([str(error)[-600:]])
+    except Exception as error:  # noqa: BLE001  noted like any other
+        result = Result([f"{type(error).__name__}: {str(error)[-600:]}"])
     note(results, name, result.problems, {**result.facts, "took_s": round(time.monotonic() - began, 1)})
     assert not result.problems, "\n".join(result.problems)
