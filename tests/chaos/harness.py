@@ -388,7 +388,7 @@ def check_outcome(result: Result, case: Case, out: Path, unbroken: Baseline) -> 
 def lost(out: Path) -> float:
     """Responses and calls that were counted as lost."""
     names = ("reward/infrastructure_faults", "tools/unavailable")
-    return sum(row.get(name, 0.0) for row in metrics(out) for name in names)
+    return float(sum(row.get(name, 0.0) for row in metrics(out) for name in names))
 
 
 def uncounted(out: Path) -> list[str]:
