@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow.parquet as pq
 
 from tests.chaos.cases import TARGETS, Case, End
 from tests.chaos.parts import points
 from tests.chaos.place import Place
 from tests.conftest import ROOT
 from tests.service import free_port, wait_for
-from tests.tiny import MINI, run_words, save_tiny_model
-from verl.tracking.jsonl import read_rows
+from tests.tiny import run_words, save_tiny_model
+from verl.tracking.jsonl import read_rows, write_rows
 
 STEPS = 3
 BROKEN_STEP = 2
@@ -40,7 +39,6 @@ START_S = 240.0  # until a run is where it is to be broken
 RUN_S = 300.0  # for a run from start to end
 TRACEBACK = "Traceback (most recent call last)"
 _TIMED = ("time", "perf/", "memory/", "tools/python_session/seconds", "tools/look/seconds")
-_VAL_ROWS = 4
 
 SETUPS: Mapping[str, Sequence[str]] = {
     "hf": ("rollout.name=hf",),
@@ -204,12 +202,12 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = folder / "model"
-        self.val = folder / "val.parquet"
+        self.model, self.train, self.val = folder / "model", folder / "train.jsonl", folder / "val.jsonl"
         if not self.val.exists():
             folder.mkdir(parents=True, exist_ok=True)
             save_tiny_model(self.model)
-            pq.write_table(pq.read_table(MINI / "test.parquet").slice(0, _VAL_ROWS), self.val)
+            write_rows(self.train, _rows(64))
+            write_rows(self.val, _rows(4))
 
     def words(self, setup: str, out: Path, urls: Sequence[str] = (), *more: str) -> list[str]:
         """Of the training command."""
@@ -224,6 +222,7 @@ class Lab:
             "reward.max_fault_share=0.5",
             "algorithm.name=grpo",
             "data.max_response_length=48",
+            f"data.train_files=[{self.train}]",
             f"data.val_files=[{self.val}]",
             "trainer.val_before_train=false",
             "trainer.save_freq=1",
@@ -251,6 +250,17 @@ class Lab:
         stop = {"CHAOS_POINT": point, "CHAOS_STEP": str(BROKEN_STEP)} if point else {}
         command = [sys.executable, "-m", "tests.chaos.run", *words]
         return Running(where, command, {**stop, **(environment or {})}, where.tmp.with_suffix(".talk"))
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "data_source": "chaos",
+            "prompt": [{"role": "user", "content": f"Count to {number}." + " And back." * (number % 3)}],
+            "reward_model": {"ground_truth": str(number)},
+        }
+        for number in range(count)
+    ]
 
 
 @contextmanager

@@ -49,7 +49,8 @@ class Place:
     def enter(self) -> list[str]:
         """The beginning of a command line that runs in here."""
         as_root = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        return ["nsenter", "--target", str(self._holder.pid), "--mount", *as_root, f"--wdns={ROOT}"]
+        joined = ["nsenter", "--target", str(self._holder.pid), "--mount", *as_root, f"--wdns={ROOT}"]
+        return [*joined, "setpriv", "--pdeathsig", "KILL"]  # it does not outlive a harness that is killed
 
     def mount(self, folder: Path, options: str) -> Path:
         """Mount a disk of memory in here, which does not count as left; where the harness finds it."""

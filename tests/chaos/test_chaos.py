@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,12 @@ _PARAMETERS = [
 
 
 @pytest.fixture(scope="session")
-def lab() -> Lab:
-    return Lab(FOLDER / commit())
+def lab() -> Iterator[Lab]:
+    before = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # nothing is left of a suite that is ended either
+    yield Lab(FOLDER / commit())
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("case", _PARAMETERS)
