@@ -58,15 +58,16 @@ class Stop:
         below = psutil.Process().children(recursive=True)
         engines = self.workers.engines.pids
         cores = [each for pid in engines for each in _below(pid) if "EngineCore" in each.name()]
-        boxes = [each for each in below if each.name() == "bwrap" and each.ppid() == os.getpid()]
+        own = [each for each in below if each.ppid() == os.getpid()]
+        boxes = [each for each in own if each.name() == "bwrap"]
         return {
             "controller": [os.getpid()],
             "rank": self.workers.trainer.pids,
             "engine": engines,
             "engine core": [each.pid for each in cores],
-            "scorer": [each.pid for each in below if "spawn_main" in " ".join(each.cmdline())],
+            "scorer": [each.pid for each in own if "spawn_main" in " ".join(each.cmdline())],
             "sandbox worker": [pid for box in boxes for pid in (box.pid, *(each.pid for each in _below(box.pid)))],
-            "raylet": [each.pid for each in below if each.name() == "raylet"],
+            "raylet": [each.pid for each in own if each.name() == "raylet"],
         }
 
 

@@ -24,9 +24,7 @@ _PARAMETERS = [
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    before = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # nothing is left of a suite that is ended either
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a suite that is ended leaves nothing
     yield Lab(FOLDER / commit())
     signal.signal(signal.SIGTERM, before)
 
