@@ -22,7 +22,6 @@ from tests.conftest import ROOT
 MARK = "CHAOS_PLACE"  # in the environment of every process of a run
 GONE_S = 15.0  # for the last processes to end
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN = ("faketime",)  # what the suite's own tools leave
 
 
 class Place:
@@ -128,7 +127,7 @@ class Place:
         left = [f"process {each.pid} ({_command(each)})" for each in alive]
         for folder in self._watched:
             found = sorted(path.name for path in self.inside(folder).iterdir())
-            left += [str(folder / name) for name in found if not any(each in name for each in _OWN)]
+            left += [str(folder / name) for name in found]
         left += [f"mount {each}" for each in self.mounts() if each not in self._mounts]
         left += [f"cgroup {each}" for each in self._left_cgroups()]
         return left
