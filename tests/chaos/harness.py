@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -203,11 +204,12 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model, self.train, self.val = folder / "model", folder / "train.jsonl", folder / "val.jsonl"
-        if not self.val.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            save_tiny_model(self.model)
-            write_rows(self.train, _rows(64))
-            write_rows(self.val, _rows(4))
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._alone():
+            if not self.val.exists():
+                save_tiny_model(self.model)
+                write_rows(self.train, _rows(64))
+                write_rows(self.val, _rows(4))
 
     def words(self, setup: str, out: Path, urls: Sequence[str] = (), *more: str) -> list[str]:
         """Of the training command."""
@@ -234,14 +236,22 @@ class Lab:
     def baseline(self, setup: str) -> Baseline:
         """Made once and kept. What lies in the folder is of the same commit."""
         folder = self.folder / f"baseline-{setup}"
-        if not (folder / "seconds").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            began = time.monotonic()
-            with place() as where, servers(setup) as urls:
-                ended = self.start(where, self.words(setup, folder, urls)).ended()
-            assert ended.code == 0, f"the unbroken run failed:\n{ended.text}"
-            (folder / "seconds").write_text(str(time.monotonic() - began))
+        with self._alone(setup):
+            if not (folder / "seconds").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                began = time.monotonic()
+                with place() as where, servers(setup) as urls:
+                    ended = self.start(where, self.words(setup, folder, urls)).ended()
+                assert ended.code == 0, f"the unbroken run failed:\n{ended.text}"
+                (folder / "seconds").write_text(str(time.monotonic() - began))
         return Baseline(folder, metrics(folder), weights(folder), float((folder / "seconds").read_text()))
+
+    @contextmanager
+    def _alone(self, setup: str = "inputs") -> Iterator[None]:
+        """Of several processes that run cases one makes what all share; the others wait for it."""
+        with (self.folder / f".{setup}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def start(
         self, where: Place, words: Sequence[str], point: str = "", environment: Mapping[str, str] | None = None
