@@ -33,12 +33,9 @@ class Place:
         self._cgroups = _cgroups()
         self._lock = threading.Lock()
         self.seen: dict[int, float] = {}  # process id -> when it was made, of every process of the runs here
-        own_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         mounting = f"mount -t tmpfs -o size={shm_mib}m shm /dev/shm && echo ready && exec cat"
         self._holder = subprocess.Popen(
-            ["unshare", "--mount", *own_root, "sh", "-c", mounting],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [*_apart(), "sh", "-c", mounting], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n", "no mount namespace can be made here"
@@ -156,6 +153,16 @@ class Place:
         self._holder.kill()
         self._holder.wait()
         shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+def possible() -> bool:
+    """Whether mounts of one's own can be had here: by root, or in a namespace where one is root."""
+    return subprocess.run([*_apart(), "true"], capture_output=True, check=False).returncode == 0
+
+
+def _apart() -> list[str]:
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", "--mount", *as_root]
 
 
 def _cgroups() -> set[str]:

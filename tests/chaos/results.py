@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # one of several processes
+        return
     page, results = session.config.getoption("--chaos-table"), session.config.getoption("--chaos-results")
     if page is not None and results.exists():
         write_table(page, read_rows(results))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.chaos import results
 from tests.chaos.cases import CASES, FAULTS, POINTS, SIGNALS, TARGETS, End
 from tests.chaos.faults import NAMES
 from tests.chaos.harness import place
+from tests.chaos.place import possible
 
 
 def test_every_target_meets_every_signal_and_every_point_is_met() -> None:
@@ -61,6 +64,7 @@ def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last
     assert page.read_text() == text
 
 
+@pytest.mark.skipif(sys.platform != "linux" or not possible(), reason="no mount namespace can be made here")
 def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
     with place(shm_mib=1) as where:
         own = where.environment({})
