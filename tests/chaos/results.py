@@ -30,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-table", type=Path, help="a page whose table is written anew from the results")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    page = config.getoption("--chaos-table")
+    if page is not None and not (page.is_file() and {BEGIN, END} <= set(page.read_text().splitlines())):
+        raise pytest.UsageError(f"--chaos-table {page}: no page with the lines {BEGIN!r} and {END!r}")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):  # one of several processes
         return
@@ -79,8 +85,7 @@ def write_table(page: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} lacks the marks {BEGIN} and {END}")
+    assert begin and end, page
     with replacing(page) as unfinished:
         unfinished.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{END}{after}")
 
