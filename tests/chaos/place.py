@@ -143,7 +143,7 @@ class Place:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(self.alive(), timeout=5)
-        for folder in map(self.inside, self._watched):
+        for folder in filter(Path.exists, map(self.inside, self._watched)):
             for path in folder.iterdir():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +55,27 @@ class Stop:
 
     def _pids(self) -> dict[str, list[int]]:
         """By target. The first is the process itself, more are those in which it does its work."""
-        below = psutil.Process().children(recursive=True)
-        engines = self.workers.engines.pids
-        cores = [each for pid in engines for each in _below(pid) if "EngineCore" in each.name()]
-        own = [each for each in below if each.ppid() == os.getpid()]
-        boxes = [each for each in own if each.name() == "bwrap"]
+        me, engines = os.getpid(), self.workers.engines.pids
+        own = [each for each in _below(me) if each["ppid"] == me]
+        boxes = [each["pid"] for each in own if each["name"] == "bwrap"]
         return {
-            "controller": [os.getpid()],
+            "controller": [me],
             "rank": self.workers.trainer.pids,
             "engine": engines,
-            "engine core": [each.pid for each in cores],
-            "scorer": [each.pid for each in own if "spawn_main" in " ".join(each.cmdline())],
-            "sandbox worker": [pid for box in boxes for pid in (box.pid, *(each.pid for each in _below(box.pid)))],
-            "raylet": [each.pid for each in own if each.name() == "raylet"],
+            "engine core": [each["pid"] for pid in engines for each in _below(pid) if "EngineCore" in each["name"]],
+            "scorer": [each["pid"] for each in own if "spawn_main" in " ".join(each["cmdline"] or ())],
+            "sandbox worker": [pid for box in boxes for pid in (box, *(each["pid"] for each in _below(box)))],
+            "raylet": [each["pid"] for each in own if each["name"] == "raylet"],
         }
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    return list(psutil.Process(pid).children(recursive=True))
+def _below(pid: int) -> list[dict[str, Any]]:
+    """The processes below one, without those that end meanwhile."""
+    found = []
+    for each in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found.append(each.as_dict(["pid", "ppid", "name", "cmdline"]))
+    return found
 
 
 def before(stop: Stop, owner: Any, name: str, point: str, next_step: bool = True) -> None:
