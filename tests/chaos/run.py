@@ -139,7 +139,7 @@ def wrap(stop: Stop) -> None:
             yield made
 
     built = build.built
-    build.built = building  # type: ignore[assignment]
+    build.built = building
     keep(build, "start_workers", started)
     before(stop, fit.Fit, "run", "start")
     during(stop, EnginePool, "generate", "rollout", 0.05)
