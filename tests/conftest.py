@@ -13,6 +13,7 @@ from hypothesis import settings
 from verl.utils.reward_score import rlla
 from verl.utils.versions import find_gpus, find_installed
 
+pytest_plugins = ["tests.chaos.results"]  # its options
 ROOT = Path(__file__).parents[1]
 TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
 settings.register_profile("untimed", deadline=None)  # cores are shared: no example is timed

@@ -1,0 +1,84 @@
+"""The list of the chaos suite leaves nothing out, and its results are kept: without starting a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos import results
+from tests.chaos.cases import CASES, FAULTS, POINTS, SIGNALS, TARGETS, End
+from tests.chaos.faults import NAMES
+from tests.chaos.harness import place
+from tests.chaos.place import possible
+
+
+def test_every_target_meets_every_signal_and_every_point_is_met() -> None:
+    met = {(case.target, case.signal) for case in CASES}
+    assert {(target, signal) for target in TARGETS for signal in SIGNALS} <= met
+    assert {("controller", "INT"), ("controller", "HUP")} <= met
+    assert {case.point for case in CASES} == set(POINTS)
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert len(CASES) + len(FAULTS) >= 60
+    assert {case.name for case in CASES if case.short} == {
+        "controller-KILL-checkpoint_write-hf",
+        "scorer-KILL-update-hf",
+        "engine-KILL-rollout-hf",
+    }
+
+
+def test_expectations_by_target_and_signal() -> None:
+    ends = {case.name: (case.expected, case.exit_code) for case in CASES}
+    assert ends["controller-KILL-rollout-hf"] == (End.KILLED, -9)
+    assert ends["controller-TERM-rollout-hf"] == (End.TERMINATED, 143)
+    assert ends["controller-HUP-rollout-hf"] == (End.TERMINATED, 129)
+    assert ends["controller-INT-rollout-hf"] == (End.TERMINATED, 130)
+    assert ends["controller-STOP-rollout-hf"] == (End.UNHARMED, 0)
+    assert ends["rank-STOP-update-hf"] == (End.FAILED, 1)
+    assert ends["scorer-KILL-score-hf"] == (End.HEALED, 0)
+    assert ends["raylet-KILL-shutdown-hf"] == (End.UNHARMED, 0)
+
+
+def test_every_fault_is_written_out() -> None:
+    assert tuple(FAULTS) == NAMES
+
+
+def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last_result(tmp_path: Path) -> None:
+    file, page, name = tmp_path / "results.jsonl", tmp_path / "page.md", CASES[0].name
+    assert not results.passed(file, name)
+    results.note(file, name, ["too slow"], {"exit": 1})
+    assert not results.passed(file, name)
+    results.note(file, name, [], {"exit": -9, "resumed_from": 1, "bit_equal": True})
+    assert results.passed(file, name) and not results.passed(file, CASES[1].name)
+    page.write_text(f"above\n{results.BEGIN}\nstale row\n{results.END}\nbelow\n")
+    results.write_table(page, results.read_rows(file))
+    text = page.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "stale row" not in text
+    assert f"1 of {len(CASES) + len(FAULTS)} cases passed, 0 failed" in text
+    assert "| controller, KILL, start (hf) | killed | passed | -9 |  |  | step 1 | yes |" in text
+    results.write_table(page, results.read_rows(file))
+    assert page.read_text() == text
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not possible(), reason="no mount namespace can be made here")
+def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
+    with place(shm_mib=1) as where:
+        own = where.environment({})
+        script = "touch /dev/shm/left $TMPDIR/left; mount -t tmpfs none /mnt; exec sleep 100"
+        process = subprocess.Popen([*where.enter, "sh", "-c", script], env=own)
+        try:
+            while "/mnt" not in where.mounts():
+                assert process.poll() is None
+            left = where.leftovers()
+        finally:
+            process.kill()
+            process.wait()
+        assert [each for each in left if "sleep" in each] and "mount /mnt" in left
+        assert "/dev/shm/left" in left and str(where.tmp / "left") in left
+        assert not Path("/dev/shm/left").exists() and not os.path.ismount("/mnt")
+    assert not where.tmp.exists()
+    assert not [each for each in psutil.process_iter() if each.pid in (process.pid,)]
