@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from verl.envs.base import Observation, StepResult
 from verl.envs.wire import Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import check_urls
+from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class Server:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = httpx2.AsyncClient(
-            base_url=self.url, limits=httpx2.Limits(max_connections=None), trust_env=False
+            base_url=self.url,
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+            headers=service_headers(),
         )
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
@@ -199,7 +202,7 @@ class RemoteFactory:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
         mend = "Start one with python -m verl.envs.server, or correct the environment's urls"
-        await check_urls("environment servers", urls, mend, trust_env=False)
+        await check_urls("environment servers", urls, mend, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

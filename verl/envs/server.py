@@ -2,7 +2,7 @@
 
     python -m verl.envs.server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
 
-Whoever can reach the port can make episodes and take steps: it belongs into a trusted network.
+Whoever can reach the port can make episodes and take steps: beyond this machine it asks for a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.envs.tools.text import utf8
 from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
@@ -141,7 +141,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
         reaper.cancel()
         await episodes.close_all()
 
-    app = FastAPI(title=f"environment {name}", lifespan=lifespan)
+    app = new_app(f"environment {name}", lifespan)
 
     @app.get("/health")
     async def health() -> Health:
@@ -181,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.envs.server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100)
+    add_serving_arguments(parser, port=8100, max_body_mib=64)
     parser.add_argument("--idle-s", type=float, default=1800.0, help="close episodes that nobody used for so long")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -191,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(build_app(arguments.env, factory, arguments.idle_s), arguments.host, arguments.port)
+    return serve(build_app(arguments.env, factory, arguments.idle_s), serving_config(arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.inside import frames
 from verl.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
-from verl.services import check_urls
+from verl.services import check_urls, service_headers
 
 FIRST_REST_S = 0.2  # of a server that failed; doubles with each failure in a row
 LONGEST_REST_S = 30.0
@@ -78,6 +78,7 @@ class RemoteSandbox:
         self._http = httpx2.AsyncClient(
             limits=httpx2.Limits(max_connections=max_requests + len(urls)),
             trust_env=False,  # a proxy of the environment is for the internet
+            headers=service_headers(),
         )
 
     async def run(
@@ -121,7 +122,7 @@ class RemoteSandbox:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
         mend = "Start one with python -m verl.sandbox.server, or correct sandbox.urls"
-        await check_urls("sandbox", urls, mend, trust_env=False)
+        await check_urls("sandbox", urls, mend, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

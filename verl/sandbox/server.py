@@ -1,6 +1,7 @@
 """`python -m verl.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
 
-Whoever reaches the port may run code, and there is no password: it listens to this machine alone unless told otherwise.
+Whoever reaches the port may run code: it listens to this machine alone unless told otherwise, and then asks for a
+token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from verl.sandbox.protocol import (
     limits_of,
     run_result,
 )
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
         yield
         await sandbox.close()
 
-    app = FastAPI(title="sandbox", lifespan=lifespan)
+    app = new_app("sandbox", lifespan)
 
     @app.exception_handler(DataError)
     async def refuse(_: Request, error: DataError) -> JSONResponse:
@@ -132,8 +133,7 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 for isolation that is not to be had here, or an address."""
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen to (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8080)
+    add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=int, default=2, help="executions at a time")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
     parser.add_argument(
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
-    return serve(make_app(sandbox), options.host, options.port)
+    return serve(make_app(sandbox), serving_config(options))
 
 
 if __name__ == "__main__":

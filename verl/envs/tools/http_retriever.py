@@ -14,7 +14,7 @@ import httpx2
 
 from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import check_urls
+from verl.services import check_urls, service_headers
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class HttpRetriever:
         if not self._urls or not all(url.startswith(("http://", "https://")) for url in self._urls):
             raise ConfigError(f"urls of a retriever: {self._urls}; expected such as http://127.0.0.1:8000/retrieve")
         self._turns = itertools.count()
-        self._client = httpx2.AsyncClient(timeout=timeout_s)
+        self._client = httpx2.AsyncClient(timeout=timeout_s, headers=service_headers())
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         first = next(self._turns) % len(self._urls)
@@ -48,7 +48,8 @@ class HttpRetriever:
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where no server answers."""
-        await check_urls("retriever", self._urls, "Start it (docs/tools.md), or correct the tool's urls")
+        mend = "Start it (docs/tools.md), or correct the tool's urls"
+        await check_urls("retriever", self._urls, mend, headers=service_headers())
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.search import Retriever
 from verl.errors import VerlError
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
 
 
 class Question(BaseModel):
@@ -30,7 +30,7 @@ class Question(BaseModel):
 
 def application(retriever: Retriever, topk: int) -> FastAPI:
     """The service; `topk` holds for requests that do not say theirs."""
-    app = FastAPI()
+    app = new_app("retrieval")
 
     @app.post("/retrieve")
     async def retrieve(question: Question) -> dict[str, Any]:
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 for a corpus that cannot be read and an address that cannot be had."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    add_serving_arguments(parser, port=8000, max_body_mib=1)
     parser.add_argument("--topk", type=int, default=3, help="for requests that do not say theirs")
     words = parser.parse_args(argv)
     try:
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(application(retriever, words.topk), words.host, words.port)
+    return serve(application(retriever, words.topk), serving_config(words))
 
 
 if __name__ == "__main__":
