@@ -17,7 +17,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.wire import Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
+from verl.envs.wire import MAX_ITEMS, Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
 from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
@@ -30,7 +30,7 @@ Answers = AsyncIterator[tuple[int, Got | Exception]]
 
 
 class Batcher(Generic[Ask, Got]):
-    """Collects what is asked within `window_s` seconds and sends it as one.
+    """Collects what is asked within `window_s` seconds and sends it as one, or as few as servers take.
 
     `send` gives the answers with the positions of what was asked, in any order and each as soon as it has it. An
     answer that is an exception is raised where that one was asked; what `send` raises, wherever no answer came.
@@ -53,7 +53,10 @@ class Batcher(Generic[Ask, Got]):
 
     async def _flush(self) -> None:
         await asyncio.sleep(self._window_s)
-        batch, self._waiting = self._waiting, []
+        asked, self._waiting = self._waiting, []
+        await asyncio.gather(*(self._send_one(asked[at : at + MAX_ITEMS]) for at in range(0, len(asked), MAX_ITEMS)))
+
+    async def _send_one(self, batch: Sequence[tuple[Ask, asyncio.Future[Got]]]) -> None:
         try:
             async for position, answer in self._send([item for item, _ in batch]):
                 _resolve(batch[position][1], answer)

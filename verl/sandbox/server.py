@@ -37,8 +37,14 @@ from verl.serving import add_serving_arguments, new_app, serve, serving_config
 log = logging.getLogger(__name__)
 
 
-def make_app(sandbox: LocalSandbox) -> FastAPI:
-    """The server's application; it ends the sandbox when it is shut down."""
+LARGEST = Limits(wall_s=300.0, memory_mib=4096)
+
+
+def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
+    """The server's application; it ends the sandbox when it is shut down.
+
+    largest: wall time and memory that a request may ask for
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -63,7 +69,7 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
     @app.post("/run_code")
     async def run_code(request: RunCodeRequest) -> RunCodeResponse:
         """One program."""
-        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits)
+        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
             done = await sandbox.run(
                 request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
@@ -80,22 +86,24 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
     async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
         """Cells of one interpreter, one after another. A cell that fails does not keep the next ones from running."""
         try:
-            return await _run_cells(sandbox, request)
+            return await _run_cells(sandbox, request, largest)
         except ServiceDownError as error:
             return RunJupyterResponse(status="SandboxError", message=str(error))
 
     return app
 
 
-async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest) -> RunJupyterResponse:
+async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest: Limits) -> RunJupyterResponse:
+    """largest: of one cell; all together have that time for each."""
     started = time.monotonic()
-    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits)
+    of_all = replace(largest, wall_s=largest.wall_s * len(request.cells))
+    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
     session = await sandbox.session(_files(request.files))
     results: list[Execution] = []
     left_s = request.total_timeout
     try:
         for code in request.cells:
-            wall_s = min(left_s, request.cell_timeout or left_s)
+            wall_s = min(left_s, request.cell_timeout or left_s, largest.wall_s)
             results.append(await session.run(code, replace(limits, wall_s=wall_s, cpu_s=wall_s)))
             left_s -= results[-1].seconds
             if results[-1].return_code is None or left_s <= 0:  # killed, and the variables with it
@@ -139,6 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--memory-mib", type=int, default=Limits().memory_mib, help="of an execution that asks for none"
     )
+    parser.add_argument("--max-timeout-s", type=float, default=LARGEST.wall_s, help="that a request may ask for")
+    parser.add_argument("--max-memory-mib", type=int, default=LARGEST.memory_mib, help="that a request may ask for")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
@@ -148,7 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
-    return serve(make_app(sandbox), serving_config(options))
+    largest = Limits(wall_s=options.max_timeout_s, memory_mib=max(options.memory_mib, options.max_memory_mib))
+    return serve(make_app(sandbox, largest), serving_config(options))
 
 
 if __name__ == "__main__":
