@@ -8,22 +8,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 
 from verl.envs.tools.bm25 import Bm25Retriever
-from verl.envs.tools.search import Retriever
+from verl.envs.tools.search import MAX_QUERY_CHARS, Retriever
 from verl.errors import VerlError
 from verl.serving import add_serving_arguments, new_app, serve, serving_config
+
+MAX_QUERIES = 1024
+Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
 
 class Question(BaseModel):
     """What a client may send; SkyRL-gym's sends a single `query`."""
 
-    queries: list[str] = []
-    query: str | None = None
+    queries: list[Query] = Field([], max_length=MAX_QUERIES)
+    query: Query | None = None
     topk: int | None = Field(None, ge=1, le=1000)
     return_scores: bool = False
 
@@ -38,7 +41,8 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
         if not queries:
             raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
         result: list[list[dict[str, Any]]] = []
-        for passages in await retriever.search(queries, question.topk or topk):
+        for query in queries:  # one after the other, so that the rest can be cancelled
+            (passages,) = await retriever.search([query], question.topk or topk)
             documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
             scored = zip(documents, passages, strict=True)
             with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
