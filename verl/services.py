@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 CHECK_S = 10.0  # for a check as a whole
 _SHOWN_CHARS = 300  # of what an endpoint answers
 TOKEN_VARIABLE = "VERL_SERVICE_TOKEN"  # of sandbox servers, environment servers and retrievers
-_GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
+GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +75,7 @@ async def check_urls(
                 return f"{url}: {type(error).__name__}: {error}"
             if status == 401:
                 return f"{url} answers 401: it needs the token that its server was started with in ${TOKEN_VARIABLE}"
-            return f"{url} answers {status}" if status in _GATEWAYS else ""
+            return f"{url} answers {status}" if status in GATEWAYS else ""
 
         problems = [found for found in await asyncio.gather(*map(problem, urls)) if found]
     if len(problems) == len(urls):

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from verl.envs.base import Observation, StepResult
 from verl.envs.wire import MAX_ITEMS, Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
+from verl.health import HealthWatch
 from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
 
@@ -80,7 +81,7 @@ def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
 class Server:
     """One server. Raises ServiceDownError where it does not answer, or not in the protocol."""
 
-    def __init__(self, url: str, timeout_s: float, window_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, window_s: float, health_timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = httpx2.AsyncClient(
@@ -89,6 +90,8 @@ class Server:
             trust_env=False,
             headers=service_headers(),
         )
+        name, health_url = f"environment server {self.url}", f"{self.url}/health"
+        self._watch = HealthWatch(name, health_url, health_timeout_s, self._client)
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
         self.judge: Batcher[str, Answer] = Batcher(self._judge, window_s)
@@ -101,6 +104,7 @@ class Server:
 
     async def disconnect(self) -> None:
         """Close the connections."""
+        self._watch.close()
         await self._client.aclose()
 
     def _reset(self, episodes: Sequence[str]) -> Answers[Answer]:
@@ -128,7 +132,10 @@ class Server:
         """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
-            async with self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply:
+            async with (
+                self._watch.beside(),
+                self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply,
+            ):
                 if reply.is_error:
                     text = (await reply.aread()).decode(errors="replace")
                     raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
@@ -185,17 +192,24 @@ class RemoteEnv:
 class RemoteFactory:
     """Environments on servers at these URLs (one, or several to share the tasks between them).
 
-    timeout_s: how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s alone
-    window_s:  how long a request waits for others to travel with
+    timeout_s:        how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s
+    window_s:         how long a request waits for others to travel with
+    health_timeout_s: how long a server may be silent, to /health too, before what waits for it is given up
     """
 
-    def __init__(self, urls: str | Sequence[str], timeout_s: float = 60.0, window_s: float = 0.003) -> None:
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 60.0,
+        window_s: float = 0.003,
+        health_timeout_s: float = 30.0,
+    ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise ConfigError(
                 f"environment 'remote': urls={urls} names no server; expected for example http://host:8100"
             )
-        self._servers = [Server(url, timeout_s, window_s) for url in urls]
+        self._servers = [Server(url, timeout_s, window_s, health_timeout_s) for url in urls]
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 
     def __call__(self, task: Task) -> RemoteEnv:

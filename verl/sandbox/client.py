@@ -17,6 +17,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.health import HealthWatch
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.inside import frames
 from verl.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
@@ -38,6 +39,7 @@ class Server:
     """What is known of one server."""
 
     url: str
+    watch: HealthWatch
     under_way: int = 0
     failures: int = 0  # in a row
     rests_until: float = 0.0
@@ -58,6 +60,7 @@ class RemoteSandbox:
     max_requests: under way at a time, over all servers; more wait
     patience_s:   how long to go on trying before ServiceDownError names the servers and what is wrong with each
     queue_s:      how long a server may let a request wait for its turn, besides the code's own limit
+    health_timeout_s: how long a server may be silent, to /v1/ping too, before its requests go to another
     """
 
     def __init__(
@@ -67,19 +70,23 @@ class RemoteSandbox:
         patience_s: float = 30.0,
         queue_s: float = 60.0,
         limits: Limits = DEFAULT_LIMITS,
+        health_timeout_s: float = 30.0,
     ) -> None:
         if not urls:
             raise ConfigError("sandbox.urls is empty: name at least one, such as http://127.0.0.1:8080")
         self.limits = limits
-        self._servers = [Server(url.rstrip("/")) for url in urls]
         self._slots = asyncio.Semaphore(max_requests)
         self._patience_s = patience_s
         self._queue_s = queue_s
         self._http = httpx2.AsyncClient(
-            limits=httpx2.Limits(max_connections=max_requests + len(urls)),
+            limits=httpx2.Limits(max_connections=max_requests + 2 * len(urls)),  # some to ask how they are
             trust_env=False,  # a proxy of the environment is for the internet
             headers=service_headers(),
         )
+        self._servers = [self._server(url.rstrip("/"), health_timeout_s) for url in urls]
+
+    def _server(self, url: str, health_timeout_s: float) -> Server:
+        return Server(url, HealthWatch(f"sandbox server {url}", f"{url}/v1/ping", health_timeout_s, self._http))
 
     async def run(
         self,
@@ -126,6 +133,8 @@ class RemoteSandbox:
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""
+        for server in self._servers:
+            server.watch.close()
         await self._http.aclose()
 
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
@@ -144,9 +153,10 @@ class RemoteSandbox:
                 server = await self._choose(deadline)
                 server.under_way += 1
                 try:
-                    reply = await self._http.post(
-                        server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
-                    )
+                    async with server.watch.beside():
+                        reply = await self._http.post(
+                            server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
+                        )
                     if reply.status_code in REFUSED:
                         raise DataError(f"{server.url} refuses a request: {reply.text[:300]}", "what it supports")
                     answer = kind.model_validate_json(reply.raise_for_status().content)
@@ -154,6 +164,8 @@ class RemoteSandbox:
                         server.failures = 0
                         return answer
                     server.failed(f"SandboxError: {answer.message}")
+                except ServiceDownError as error:
+                    server.failed(error.problem)
                 except (httpx2.HTTPError, ValidationError) as error:
                     server.failed(f"{type(error).__name__}: {error}")
                 finally:
@@ -174,6 +186,9 @@ class RemoteSandbox:
 
     async def _is_healthy(self, server: Server) -> bool:
         """Whether it answers; servers that know no /health say so, which is an answer."""
+        if server.watch.problem:
+            server.failed(server.watch.problem)
+            return False
         try:
             reply = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
         except httpx2.HTTPError as error:

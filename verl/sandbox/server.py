@@ -66,6 +66,11 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
             raise HTTPException(503, str(error)) from error
         return {"status": done.stdout.strip()}
 
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        """That the server is there, however busy its workers are."""
+        return "pong"
+
     @app.post("/run_code")
     async def run_code(request: RunCodeRequest) -> RunCodeResponse:
         """One program."""
