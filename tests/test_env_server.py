@@ -204,6 +204,25 @@ def test_what_is_asked_together_is_sent_together_and_faults_are_their_own() -> N
     assert isinstance(answers[5], ServiceDownError) and "ended its answer early" in str(answers[5])
 
 
+def test_what_is_long_travels_in_several_requests() -> None:
+    sent: list[list[str]] = []
+
+    async def send(items: Sequence[str]) -> AsyncIterator[tuple[int, int | Exception]]:
+        sent.append(list(items))
+        for position in range(len(items)):
+            yield position, len(items)
+
+    async def ask(texts: list[str]) -> list[int]:
+        batcher = Batcher(send, 0.001, len)
+        return await asyncio.gather(*map(batcher.ask, texts))
+
+    half, whole = "," * 500_000, "," * 2_000_000
+    assert asyncio.run(ask([half, half, half, whole, "", ""])) == [2, 2, 1, 1, 2, 2]
+    sent.clear()
+    assert asyncio.run(ask(["x"] * (2 * MAX_ITEMS + 1))) == [MAX_ITEMS] * (2 * MAX_ITEMS) + [1]
+    assert [len(each) for each in sent] == [MAX_ITEMS, MAX_ITEMS, 1]
+
+
 def test_an_answer_does_not_wait_for_its_companions_and_one_may_be_given_up() -> None:
     async def ask() -> None:
         last = asyncio.Event()

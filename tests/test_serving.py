@@ -149,6 +149,15 @@ def test_bodies_beyond_the_limit_are_refused_before_they_are_held() -> None:
     assert ask(gate, body=b"x").json() == 1  # what was refused is not counted any more
 
 
+def test_bodies_of_too_many_values_are_refused_before_they_are_read_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_VALUES", 1000)
+    gate = Gate(app(), LOCAL, None)
+    for body in (b"[" * 2000, b"[1" + b",1" * 2000 + b"]", b"[{}" + b",{}" * 600 + b"]"):
+        answer = ask(gate, body=body)
+        assert answer.status_code == 413 and "more than 1000 values" in answer.text
+    assert ask(gate, body=b"[" + b"1," * 900).status_code == 200
+
+
 class Conversation:
     """A request whose client is scripted: it hangs up, or keeps its body back."""
 

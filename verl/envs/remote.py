@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -24,6 +24,7 @@ from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
+_MAX_CHARS = 1_000_000  # of a request's messages; a longer one travels alone
 _LONGEST_JUDGE_S = 86_400.0  # env.judge_timeout_s is shorter; this is for connections that are lost silently
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
@@ -37,8 +38,11 @@ class Batcher(Generic[Ask, Got]):
     answer that is an exception is raised where that one was asked; what `send` raises, wherever no answer came.
     """
 
-    def __init__(self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float) -> None:
-        self._send, self._window_s = send, window_s
+    def __init__(
+        self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float, size: Callable[[Ask], int] = lambda _: 0
+    ) -> None:
+        """`size`: the characters of an item, where these matter"""
+        self._send, self._window_s, self._size = send, window_s, size
         self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
         self._flushes: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
 
@@ -55,7 +59,20 @@ class Batcher(Generic[Ask, Got]):
     async def _flush(self) -> None:
         await asyncio.sleep(self._window_s)
         asked, self._waiting = self._waiting, []
-        await asyncio.gather(*(self._send_one(asked[at : at + MAX_ITEMS]) for at in range(0, len(asked), MAX_ITEMS)))
+        await asyncio.gather(*(self._send_one(portion) for portion in self._portions(asked)))
+
+    def _portions(
+        self, asked: Sequence[tuple[Ask, asyncio.Future[Got]]]
+    ) -> Iterator[Sequence[tuple[Ask, asyncio.Future[Got]]]]:
+        """What servers take at a time, whatever policies write."""
+        begin = chars = 0
+        for at, (item, _) in enumerate(asked):
+            size = self._size(item)
+            if at > begin and (at - begin == MAX_ITEMS or chars + size > _MAX_CHARS):
+                yield asked[begin:at]
+                begin, chars = at, 0
+            chars += size
+        yield asked[begin:]
 
     async def _send_one(self, batch: Sequence[tuple[Ask, asyncio.Future[Got]]]) -> None:
         try:
@@ -78,6 +95,11 @@ def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
         future.set_result(answer)
 
 
+def _chars(step: Step) -> int:
+    """About as many as it has."""
+    return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
+
+
 class Server:
     """One server. Raises ServiceDownError where it does not answer, or not in the protocol."""
 
@@ -93,7 +115,7 @@ class Server:
         name, health_url = f"environment server {self.url}", f"{self.url}/health"
         self._watch = HealthWatch(name, health_url, health_timeout_s, self._client)
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
-        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
+        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
         self.judge: Batcher[str, Answer] = Batcher(self._judge, window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
