@@ -187,6 +187,16 @@ def test_a_client_that_hangs_up_leaves_its_worker_to_others() -> None:
         server.kill()
 
 
+def test_files_that_are_too_large_are_the_codes_own_fault(url: str) -> None:
+    async def send() -> None:
+        async with remote(url) as sandbox:
+            done = await sandbox.run("1", files={"a": bytes(40 << 20)})
+            assert (done.status, done.return_code) == (Status.ERROR, None) and "more than 32 MiB" in done.stderr
+            assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+    asyncio.run(send())
+
+
 def test_round_trip(url: str) -> None:
     async def round_trip() -> None:
         async with remote(url + "/") as sandbox:

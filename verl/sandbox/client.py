@@ -29,9 +29,14 @@ HEALTH_S = 5.0
 CONNECT_S = 5.0
 JSON = {"Content-Type": "application/json"}
 REFUSED = (400, 404, 422)  # trying again would not help
+TOO_LARGE = 413
 DEFAULT_LIMITS = Limits()
 Answer = TypeVar("Answer", RunCodeResponse, RunJupyterResponse)
 log = logging.getLogger(__name__)
+
+
+class TooLargeError(DataError):
+    """Code and files are more than a server takes."""
 
 
 @dataclass
@@ -108,7 +113,10 @@ class RemoteSandbox:
             files=dict(frames.pack_files(files or {})),
             fetch_files=list(fetch),
         )
-        answer = await self._ask("/run_code", request, RunCodeResponse, bounds.wall_s)
+        try:
+            answer = await self._ask("/run_code", request, RunCodeResponse, bounds.wall_s)
+        except TooLargeError as error:  # files that code has written, as a rule
+            return Execution(Status.ERROR, "", f"not run: {error}\n", None, 0.0)
         result = answer.run_result
         if result is None or result.status not in STATUS_OF:
             raise ServiceDownError("sandbox", f"an answer without a result: {answer.model_dump_json()[:300]}")
@@ -157,6 +165,8 @@ class RemoteSandbox:
                         reply = await self._http.post(
                             server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
                         )
+                    if reply.status_code == TOO_LARGE:
+                        raise TooLargeError(f"{server.url} refuses a request: {reply.text[:300]}")
                     if reply.status_code in REFUSED:
                         raise DataError(f"{server.url} refuses a request: {reply.text[:300]}", "what it supports")
                     answer = kind.model_validate_json(reply.raise_for_status().content)
