@@ -25,7 +25,7 @@ from verl.envs.base import Observation, StepResult
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.remote import Batcher, RemoteFactory
 from verl.envs.server import build_app
-from verl.envs.wire import Answer, CreateRequest, Step, Verdict
+from verl.envs.wire import MAX_ITEMS, Answer, CreateRequest, Step, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
@@ -202,6 +202,25 @@ def test_what_is_asked_together_is_sent_together_and_faults_are_their_own() -> N
     assert [answers[0], answers[2], answers[4]] == [0, 20, 60]
     assert isinstance(answers[1], ValueError) and isinstance(answers[3], ValueError)
     assert isinstance(answers[5], ServiceDownError) and "ended its answer early" in str(answers[5])
+
+
+def test_what_is_long_travels_in_several_requests() -> None:
+    sent: list[list[str]] = []
+
+    async def send(items: Sequence[str]) -> AsyncIterator[tuple[int, int | Exception]]:
+        sent.append(list(items))
+        for position in range(len(items)):
+            yield position, len(items)
+
+    async def ask(texts: list[str]) -> list[int]:
+        batcher = Batcher(send, 0.001, len)
+        return await asyncio.gather(*map(batcher.ask, texts))
+
+    half, whole = "," * 500_000, "," * 2_000_000
+    assert asyncio.run(ask([half, half, half, whole, "", ""])) == [2, 2, 1, 1, 2, 2]
+    sent.clear()
+    assert asyncio.run(ask(["x"] * (2 * MAX_ITEMS + 1))) == [MAX_ITEMS] * (2 * MAX_ITEMS) + [1]
+    assert [len(each) for each in sent] == [MAX_ITEMS, MAX_ITEMS, 1]
 
 
 def test_an_answer_does_not_wait_for_its_companions_and_one_may_be_given_up() -> None:
@@ -414,6 +433,79 @@ def test_requests_that_are_not_in_the_protocol_are_refused() -> None:
         assert client.post("/create", json={"count": 0}).status_code == 422
         assert client.post("/reset", json={"episodes": ["none"]}).json()["fault"]["service"]
         assert client.post("/close", json={"episodes": ["none"]}).json() == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/create", {"task": {"id": "t", "prompt": [], "answer": "", "data_source": "x"}, "count": 10**6}),
+        ("/create", {"task": {"id": "t", "prompt": [], "answer": "", "data_source": "x"}, "count": float("nan")}),
+        ("/reset", {"episodes": float("nan")}),
+        ("/judge", {"episodes": ["none"] * 5000}),
+        ("/close", {"episodes": ["none"] * 5000}),
+        ("/step", {"steps": [{"episode": "none", "message": {"role": "user", "content": ""}}] * 5000}),
+    ],
+)
+def test_numbers_beyond_what_a_request_may_ask_are_refused(path: str, asked: Any) -> None:
+    with TestClient(build_app("shop", build_env_factory("shop"), idle_s=60.0)) as client:
+        answer = client.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})
+        assert answer.status_code == 422 and len(answer.text) < 10_000
+        assert client.get("/health").json()["episodes"] == 0
+
+
+def test_episodes_that_are_open_have_a_bound() -> None:
+    (task,) = build_tasks("shop", {"count": 1})
+    with TestClient(build_app("shop", build_env_factory("shop"), idle_s=60.0, max_episodes=3)) as client:
+        asked = CreateRequest(task=task, count=2).model_dump(mode="json")
+        made = client.post("/create", json=asked).json()
+        refused = client.post("/create", json=asked)
+        assert refused.status_code == 429 and "--max-episodes=3" in refused.text
+        client.post("/close", json=made)
+        assert client.post("/create", json=asked).status_code == 200
+
+
+def test_more_than_a_request_may_hold_travels_in_several(shop_url: str) -> None:
+    async def many() -> None:
+        remote = RemoteFactory(shop_url)
+        (task,) = build_tasks("shop", {"count": 1})
+        played = await asyncio.gather(*(play(remote(task), [say()]) for _ in range(MAX_ITEMS + 100)))
+        assert len(played) == MAX_ITEMS + 100 and all(each.score for each in played)
+        await remote.close()
+
+    asyncio.run(many())
+
+
+ENDLESS = """
+import asyncio
+from pathlib import Path
+from verl.envs.shop import ShopEnv
+
+class Endless(ShopEnv):
+    async def step(self, message):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            Path(__file__).with_name("cancelled").touch()
+            raise
+"""
+
+
+def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    (task,) = build_tasks("shop", {"count": 1})
+
+    async def leave(url: str) -> None:
+        remote = RemoteFactory(url, timeout_s=1.0)
+        env = remote(task)
+        await env.reset()
+        with pytest.raises(ServiceDownError, match="ReadTimeout"):
+            await env.step(say())
+        await asyncio.wait_for(env.close(), 60)  # which waits for the step before
+        await remote.close()
+
+    with server("--env", f"{tmp_path}/endless.py:Endless") as (url, _):
+        asyncio.run(leave(url))
+    assert (tmp_path / "cancelled").exists()
 
 
 def test_wrong_settings_are_told() -> None:

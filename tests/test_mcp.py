@@ -23,6 +23,7 @@ from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Task, ToolCall, ToolStatus
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
+ODD = str(Path(__file__).with_name("mcp_odd_server.py"))
 TASK = Task("t", (Message("user", "?"),), "", "test")
 Said = list[tuple[str, ToolStatus]]
 
@@ -119,6 +120,16 @@ def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> No
         scene(process)
 
 
+def test_an_answer_that_cannot_be_read_is_told_at_once() -> None:
+    async def play(env: ToolEnv) -> None:
+        with pytest.raises(ServiceDownError, match=r"MCP server .*not valid JSON-RPC"):
+            await say(env, ToolCall("tool0", {}))
+
+    tools = build_tools([{"name": "mcp", "command": [sys.executable, ODD, "answers"], "timeout_s": 60}])
+    episode(tools, play, retries=0, deadline_s=300)
+    asyncio.run(tools[0].close())
+
+
 def test_closing_ends_the_program() -> None:
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
@@ -153,6 +164,12 @@ print(len(tools))
             ServiceDownError,
             "MCP server sleep 60: does not answer within its",
         ),
+        (
+            {"command": [sys.executable, ODD, "endless"], "timeout_s": 5},
+            ServiceDownError,
+            "does not list its tools within",
+        ),
+        ({"command": [sys.executable, ODD, "schema"], "timeout_s": 60}, ServiceDownError, "not tell its tools"),
         ({"url": "http://127.0.0.1:9/mcp"}, ServiceDownError, "cannot be reached .ConnectError"),
         (
             {"command": [sys.executable, SERVER], "only": ["sub"], "timeout_s": 60},

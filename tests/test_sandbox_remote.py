@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -22,7 +23,9 @@ from tests.sandbox_host import need_bubblewrap
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Limits, Status
 from verl.sandbox.client import RemoteSandbox
+from verl.sandbox.local import LocalSandbox
 from verl.sandbox.protocol import CommandRunResult, RunCodeResponse
+from verl.sandbox.server import make_app
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,6 +129,72 @@ async def remote(*urls: str, **settings: Any) -> AsyncIterator[RemoteSandbox]:
     sandbox = RemoteSandbox(urls, **settings)
     yield sandbox
     await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "told"),
+    [
+        ("run_code", '"run_timeout": NaN', 422, "run_timeout"),
+        ("run_code", '"run_timeout": "nan"', 422, "run_timeout"),
+        ("run_code", '"run_timeout": Infinity', 422, "run_timeout"),
+        ("run_code", '"compile_timeout": 1e999', 422, "compile_timeout"),
+        ("run_code", '"memory_limit_MB": NaN', 422, "memory_limit_MB"),
+        ("run_code", '"run_timeout": 1e6', 400, "--max-timeout-s"),
+        ("run_code", '"memory_limit_MB": 1000000', 400, "--max-memory-mib"),
+        ("run_code", f'"files": {json.dumps({str(number): "" for number in range(2000)})}', 422, "files"),
+        ("run_code", f'"fetch_files": {json.dumps(["a"] * 2000)}', 422, "fetch_files"),
+        ("run_jupyter", '"cells": ["1"], "total_timeout": NaN', 422, "total_timeout"),
+        ("run_jupyter", '"cells": ["1"], "total_timeout": 1e6', 400, "--max-timeout-s"),
+        ("run_jupyter", f'"cells": {json.dumps(["1"] * 2000)}', 422, "cells"),
+    ],
+)
+def test_what_no_request_may_ask_is_refused(path: str, asked: str, status: int, told: str) -> None:
+    async def post() -> httpx2.Response:
+        transport = httpx2.ASGITransport(make_app(LocalSandbox(1, "none")))
+        body = f'{{"code": "1", "language": "python", {asked}}}'
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(path, content=body, headers={"content-type": "application/json"})
+
+    answer = asyncio.run(post())
+    assert answer.status_code == status and told in answer.text and len(answer.text) < 10_000
+
+
+def test_many_cells_have_the_longest_time_each() -> None:
+    async def post() -> httpx2.Response:
+        sandbox = LocalSandbox(1, "none", preload=())
+        transport = httpx2.ASGITransport(make_app(sandbox, Limits(wall_s=10.0)))
+        asked = {"cells": ["x = 1", "print(x)"], "cell_timeout": 10, "total_timeout": 20}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.post("run_jupyter", json=asked, timeout=60)
+        await sandbox.close()
+        return answer
+
+    assert asyncio.run(post()).json()["cells"][1]["stdout"] == "1\n"
+
+
+def test_a_client_that_hangs_up_leaves_its_worker_to_others() -> None:
+    server = ServerProcess(free_port(), "--isolation", "none")
+    long = {"code": "import time; time.sleep(250)", "language": "python", "run_timeout": 280}
+    try:
+        server.wait()
+        for path, asked in (("run_code", long), ("run_jupyter", {"cells": [long["code"]], "total_timeout": 280})):
+            with pytest.raises(httpx2.ReadTimeout):
+                httpx2.post(f"{server.url}/{path}", json=asked, timeout=1)
+            quick = {"code": "print(1)", "language": "python"}
+            answer = httpx2.post(f"{server.url}/run_code", json=quick, timeout=60)  # there is one worker
+            assert answer.json()["run_result"]["stdout"] == "1\n"
+    finally:
+        server.kill()
+
+
+def test_files_that_are_too_large_are_the_codes_own_fault(url: str) -> None:
+    async def send() -> None:
+        async with remote(url) as sandbox:
+            done = await sandbox.run("1", files={"a": bytes(40 << 20)})
+            assert (done.status, done.return_code) == (Status.ERROR, None) and "more than 32 MiB" in done.stderr
+            assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+    asyncio.run(send())
 
 
 def test_round_trip(url: str) -> None:

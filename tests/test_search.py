@@ -8,7 +8,8 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from tests.conftest import real_data
 from tests.service import free_port, service
 from verl.envs import server as env_server
 from verl.envs.tools import retrieval_server
+from verl.envs.tools.base import ToolError
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.build import build_tools
 from verl.envs.tools.http_retriever import HttpRetriever
 from verl.envs.tools.search import Passage, SearchTool, told
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox import server as sandbox_server
+from verl.serving import Gate, ServingConfig
 
 CORPUS = [
     {"id": "0", "contents": '"Rome"\nRome is the capital of Italy.'},
@@ -94,6 +97,7 @@ def test_bm25_finds_what_shares_words(corpus: Path) -> None:
         ('{"id": 1, "contents": "x"}\n{"id": 2}', "row 1: is no passage; expected"),
         ('{"id": 1, "contents": "x"}\nnonsense', "row 1: line 2 is not JSON"),
         ("[1]", "row 0: is no passage"),
+        ('{"id": 1, "contents": "?"}\n{"id": 2, "contents": "a the"}', "no passage has a word; expected"),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_told_with_its_row(tmp_path: Path, rows: str, told: str) -> None:
@@ -131,6 +135,57 @@ def test_the_server_speaks_both_dialects(url: str) -> None:
         httpx2.post(url, json={}).status_code == 422
         and httpx2.post(url, json={"query": "x", "topk": 0}).status_code == 422
     )
+
+
+def test_queries_have_a_bound_each_and_together(url: str) -> None:
+    for asked in ({"query": "a" * 10_001}, {"queries": ["a"] * 2000}, {"query": "river", "topk": 10**6}):
+        answer = httpx2.post(url, json=asked)
+        assert answer.status_code == 422 and len(answer.text) < 1000
+    assert httpx2.post(url, json={"query": "a " * 5_000_000}).status_code == 413
+    tool = SearchTool("http", urls=url)
+    with pytest.raises(ToolError, match=r"The query has 20000 characters; at most 10000"):
+        search(tool, "a " * 10_000)
+
+
+def test_queries_of_a_client_that_hangs_up_are_not_searched_for() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.asked = 0
+            self.started = asyncio.Event()
+
+        async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+            self.asked += len(queries)
+            self.started.set()
+            await asyncio.to_thread(time.sleep, 0.1)  # which cannot be cancelled
+            return [[] for _ in queries]
+
+        async def close(self) -> None:
+            pass
+
+    async def leave() -> int:
+        slow = Slow()
+        gate = Gate(retrieval_server.application(slow, 1), ServingConfig("127.0.0.1", 0), None)
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps({"queries": ["q"] * 1000}).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            pass
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": headers, "query_string": b""}
+        answering = asyncio.create_task(gate(scope, receive, send))
+        await slow.started.wait()
+        gone.set()
+        await answering
+        return slow.asked
+
+    assert asyncio.run(leave()) < 100
 
 
 def test_a_client_gets_what_the_index_itself_gives(url: str, corpus: Path) -> None:
@@ -186,6 +241,13 @@ def test_the_command_tells_of_a_corpus_that_is_not_there() -> None:
     command = [sys.executable, "-m", "verl.envs.tools.retrieval_server", "--corpus", "nowhere.jsonl"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and ended.stderr.startswith("error: nowhere.jsonl: there is no such file")
+
+
+def test_the_command_tells_of_a_corpus_without_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"id": 1, "contents": ""}')
+    assert retrieval_server.main(["--corpus", str(tmp_path / "empty.jsonl")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/empty.jsonl: no passage has a word")
 
 
 def test_every_server_refuses_an_address_that_it_cannot_have_in_a_line(

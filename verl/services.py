@@ -1,17 +1,14 @@
-"""Services that a run needs, asked at its start whether they are there; and how our own ones listen."""
+"""Services that a run needs: whether they are there, and the token that those of our own ask for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verl.daemon import run_async
-from verl.errors import ServiceDownError
+from verl.errors import ConfigError, ServiceDownError
 
 if TYPE_CHECKING:
     import httpx2  # functions that need it import it: rewards load without
@@ -19,7 +16,8 @@ if TYPE_CHECKING:
 ANSWER_S = 5.0
 CHECK_S = 10.0  # for a check as a whole
 _SHOWN_CHARS = 300  # of what an endpoint answers
-_GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
+TOKEN_VARIABLE = "VERL_SERVICE_TOKEN"  # of sandbox servers, environment servers and retrievers
+GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
 log = logging.getLogger(__name__)
 
 
@@ -40,21 +38,44 @@ async def check_services(things: Iterable[object]) -> None:
         raise ServiceDownError("a service", f"did not tell within {CHECK_S:g} s whether it is there") from error
 
 
-async def check_urls(service: str, urls: Sequence[str], mend: str, trust_env: bool = True) -> None:
+def service_token() -> str | None:
+    """The token in the environment. Raises ConfigError for what no header can hold."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    return checked_token(token.strip(), f"${TOKEN_VARIABLE}") if token else None
+
+
+def checked_token(token: str, place: str) -> str:
+    """The token. Raises ConfigError, with the place but without the token, for what no header can hold."""
+    if not (token.isascii() and token.isprintable() and token) or " " in token:
+        raise ConfigError(f"{place} holds no token: expected ASCII letters, digits and punctuation in one word")
+    return token
+
+
+def service_headers() -> dict[str, str]:
+    """What clients send to servers of ours; others ignore it."""
+    token = service_token()
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+async def check_urls(
+    service: str, urls: Sequence[str], mend: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
+) -> None:
     """Does anything answer there, whatever it says? Some may be down; raises ServiceDownError if all are.
 
     trust_env: whether a proxy that the environment names is used
     """
     import httpx2
 
-    async with httpx2.AsyncClient(timeout=ANSWER_S, trust_env=trust_env) as client:
+    async with httpx2.AsyncClient(timeout=ANSWER_S, trust_env=trust_env, headers=dict(headers or {})) as client:
 
         async def problem(url: str) -> str:
             try:
                 status = (await client.get(url)).status_code
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 return f"{url}: {type(error).__name__}: {error}"
-            return f"{url} answers {status}" if status in _GATEWAYS else ""
+            if status == 401:
+                return f"{url} answers 401: it needs the token that its server was started with in ${TOKEN_VARIABLE}"
+            return f"{url} answers {status}" if status in GATEWAYS else ""
 
         problems = [found for found in await asyncio.gather(*map(problem, urls)) if found]
     if len(problems) == len(urls):
@@ -83,19 +104,3 @@ def completion_text(reply: httpx2.Response) -> str:
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:_SHOWN_CHARS] or "an empty page"
-
-
-def serve(app: Any, host: str, port: int) -> int:
-    """Serve an ASGI application until interrupted. Returns 2, after a line on stderr, for an address it cannot have."""
-    import uvicorn
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        sys.stderr.write(f"error: cannot listen on {host} port {port} ({error}); choose another --host or --port\n")
-        return 2
-    with listening, suppress(KeyboardInterrupt):
-        config = uvicorn.Config(app, log_level="warning")
-        run_async(uvicorn.Server(config).serve(sockets=[listening]), config.get_loop_factory())
-    return 0

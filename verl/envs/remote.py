@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -17,12 +17,14 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.wire import Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
+from verl.envs.wire import MAX_ITEMS, Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import check_urls
+from verl.health import HealthWatch
+from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
+_MAX_CHARS = 1_000_000  # of a request's messages; a longer one travels alone
 _LONGEST_JUDGE_S = 86_400.0  # env.judge_timeout_s is shorter; this is for connections that are lost silently
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
@@ -30,14 +32,17 @@ Answers = AsyncIterator[tuple[int, Got | Exception]]
 
 
 class Batcher(Generic[Ask, Got]):
-    """Collects what is asked within `window_s` seconds and sends it as one.
+    """Collects what is asked within `window_s` seconds and sends it as one, or as few as servers take.
 
     `send` gives the answers with the positions of what was asked, in any order and each as soon as it has it. An
     answer that is an exception is raised where that one was asked; what `send` raises, wherever no answer came.
     """
 
-    def __init__(self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float) -> None:
-        self._send, self._window_s = send, window_s
+    def __init__(
+        self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float, size: Callable[[Ask], int] = lambda _: 0
+    ) -> None:
+        """`size`: the characters of an item, where these matter"""
+        self._send, self._window_s, self._size = send, window_s, size
         self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
         self._flushes: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
 
@@ -53,7 +58,23 @@ class Batcher(Generic[Ask, Got]):
 
     async def _flush(self) -> None:
         await asyncio.sleep(self._window_s)
-        batch, self._waiting = self._waiting, []
+        asked, self._waiting = self._waiting, []
+        await asyncio.gather(*(self._send_one(portion) for portion in self._portions(asked)))
+
+    def _portions(
+        self, asked: Sequence[tuple[Ask, asyncio.Future[Got]]]
+    ) -> Iterator[Sequence[tuple[Ask, asyncio.Future[Got]]]]:
+        """What servers take at a time, whatever policies write."""
+        begin = chars = 0
+        for at, (item, _) in enumerate(asked):
+            size = self._size(item)
+            if at > begin and (at - begin == MAX_ITEMS or chars + size > _MAX_CHARS):
+                yield asked[begin:at]
+                begin, chars = at, 0
+            chars += size
+        yield asked[begin:]
+
+    async def _send_one(self, batch: Sequence[tuple[Ask, asyncio.Future[Got]]]) -> None:
         try:
             async for position, answer in self._send([item for item, _ in batch]):
                 _resolve(batch[position][1], answer)
@@ -74,17 +95,27 @@ def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
         future.set_result(answer)
 
 
+def _chars(step: Step) -> int:
+    """About as many as it has."""
+    return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
+
+
 class Server:
     """One server. Raises ServiceDownError where it does not answer, or not in the protocol."""
 
-    def __init__(self, url: str, timeout_s: float, window_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, window_s: float, health_timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = httpx2.AsyncClient(
-            base_url=self.url, limits=httpx2.Limits(max_connections=None), trust_env=False
+            base_url=self.url,
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+            headers=service_headers(),
         )
+        name, health_url = f"environment server {self.url}", f"{self.url}/health"
+        self._watch = HealthWatch(name, health_url, health_timeout_s, self._client)
         self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
-        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s)
+        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
         self.judge: Batcher[str, Answer] = Batcher(self._judge, window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
@@ -95,6 +126,7 @@ class Server:
 
     async def disconnect(self) -> None:
         """Close the connections."""
+        self._watch.close()
         await self._client.aclose()
 
     def _reset(self, episodes: Sequence[str]) -> Answers[Answer]:
@@ -122,7 +154,10 @@ class Server:
         """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
-            async with self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply:
+            async with (
+                self._watch.beside(),
+                self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply,
+            ):
                 if reply.is_error:
                     text = (await reply.aread()).decode(errors="replace")
                     raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
@@ -179,17 +214,24 @@ class RemoteEnv:
 class RemoteFactory:
     """Environments on servers at these URLs (one, or several to share the tasks between them).
 
-    timeout_s: how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s alone
-    window_s:  how long a request waits for others to travel with
+    timeout_s:        how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s
+    window_s:         how long a request waits for others to travel with
+    health_timeout_s: how long a server may be silent, to /health too, before what waits for it is given up
     """
 
-    def __init__(self, urls: str | Sequence[str], timeout_s: float = 60.0, window_s: float = 0.003) -> None:
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 60.0,
+        window_s: float = 0.003,
+        health_timeout_s: float = 30.0,
+    ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise ConfigError(
                 f"environment 'remote': urls={urls} names no server; expected for example http://host:8100"
             )
-        self._servers = [Server(url, timeout_s, window_s) for url in urls]
+        self._servers = [Server(url, timeout_s, window_s, health_timeout_s) for url in urls]
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 
     def __call__(self, task: Task) -> RemoteEnv:
@@ -199,7 +241,7 @@ class RemoteFactory:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
         mend = "Start one with python -m verl.envs.server, or correct the environment's urls"
-        await check_urls("environment servers", urls, mend, trust_env=False)
+        await check_urls("environment servers", urls, mend, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

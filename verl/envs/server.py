@@ -2,7 +2,7 @@
 
     python -m verl.envs.server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
 
-Whoever can reach the port can make episodes and take steps: it belongs into a trusted network.
+Whoever can reach the port can make episodes and take steps: beyond this machine it asks for a token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from verl.envs.tools.text import utf8
 from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
+MAX_EPISODES = 65_536
 _LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
@@ -45,27 +46,46 @@ class Episode:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class FullError(Exception):
+    """There are as many episodes as there may be."""
+
+
 class Episodes:
     """The open episodes of a server. Those that nobody has asked anything for `idle_s` seconds are closed."""
 
-    def __init__(self, factory: EnvFactory, idle_s: float) -> None:
-        self._factory, self._idle_s = factory, idle_s
+    def __init__(self, factory: EnvFactory, idle_s: float, max_episodes: int) -> None:
+        self._factory, self._idle_s, self._max_episodes = factory, idle_s, max_episodes
         self._open: dict[str, Episode] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def create(self, task: Task, count: int) -> list[str]:
-        """Fresh episodes of one task."""
-        made = {uuid.uuid4().hex: Episode(self._factory(task)) for _ in range(count)}
-        self._open.update(made)
-        return list(made)
+    async def create(self, task: Task, count: int) -> list[str]:
+        """Fresh episodes of one task. Those of a client that hangs up meanwhile are closed as idle ones are."""
+        if len(self._open) + count > self._max_episodes:
+            raise FullError(f"{len(self._open)} episodes are open; --max-episodes={self._max_episodes}")
+        names = []
+        for _ in range(count):
+            names.append(uuid.uuid4().hex)
+            self._open[names[-1]] = Episode(self._factory(task))
+            await asyncio.sleep(0)  # others are answered in between
+        return names
 
     async def ask(self, questions: Sequence[tuple[str, Question]]) -> AsyncIterator[str]:
-        """The answers of different episodes, each a line of JSON as soon as it is there."""
-        waiting = [self._ask_one(position, name, question) for position, (name, question) in enumerate(questions)]
-        for line in asyncio.as_completed(waiting):
-            yield await line + "\n"
+        """The answers of different episodes, each a line of JSON as soon as it is there.
+
+        Who stops listening cancels what is not answered yet.
+        """
+        waiting = [
+            asyncio.create_task(self._ask_one(position, name, question))
+            for position, (name, question) in enumerate(questions)
+        ]
+        try:
+            for line in asyncio.as_completed(waiting):
+                yield await line + "\n"
+        finally:
+            for each in waiting:
+                each.cancel()
 
     async def _ask_one(self, position: int, name: str, question: Question) -> str:
         """One episode's answer; a fault where it is not there or breaks, which leaves the others alone."""
@@ -130,9 +150,9 @@ async def _judge(env: Env) -> dict[str, Any]:
     return {"verdict": Verdict(score=await env.judge())}
 
 
-def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
+def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int = MAX_EPISODES) -> FastAPI:
     """The server for one environment."""
-    episodes = Episodes(factory, idle_s)
+    episodes = Episodes(factory, idle_s, max_episodes)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -141,7 +161,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
         reaper.cancel()
         await episodes.close_all()
 
-    app = FastAPI(title=f"environment {name}", lifespan=lifespan)
+    app = new_app(f"environment {name}", lifespan)
 
     @app.get("/health")
     async def health() -> Health:
@@ -150,7 +170,9 @@ def build_app(name: str, factory: EnvFactory, idle_s: float) -> FastAPI:
     @app.post("/create")
     async def create(request: CreateRequest) -> CreateReply:
         try:
-            return CreateReply(episodes=episodes.create(request.task, request.count))
+            return CreateReply(episodes=await episodes.create(request.task, request.count))
+        except FullError as error:
+            raise HTTPException(429, str(error)) from error
         except Exception as error:
             _log.exception("task %s makes no environment", request.task.id)
             raise HTTPException(500, f"task {request.task.id!r}: {type(error).__name__}: {error}") from error
@@ -181,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.envs.server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100)
+    add_serving_arguments(parser, port=8100, max_body_mib=64)
     parser.add_argument("--idle-s", type=float, default=1800.0, help="close episodes that nobody used for so long")
+    parser.add_argument("--max-episodes", type=int, default=MAX_EPISODES, help="open at a time")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -191,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(build_app(arguments.env, factory, arguments.idle_s), arguments.host, arguments.port)
+    app = build_app(arguments.env, factory, arguments.idle_s, arguments.max_episodes)
+    return serve(app, serving_config(arguments))
 
 
 if __name__ == "__main__":

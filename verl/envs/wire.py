@@ -22,12 +22,14 @@ from verl.envs.base import Observation, StepResult
 from verl.envs.tools.text import utf8
 from verl.types import Message, Score, Task
 
+MAX_ITEMS = 1024  # episodes in one request; clients send more in several
+
 
 class CreateRequest(BaseModel):
     """So many episodes of one task."""
 
     task: Task
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, le=MAX_ITEMS)
 
 
 class CreateReply(BaseModel):
@@ -39,7 +41,7 @@ class CreateReply(BaseModel):
 class EpisodeList(BaseModel):
     """Episodes by name."""
 
-    episodes: list[str]
+    episodes: list[str] = Field(max_length=MAX_ITEMS)
 
 
 class Step(BaseModel):
@@ -54,7 +56,7 @@ class StepList(BaseModel):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # as Python's json: a policy may write 1e999
 
-    steps: list[Step]
+    steps: list[Step] = Field(max_length=MAX_ITEMS)
 
 
 class Verdict(BaseModel):

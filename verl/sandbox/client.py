@@ -17,10 +17,11 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.health import HealthWatch
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.inside import frames
 from verl.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
-from verl.services import check_urls
+from verl.services import check_urls, service_headers
 
 FIRST_REST_S = 0.2  # of a server that failed; doubles with each failure in a row
 LONGEST_REST_S = 30.0
@@ -28,9 +29,14 @@ HEALTH_S = 5.0
 CONNECT_S = 5.0
 JSON = {"Content-Type": "application/json"}
 REFUSED = (400, 404, 422)  # trying again would not help
+TOO_LARGE = 413
 DEFAULT_LIMITS = Limits()
 Answer = TypeVar("Answer", RunCodeResponse, RunJupyterResponse)
 log = logging.getLogger(__name__)
+
+
+class TooLargeError(DataError):
+    """Code and files are more than a server takes."""
 
 
 @dataclass
@@ -38,6 +44,7 @@ class Server:
     """What is known of one server."""
 
     url: str
+    watch: HealthWatch
     under_way: int = 0
     failures: int = 0  # in a row
     rests_until: float = 0.0
@@ -58,6 +65,7 @@ class RemoteSandbox:
     max_requests: under way at a time, over all servers; more wait
     patience_s:   how long to go on trying before ServiceDownError names the servers and what is wrong with each
     queue_s:      how long a server may let a request wait for its turn, besides the code's own limit
+    health_timeout_s: how long a server may be silent, to /v1/ping too, before its requests go to another
     """
 
     def __init__(
@@ -67,18 +75,23 @@ class RemoteSandbox:
         patience_s: float = 30.0,
         queue_s: float = 60.0,
         limits: Limits = DEFAULT_LIMITS,
+        health_timeout_s: float = 30.0,
     ) -> None:
         if not urls:
             raise ConfigError("sandbox.urls is empty: name at least one, such as http://127.0.0.1:8080")
         self.limits = limits
-        self._servers = [Server(url.rstrip("/")) for url in urls]
         self._slots = asyncio.Semaphore(max_requests)
         self._patience_s = patience_s
         self._queue_s = queue_s
         self._http = httpx2.AsyncClient(
-            limits=httpx2.Limits(max_connections=max_requests + len(urls)),
+            limits=httpx2.Limits(max_connections=max_requests + 2 * len(urls)),  # some to ask how they are
             trust_env=False,  # a proxy of the environment is for the internet
+            headers=service_headers(),
         )
+        self._servers = [self._server(url.rstrip("/"), health_timeout_s) for url in urls]
+
+    def _server(self, url: str, health_timeout_s: float) -> Server:
+        return Server(url, HealthWatch(f"sandbox server {url}", f"{url}/v1/ping", health_timeout_s, self._http))
 
     async def run(
         self,
@@ -100,7 +113,10 @@ class RemoteSandbox:
             files=dict(frames.pack_files(files or {})),
             fetch_files=list(fetch),
         )
-        answer = await self._ask("/run_code", request, RunCodeResponse, bounds.wall_s)
+        try:
+            answer = await self._ask("/run_code", request, RunCodeResponse, bounds.wall_s)
+        except TooLargeError as error:  # files that code has written, as a rule
+            return Execution(Status.ERROR, "", f"not run: {error}\n", None, 0.0)
         result = answer.run_result
         if result is None or result.status not in STATUS_OF:
             raise ServiceDownError("sandbox", f"an answer without a result: {answer.model_dump_json()[:300]}")
@@ -121,10 +137,12 @@ class RemoteSandbox:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
         mend = "Start one with python -m verl.sandbox.server, or correct sandbox.urls"
-        await check_urls("sandbox", urls, mend, trust_env=False)
+        await check_urls("sandbox", urls, mend, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""
+        for server in self._servers:
+            server.watch.close()
         await self._http.aclose()
 
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
@@ -143,9 +161,12 @@ class RemoteSandbox:
                 server = await self._choose(deadline)
                 server.under_way += 1
                 try:
-                    reply = await self._http.post(
-                        server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
-                    )
+                    async with server.watch.beside():
+                        reply = await self._http.post(
+                            server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
+                        )
+                    if reply.status_code == TOO_LARGE:
+                        raise TooLargeError(f"{server.url} refuses a request: {reply.text[:300]}")
                     if reply.status_code in REFUSED:
                         raise DataError(f"{server.url} refuses a request: {reply.text[:300]}", "what it supports")
                     answer = kind.model_validate_json(reply.raise_for_status().content)
@@ -153,6 +174,8 @@ class RemoteSandbox:
                         server.failures = 0
                         return answer
                     server.failed(f"SandboxError: {answer.message}")
+                except ServiceDownError as error:
+                    server.failed(error.problem)
                 except (httpx2.HTTPError, ValidationError) as error:
                     server.failed(f"{type(error).__name__}: {error}")
                 finally:
@@ -173,6 +196,9 @@ class RemoteSandbox:
 
     async def _is_healthy(self, server: Server) -> bool:
         """Whether it answers; servers that know no /health say so, which is an answer."""
+        if server.watch.problem:
+            server.failed(server.watch.problem)
+            return False
         try:
             reply = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
         except httpx2.HTTPError as error:

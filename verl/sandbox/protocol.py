@@ -7,14 +7,18 @@ https://github.com/bytedance/SandboxFusion.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from verl.errors import DataError
 from verl.sandbox.base import Execution, Limits, Status
 
 RUN_STATUS = {Status.FINISHED: "Finished", Status.ERROR: "Error", Status.TIMEOUT: "TimeLimitExceeded"}
 STATUS_OF = {name: status for status, name in RUN_STATUS.items()}
+MAX_FILES = 1024  # of a request, and as many to fetch
+MAX_CELLS = 1024
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RunCodeRequest(BaseModel):
@@ -22,12 +26,12 @@ class RunCodeRequest(BaseModel):
 
     code: str
     language: str
-    compile_timeout: float = 10.0
-    run_timeout: float = 10.0
+    compile_timeout: Seconds = 10.0
+    run_timeout: Seconds = 10.0
     memory_limit_MB: int = -1
     stdin: str | None = None
-    files: dict[str, str | None] = Field(default_factory=dict)
-    fetch_files: list[str] = Field(default_factory=list)
+    files: dict[str, str | None] = Field(default_factory=dict, max_length=MAX_FILES)
+    fetch_files: list[str] = Field(default_factory=list, max_length=MAX_FILES)
 
 
 class CommandRunResult(BaseModel):
@@ -54,13 +58,13 @@ class RunCodeResponse(BaseModel):
 class RunJupyterRequest(BaseModel):
     """POST /run_jupyter: cells of one fresh interpreter."""
 
-    cells: list[str]
-    cell_timeout: float = 0.0  # of each; 0: none but the total
-    total_timeout: float = 45.0
+    cells: list[str] = Field(max_length=MAX_CELLS)
+    cell_timeout: Seconds = 0.0  # of each; 0: none but the total
+    total_timeout: Seconds = 45.0
     memory_limit_MB: int = -1
     kernel: str = "python3"
-    files: dict[str, str | None] = Field(default_factory=dict)
-    fetch_files: list[str] = Field(default_factory=list)
+    files: dict[str, str | None] = Field(default_factory=dict, max_length=MAX_FILES)
+    fetch_files: list[str] = Field(default_factory=list, max_length=MAX_FILES)
 
 
 class CellResult(BaseModel):
@@ -82,9 +86,15 @@ class RunJupyterResponse(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
 
 
-def limits_of(wall_s: float, memory_mib: int, default: Limits) -> Limits:
-    """A request's limits; the protocol has no more than these two."""
+def limits_of(wall_s: float, memory_mib: int, default: Limits, largest: Limits) -> Limits:
+    """A request's limits; the protocol has no more than these two. Raises DataError beyond the server's largest."""
     memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
+    if wall_s > largest.wall_s:
+        expected = f"at most {largest.wall_s:g} s on this server, which its --max-timeout-s sets"
+        raise DataError(f"a timeout of {wall_s:g} s", expected, field="run_timeout")
+    if memory_mib > largest.memory_mib:
+        expected = f"at most {largest.memory_mib} on this server, which its --max-memory-mib sets"
+        raise DataError(f"{memory_mib} MiB of memory", expected, field="memory_limit_MB")
     return replace(default, wall_s=wall_s, cpu_s=wall_s, memory_mib=memory_mib)
 
 

@@ -1,6 +1,7 @@
 """`python -m verl.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
 
-Whoever reaches the port may run code, and there is no password: it listens to this machine alone unless told otherwise.
+Whoever reaches the port may run code: it listens to this machine alone unless told otherwise, and then asks for a
+token.
 """
 
 from __future__ import annotations
@@ -31,20 +32,26 @@ from verl.sandbox.protocol import (
     limits_of,
     run_result,
 )
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
 
 log = logging.getLogger(__name__)
 
 
-def make_app(sandbox: LocalSandbox) -> FastAPI:
-    """The server's application; it ends the sandbox when it is shut down."""
+LARGEST = Limits(wall_s=300.0, memory_mib=4096)
+
+
+def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
+    """The server's application; it ends the sandbox when it is shut down.
+
+    largest: wall time and memory that a request may ask for
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await sandbox.close()
 
-    app = FastAPI(title="sandbox", lifespan=lifespan)
+    app = new_app("sandbox", lifespan)
 
     @app.exception_handler(DataError)
     async def refuse(_: Request, error: DataError) -> JSONResponse:
@@ -59,10 +66,15 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
             raise HTTPException(503, str(error)) from error
         return {"status": done.stdout.strip()}
 
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        """That the server is there, however busy its workers are."""
+        return "pong"
+
     @app.post("/run_code")
     async def run_code(request: RunCodeRequest) -> RunCodeResponse:
         """One program."""
-        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits)
+        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
             done = await sandbox.run(
                 request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
@@ -79,22 +91,24 @@ def make_app(sandbox: LocalSandbox) -> FastAPI:
     async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
         """Cells of one interpreter, one after another. A cell that fails does not keep the next ones from running."""
         try:
-            return await _run_cells(sandbox, request)
+            return await _run_cells(sandbox, request, largest)
         except ServiceDownError as error:
             return RunJupyterResponse(status="SandboxError", message=str(error))
 
     return app
 
 
-async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest) -> RunJupyterResponse:
+async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest: Limits) -> RunJupyterResponse:
+    """largest: of one cell; all together have that time for each."""
     started = time.monotonic()
-    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits)
+    of_all = replace(largest, wall_s=largest.wall_s * len(request.cells))
+    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
     session = await sandbox.session(_files(request.files))
     results: list[Execution] = []
     left_s = request.total_timeout
     try:
         for code in request.cells:
-            wall_s = min(left_s, request.cell_timeout or left_s)
+            wall_s = min(left_s, request.cell_timeout or left_s, largest.wall_s)
             results.append(await session.run(code, replace(limits, wall_s=wall_s, cpu_s=wall_s)))
             left_s -= results[-1].seconds
             if results[-1].return_code is None or left_s <= 0:  # killed, and the variables with it
@@ -132,13 +146,14 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 for isolation that is not to be had here, or an address."""
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen to (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8080)
+    add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=int, default=2, help="executions at a time")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
     parser.add_argument(
         "--memory-mib", type=int, default=Limits().memory_mib, help="of an execution that asks for none"
     )
+    parser.add_argument("--max-timeout-s", type=float, default=LARGEST.wall_s, help="that a request may ask for")
+    parser.add_argument("--max-memory-mib", type=int, default=LARGEST.memory_mib, help="that a request may ask for")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
@@ -148,7 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
-    return serve(make_app(sandbox), options.host, options.port)
+    largest = Limits(wall_s=options.max_timeout_s, memory_mib=max(options.memory_mib, options.max_memory_mib))
+    return serve(make_app(sandbox, largest), serving_config(options))
 
 
 if __name__ == "__main__":

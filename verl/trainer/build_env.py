@@ -31,6 +31,9 @@ from verl.sandbox.base import Limits, Sandbox
 from verl.types import Message, Task, ToolSpec
 from verl.utils.reward_score.rewards import Rewards
 
+SHARE_OF_DEADLINE = (
+    0.8  # of a call's, in which a sandbox that is gone is noticed: later it is a time-out of the policy's
+)
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 # Assistant turns without a call where the environment answers them, too: as many as a BFCL scenario has at most.
@@ -44,8 +47,11 @@ def build_interaction(
     max_prompt_length: int,
     max_response_length: int,
     prompt_template: str | None,
+    health_timeout_s: float = 30.0,
 ) -> Interaction | None:
     """What episodes of several turns need; None where an episode is a prompt and one reply.
+
+    health_timeout_s: how long a server of sandboxes or environments may be silent before it counts as gone
 
     Raises ConfigError for names and options that cannot be. To be closed in the event loop that uses it.
     """
@@ -54,11 +60,12 @@ def build_interaction(
     codec = _build_codec(env, prompt_template)
     if isinstance(codec, TurnsCodec) and chat.opens_thought:
         codec = replace(codec, in_thought=True)
-    box = build_sandbox(sandbox) if any(_runs_code(each) for each in env.tools) else None
+    silent_s = min(health_timeout_s, SHARE_OF_DEADLINE * env.tool_timeout_s)
+    box = build_sandbox(sandbox, silent_s) if any(_runs_code(each) for each in env.tools) else None
     if box is None and sandbox != SandboxConfig():
         raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
     num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
-    envs = _build_envs(env, codec, box, num_places)
+    envs = _build_envs(env, codec, box, num_places, health_timeout_s)
     dialogue = Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut))
     dialogue.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)  # a chat template may have no such turns
     if isinstance(envs, ToolEnvFactory):
@@ -185,13 +192,16 @@ def prompt_record(interaction: Interaction | None) -> dict[str, str]:
     return {"prompt_sha256": prompt.sha256} if prompt else {}
 
 
-def build_sandbox(config: SandboxConfig) -> Sandbox:
-    """Servers where URLs are given, else a pool on this machine."""
+def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sandbox:
+    """Servers where URLs are given, else a pool on this machine.
+
+    health_timeout_s: for which no server may answer; less than the deadline of a call, which is the policy's time-out
+    """
     limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
     if config.urls:
         from verl.sandbox.client import RemoteSandbox
 
-        return RemoteSandbox(config.urls, limits=limits)
+        return RemoteSandbox(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
     from verl.sandbox.local import LocalSandbox
 
     return LocalSandbox(_workers(config), config.isolation, limits=limits)  # type: ignore[arg-type]  # checked before
@@ -206,12 +216,15 @@ def _runs_code(tool: str | Mapping[str, Any]) -> bool:
     return isinstance(found, type) and "sandbox" in signature(found).parameters
 
 
-def _build_envs(env: EnvConfig, codec: Codec, sandbox: Sandbox | None, num_places: int) -> EnvFactory:
+def _build_envs(
+    env: EnvConfig, codec: Codec, sandbox: Sandbox | None, num_places: int, health_timeout_s: float
+) -> EnvFactory:
     """num_places: pieces of code that run at a time"""
     if env.name != "tool":
         if env.tools:
             raise ConfigError(f"env.tools are for env.name=tool; env.name={env.name} brings its own")
-        return build_env_factory(env.name, env.options)
+        silence = {"health_timeout_s": health_timeout_s} if env.name == "remote" else {}
+        return build_env_factory(env.name, {**silence, **env.options})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool takes its tools from env.tools")
     if not env.tools:

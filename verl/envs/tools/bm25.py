@@ -20,13 +20,16 @@ class Bm25Retriever:
 
     corpus: a file that verl.data.rows.read_rows reads, such as .jsonl.gz, of objects with `id` and `contents`
 
-    Raises DataError for a file or row that cannot be read.
+    Raises DataError for a file or row that cannot be read, and for passages without any word.
     """
 
     def __init__(self, corpus: str) -> None:
         self._passages = list(read_corpus(corpus))
+        words = _words([passage.contents for passage in self._passages])
+        if not any(words):
+            raise DataError("no passage has a word", "words of two letters and more, no stop words", file=corpus)
         self._index = bm25s.BM25()
-        self._index.index(_words([passage.contents for passage in self._passages]), show_progress=False)
+        self._index.index(words, show_progress=False)
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         return await asyncio.to_thread(self._search, queries, k)

@@ -14,7 +14,8 @@ import httpx2
 
 from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import check_urls
+from verl.health import HealthWatch
+from verl.services import check_urls, service_headers
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +25,21 @@ class HttpRetriever:
 
     urls:      of the whole route, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
     timeout_s: for one request to one server
+    health_timeout_s: how long a server may be silent, to everything, before what waits for it is given up
 
     Raises ConfigError for no URL.
     """
 
-    def __init__(self, urls: str | Sequence[str], timeout_s: float = 10.0) -> None:
+    def __init__(self, urls: str | Sequence[str], timeout_s: float = 10.0, health_timeout_s: float = 30.0) -> None:
         self._urls = [urls] if isinstance(urls, str) else list(urls)
         if not self._urls or not all(url.startswith(("http://", "https://")) for url in self._urls):
             raise ConfigError(f"urls of a retriever: {self._urls}; expected such as http://127.0.0.1:8000/retrieve")
         self._turns = itertools.count()
-        self._client = httpx2.AsyncClient(timeout=timeout_s)
+        self._client = httpx2.AsyncClient(timeout=timeout_s, headers=service_headers())
+        self._watches = {
+            url: HealthWatch(f"retriever {url}", url, health_timeout_s, self._client)  # any answer will do
+            for url in self._urls
+        }
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         first = next(self._turns) % len(self._urls)
@@ -41,22 +47,27 @@ class HttpRetriever:
         for url in self._urls[first:] + self._urls[:first]:
             try:
                 return await self._ask(url, queries, k)
-            except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            except (ServiceDownError, httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"{url}: {type(error).__name__}: {error}")
                 log.debug("retriever passed over: %s", problems[-1])
         raise ServiceDownError("retriever", "; ".join(problems))
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where no server answers."""
-        await check_urls("retriever", self._urls, "Start it (docs/tools.md), or correct the tool's urls")
+        mend = "Start it (docs/tools.md), or correct the tool's urls"
+        await check_urls("retriever", self._urls, mend, headers=service_headers())
 
     async def close(self) -> None:
+        for watch in self._watches.values():
+            watch.close()
         await self._client.aclose()
 
     async def _ask(self, url: str, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """Raises httpx2.HTTPError, or ValueError, KeyError or TypeError for an answer of another form."""
+        """Raises ServiceDownError or httpx2.HTTPError; ValueError, KeyError or TypeError for another form of answer."""
         asked = {"queries": list(queries), "topk": k, "return_scores": True}
-        answer = (await self._client.post(url, json=asked)).raise_for_status().json()
+        async with self._watches[url].beside():
+            reply = await self._client.post(url, json=asked)
+        answer = reply.raise_for_status().json()
         found = [[_passage(one) for one in passages] for passages in answer["result"]]
         if len(found) != len(queries):
             raise ValueError(f"{len(found)} results for {len(queries)} queries")

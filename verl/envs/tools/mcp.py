@@ -17,13 +17,14 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
 import mcp_types
 from anyio.from_thread import BlockingPortal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.client.session import MessageHandlerFnT
+from pydantic import ValidationError
 
 from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError, ServiceDownError
@@ -82,6 +83,7 @@ class McpServer:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._connection: AbstractContextManager[Client] | None = None
+        self._calls: set[anyio.CancelScope] = set()  # those under way, in the portal's loop
         self._portal = _portal()
         try:
             self.tools = [McpTool(self, spec) for spec in self._specs(only)]
@@ -92,7 +94,7 @@ class McpServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's answer. Raises ToolError for an answer that is an error, ServiceDownError for none."""
         client = await asyncio.to_thread(self._connected)
-        future = self._portal.start_task_soon(client.call_tool, name, dict(arguments), CALL_S)
+        future = self._portal.start_task_soon(self._call, client, name, dict(arguments))
         try:
             result = await asyncio.wrap_future(future)  # a call that is cancelled here is cancelled there
         except Exception as error:  # the package raises whatever its transports raise
@@ -109,20 +111,32 @@ class McpServer:
         """Ends the connection and, if it was started here, the server."""
         await asyncio.to_thread(self._close)
 
+    async def _call(self, client: Client, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
+        """In the portal's loop. Raises ValueError once an answer has come that nobody can read: it may be this one."""
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                return await client.call_tool(name, arguments, CALL_S)
+            finally:
+                self._calls.discard(scope)
+        raise ValueError("it gave an answer that is not valid JSON-RPC, which may have been to this call")
+
+    async def _on_message(self, message: object) -> None:
+        """The package drops what it cannot read; where that was an answer, whoever waits for it would wait for ever."""
+        if isinstance(message, ValidationError) and _is_answer(message.errors(include_url=False)[0]["input"]):
+            for scope in self._calls:
+                scope.cancel()
+
     def _specs(self, only: Sequence[str] | None) -> list[ToolSpec]:
         client = self._connected()
-        found: dict[str, ToolSpec] = {}
-        cursor = None
-        while True:
-            try:
-                page = self._portal.start_task_soon(partial(client.list_tools, cursor=cursor)).result()
-            except MCPError as error:
-                raise ServiceDownError(self._name, f"does not tell its tools ({error})") from error
-            for one in page.tools:
-                found[one.name] = ToolSpec(one.name, one.description or "", one.input_schema)
-            cursor = page.next_cursor
-            if not cursor:
-                break
+        try:
+            tools = self._portal.start_task_soon(_list_tools, client, self._timeout_s).result()
+        except TimeoutError as error:
+            problem = f"does not list its tools within its option timeout_s={self._timeout_s:g}"
+            raise ServiceDownError(self._name, problem) from error
+        except Exception as error:  # the package raises whatever its transports and validators raise
+            raise ServiceDownError(self._name, f"does not tell its tools ({_innermost(error)})") from error
+        found = {one.name: ToolSpec(one.name, one.description or "", one.input_schema) for one in tools}
         missing = sorted(set(only or ()) - set(found))
         if missing:
             raise ConfigError(f"{self._name} has no tools {', '.join(missing)}; it has {', '.join(found)}")
@@ -136,7 +150,9 @@ class McpServer:
                 if self._url is None:
                     program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
                     transport = stdio_client(program, errlog=self._complaints)
-                self._connection = self._portal.wrap_async_context_manager(_open(transport, self._timeout_s))
+                self._connection = self._portal.wrap_async_context_manager(
+                    _open(transport, self._timeout_s, self._on_message)
+                )
                 try:
                     self._client = self._connection.__enter__()
                 except TimeoutError as error:
@@ -188,12 +204,35 @@ def _portal() -> BlockingPortal:
 
 
 @asynccontextmanager
-async def _open(transport: Any, timeout_s: float) -> AsyncIterator[Client]:
+async def _open(transport: Any, timeout_s: float, on_message: MessageHandlerFnT) -> AsyncIterator[Client]:
     """A client whose handshake, all of its attempts together, ends in time. Raises TimeoutError."""
     with anyio.fail_after(timeout_s) as limit:
-        async with Client(transport, read_timeout_seconds=timeout_s) as client:
+        async with Client(transport, read_timeout_seconds=timeout_s, message_handler=on_message) as client:
             limit.deadline = math.inf
             yield client
+
+
+async def _list_tools(client: Client, timeout_s: float) -> list[mcp_types.Tool]:
+    """Those of all pages. Raises TimeoutError where these do not end in time."""
+    tools: list[mcp_types.Tool] = []
+    cursor = None
+    with anyio.fail_after(timeout_s):
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+
+
+def _is_answer(received: object) -> bool:
+    """Whether a message, or a line that may be one, answers a request: programs write other lines, too."""
+    if isinstance(received, str):
+        try:
+            received = json.loads(received)
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(received, dict) and "id" in received and ("result" in received or "error" in received)
 
 
 def _text(result: mcp_types.CallToolResult) -> str:
@@ -207,4 +246,4 @@ def _text(result: mcp_types.CallToolResult) -> str:
 def _innermost(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {str(error)[:MAX_COMPLAINT_CHARS]}"

@@ -8,29 +8,32 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
 
 from verl.envs.tools.bm25 import Bm25Retriever
-from verl.envs.tools.search import Retriever
+from verl.envs.tools.search import MAX_QUERY_CHARS, Retriever
 from verl.errors import VerlError
-from verl.services import serve
+from verl.serving import add_serving_arguments, new_app, serve, serving_config
+
+MAX_QUERIES = 1024
+Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
 
 class Question(BaseModel):
     """What a client may send; SkyRL-gym's sends a single `query`."""
 
-    queries: list[str] = []
-    query: str | None = None
+    queries: list[Query] = Field([], max_length=MAX_QUERIES)
+    query: Query | None = None
     topk: int | None = Field(None, ge=1, le=1000)
     return_scores: bool = False
 
 
 def application(retriever: Retriever, topk: int) -> FastAPI:
     """The service; `topk` holds for requests that do not say theirs."""
-    app = FastAPI()
+    app = new_app("retrieval")
 
     @app.post("/retrieve")
     async def retrieve(question: Question) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
         if not queries:
             raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
         result: list[list[dict[str, Any]]] = []
-        for passages in await retriever.search(queries, question.topk or topk):
+        for query in queries:  # one after the other, so that the rest can be cancelled
+            (passages,) = await retriever.search([query], question.topk or topk)
             documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
             scored = zip(documents, passages, strict=True)
             with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
@@ -56,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 for a corpus that cannot be read and an address that cannot be had."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    add_serving_arguments(parser, port=8000, max_body_mib=1)
     parser.add_argument("--topk", type=int, default=3, help="for requests that do not say theirs")
     words = parser.parse_args(argv)
     try:
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(application(retriever, words.topk), words.host, words.port)
+    return serve(application(retriever, words.topk), serving_config(words))
 
 
 if __name__ == "__main__":

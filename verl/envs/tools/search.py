@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
 
+from verl.envs.tools.base import ToolError
 from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.services import check_services
 from verl.types import ToolSpec
 
+MAX_QUERY_CHARS = 10_000  # time grows with the words of a query: ten million characters take minutes
 RETRIEVERS: Mapping[str, str] = {
     "bm25": "verl.envs.tools.bm25:Bm25Retriever",
     "http": "verl.envs.tools.http_retriever:HttpRetriever",
@@ -65,7 +67,10 @@ class SearchTool:
         self._retriever: Retriever = made_by(**options)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        (found,) = await self._retriever.search([arguments["query"]], self._topk)
+        query = arguments["query"]
+        if len(query) > MAX_QUERY_CHARS:
+            raise ToolError(f"The query has {len(query)} characters; at most {MAX_QUERY_CHARS} are searched for.")
+        (found,) = await self._retriever.search([query], self._topk)
         return told(found) or "Nothing was found."
 
     async def check_services(self) -> None:
