@@ -12,6 +12,7 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1024 * 1024
+MOST_OOM_SCORE = 500  # of a fork server and its supervisors; untrusted code has 1000
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ def usage() -> Usage:
     return Usage(cpu_s, kib / 1024, count)
 
 
+def spare(pid: int) -> None:
+    """Where a cgroup is out of memory, not this process is killed, but the code that it watches.
+
+    OSError where an administrator has raised the score for good, as Ray does for its workers.
+    """
+    score = Path(f"/proc/{pid}/oom_score_adj")
+    if int(score.read_text()) > MOST_OOM_SCORE:
+        score.write_text(str(MOST_OOM_SCORE))
+
+
 def signal_all(number: int, *, isolated: bool) -> None:
     """Send a signal to every process below this one: as the first of a pid namespace, or one by one."""
     if isolated:
@@ -65,6 +76,15 @@ def end_all(main: int, *, isolated: bool) -> int:
             return status
         if pid == main:
             status = its_status
+
+
+def reap_orphans(main: int) -> None:
+    """Reap those that have ended and whose parent has, too, so that they count as processes no longer."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == main:  # its status is wanted later, and its end is that of all
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:

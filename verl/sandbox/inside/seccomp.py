@@ -79,6 +79,11 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "fanotify_init": (300, 262),
     "personality": (135, 92),
 }
+# Memory that only a cgroup counts, refused where there is none: vmsplice; setsockopt of the size of a buffer; mmap of
+# memory that is shared without a file. Numbers on x86_64 and aarch64.
+UNCOUNTED = {"vmsplice": (278, 75), "setsockopt": (54, 208), "mmap": (9, 222)}
+SOL_SOCKET, SO_SNDBUF = 1, 7
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 # machine: its AUDIT_ARCH, the column in REFUSED, and the calls of which arguments decide: clone, socket, prlimit64
 MACHINES = {"x86_64": (0xC000003E, 0, (56, 41, 302)), "aarch64": (0xC00000B7, 1, (220, 198, 261))}
 CLONE3 = 435  # its flags lie in memory that a filter cannot read; libc falls back to clone
@@ -104,8 +109,11 @@ def _refuse(number: int = errno.EPERM) -> tuple[int, int, int, int]:
     return (RETURN, 0, 0, 0x00050000 | number)
 
 
-def instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
-    """The filter as (code, jump if true, jump if false, k). KeyError for a machine whose numbers are not known."""
+def instructions(machine: str, *, counted: bool) -> Iterator[tuple[int, int, int, int]]:
+    """The filter as (code, jump if true, jump if false, k). KeyError for a machine whose numbers are not known.
+
+    counted: a cgroup counts all memory
+    """
     arch, column, (clone, socket, prlimit64) = MACHINES[machine]
     allow = (RETURN, 0, 0, ALLOW)
     yield from ((LOAD, 0, 0, ARCH_AT), (JUMP_EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT))
@@ -113,6 +121,8 @@ def instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
     for numbers in REFUSED.values():
         if numbers[column] is not None:
             yield from ((JUMP_EQUAL, 0, 1, numbers[column] or 0), _refuse())
+    if not counted:
+        yield from _refuse_uncounted(column)
     yield from ((JUMP_EQUAL, 0, 1, CLONE3), _refuse(errno.ENOSYS))
     yield from ((JUMP_EQUAL, 0, 4, clone), (LOAD, 0, 0, ARGUMENT_AT), (JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES))
     yield from (_refuse(), allow)
@@ -125,9 +135,19 @@ def instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
     yield allow
 
 
-def program(machine: str = platform.machine()) -> bytes:
+def _refuse_uncounted(column: int) -> Iterator[tuple[int, int, int, int]]:
+    vmsplice, setsockopt, mmap = (UNCOUNTED[name][column] for name in ("vmsplice", "setsockopt", "mmap"))
+    level, option, flags = (ARGUMENT_AT + 8 * index for index in (1, 2, 3))
+    yield from ((JUMP_EQUAL, 0, 1, vmsplice), _refuse())
+    yield from ((JUMP_EQUAL, 0, 6, setsockopt), (LOAD, 0, 0, level), (JUMP_EQUAL, 0, 3, SOL_SOCKET))
+    yield from ((LOAD, 0, 0, option), (JUMP_EQUAL, 0, 1, SO_SNDBUF), _refuse(), (RETURN, 0, 0, ALLOW))
+    yield from ((JUMP_EQUAL, 0, 5, mmap), (LOAD, 0, 0, flags), (JUMP_ANY_BIT, 0, 2, MAP_SHARED))
+    yield from ((JUMP_ANY_BIT, 0, 1, MAP_ANONYMOUS), _refuse(), (RETURN, 0, 0, ALLOW))
+
+
+def program(machine: str = platform.machine(), *, counted: bool = True) -> bytes:
     """The filter as the kernel reads it."""
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions(machine))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions(machine, counted=counted))
 
 
 def install(filter_: bytes) -> None:
