@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
+from verl.errors import ConfigError
 from verl.sandbox.base import Execution, Limits, Status
+from verl.sandbox.cgroups import find_cgroups
 from verl.sandbox.local import LocalSandbox
 
+ROOT = Path(__file__).parents[1]
 LIMIT_MIB = 64
 MOST_MIB = LIMIT_MIB * 1.1
 WITHIN = Limits(wall_s=30, cpu_s=30, memory_mib=LIMIT_MIB)
@@ -179,13 +186,12 @@ def test_a_small_program_that_runs_out_of_memory_leaves_its_supervisor_alive(run
 WAKES = """
 import ctypes, os, signal, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
-class Event(ctypes.Structure):
-    _fields_ = [("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int), ("pad", ctypes.c_int * 12)]
-class Times(ctypes.Structure):
-    _fields_ = [("every_s", ctypes.c_long), ("every_ns", ctypes.c_long), ("first_s", ctypes.c_long), ("first_ns", ctypes.c_long)]
-timer = ctypes.c_void_p()
-assert libc.timer_create(1, ctypes.byref(Event(None, signal.SIGCONT, 0)), ctypes.byref(timer)) == 0
-assert libc.timer_settime(timer, 0, ctypes.byref(Times(0, 1000000, 0, 1000000)), None) == 0
+signal.signal(signal.SIGCONT, lambda *_: None)
+event = (ctypes.c_int * 16)(0, 0, signal.SIGCONT)  # struct sigevent: SIGEV_SIGNAL
+for number in range(1, 20):
+    timer = ctypes.c_void_p()
+    assert libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0
+    assert libc.timer_settime(timer, 0, ctypes.byref((ctypes.c_long * 4)(0, 0, 0, number * 50000000)), None) == 0
 """
 BURNS = (
     WAKES
@@ -277,3 +283,141 @@ for number in range(100):
         os._exit(0)
 """
     assert run(code, limits=Limits(processes=10)).stdout == "9\n"
+
+
+@pytest.fixture(scope="module")
+def uncounted() -> Iterator[tuple[asyncio.Runner, LocalSandbox]]:
+    """A pool on a machine without any cgroup."""
+    need_bubblewrap()
+    with asyncio.Runner() as runner:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("verl.sandbox.local.find_cgroups", lambda: None)
+            sandbox = LocalSandbox(workers=1, preload=())
+        yield runner, sandbox
+        runner.run(sandbox.close())
+
+
+@pytest.mark.parametrize("evasion", EVASIONS)
+def test_without_a_cgroup_each_way_around_the_memory_limit_is_closed(
+    uncounted: tuple[asyncio.Runner, LocalSandbox], evasion: str
+) -> None:
+    runner, sandbox = uncounted
+    done = runner.run(sandbox.run(EVASIONS[evasion], limits=WITHIN))
+    assert held_mib(done.stdout) < (1 if evasion != "buffers of unix sockets, 10 processes x 120 pairs" else 400)
+    assert done.status is Status.ERROR or "256" in done.stdout, done
+
+
+def test_without_a_cgroup_there_is_no_shared_memory_by_device(
+    uncounted: tuple[asyncio.Runner, LocalSandbox],
+) -> None:
+    runner, sandbox = uncounted
+    assert "FileNotFoundError" in runner.run(sandbox.run("open('/dev/zero', 'r+b')")).stderr
+
+
+def test_without_a_cgroup_pools_of_processes_work(uncounted: tuple[asyncio.Runner, LocalSandbox]) -> None:
+    runner, sandbox = uncounted
+    code = """
+import multiprocessing
+from multiprocessing import shared_memory
+if __name__ == "__main__":
+    memory = shared_memory.SharedMemory(create=True, size=1 << 20)
+    value = multiprocessing.Value("i", 3)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print(pool.map(abs, [-1, -2]), value.value)
+    memory.close(), memory.unlink()
+"""
+    done = runner.run(sandbox.run(code))
+    assert done.stdout == "[1, 2] 3\n", done
+
+
+@pytest.mark.parametrize("code", [BURNS, GROWS], ids=["CPU", "memory"])
+def test_without_a_cgroup_a_session_that_goes_on_between_cells_is_ended(
+    uncounted: tuple[asyncio.Runner, LocalSandbox], code: str
+) -> None:
+    runner, sandbox = uncounted
+
+    async def cells() -> tuple[Execution, Execution]:
+        session = await sandbox.session()
+        limits = Limits(wall_s=30, cpu_s=30, memory_mib=1024)
+        assert (await session.run(code, limits)).status is Status.FINISHED
+        await asyncio.sleep(1.5)
+        second, third = await session.run("1"), await session.run("kept")
+        await session.close()
+        return second, third
+
+    second, third = runner.run(cells())
+    assert second.status is not Status.FINISHED
+    assert re.search(r"killed: more than (0.1 s of CPU time|1024 MiB of memory)\n", second.stderr), second
+    assert "NameError" in third.stderr
+
+
+def test_without_a_cgroup_cpu_by_orphans_is_counted(uncounted: tuple[asyncio.Runner, LocalSandbox]) -> None:
+    runner, sandbox = uncounted
+    done = runner.run(sandbox.run(ORPHANS, limits=Limits(wall_s=60, cpu_s=1)))
+    assert done.status is Status.TIMEOUT, done
+
+
+def test_without_a_cgroup_100_ended_jobs(uncounted: tuple[asyncio.Runner, LocalSandbox]) -> None:
+    runner, sandbox = uncounted
+    done = runner.run(sandbox.run("for i in $(seq 100); do ( (true) & ); done; echo done", "bash"))
+    assert (done.status, done.stdout) == (Status.FINISHED, "done\n")
+
+
+def test_a_cgroup_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.sandbox.local.find_cgroups", lambda: None)
+    with pytest.raises(ConfigError, match=r"sandbox.require_cgroup=true: no cgroup can be made here. run as root"):
+        LocalSandbox(isolation="none", require_cgroup=True)
+
+
+def folders_of_pools(owner: int) -> list[Path]:
+    """Those of a process's pools that are there."""
+    return [
+        Path(parent) / name
+        for parent, names, _ in os.walk("/sys/fs/cgroup")
+        for name in names
+        if name.startswith(f"verl-sandbox-{owner}-")
+    ]
+
+
+OWNER = """
+import asyncio
+from verl.sandbox.base import Limits
+from verl.sandbox.local import LocalSandbox
+async def main():
+    sandbox = LocalSandbox(workers=1, preload=())
+    session = await sandbox.session()
+    await session.run("x = 1")
+    print("ready", flush=True)
+    await sandbox.run("sleep 50", "bash", limits=Limits(wall_s=50))
+asyncio.run(main())
+"""
+
+
+def test_cgroups_of_a_killed_owner_are_gone_after_the_next_start(
+    place: tuple[asyncio.Runner, LocalSandbox],
+) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE)
+    assert owner.stdout and owner.stdout.readline() == b"ready\n"
+    below = psutil.Process(owner.pid).children(recursive=True)
+    assert folders_of_pools(owner.pid)
+    owner.kill()
+    owner.wait()
+    psutil.wait_procs(below, timeout=20)
+    find_cgroups()
+    assert folders_of_pools(owner.pid) == []
+    assert folders_of_pools(os.getpid())  # those of pools that live stay
+
+
+def test_a_closed_pool_leaves_no_cgroup() -> None:
+    need_bubblewrap()
+
+    async def use() -> set[Path]:
+        sandbox = LocalSandbox(workers=2, preload=())
+        session = await sandbox.session()
+        await session.run("x = 1")
+        await asyncio.gather(*[sandbox.run("pass", fetch=["a"]) for _ in range(3)])
+        await sandbox.close()  # the session, too
+        return set(folders_of_pools(os.getpid()))
+
+    before = set(folders_of_pools(os.getpid()))
+    assert asyncio.run(use()) <= before

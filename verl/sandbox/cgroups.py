@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Files:
-    """What a supervisor is given of its cgroup: the folders' files by what they are for inside, see inside/cgroup.py."""
+    """One cgroup's files; their purposes are those of inside/cgroup.py."""
 
     folders: tuple[Path, ...]  # to make, outer ones first
     settings: dict[Path, str]  # written once, as far as the file exists
@@ -150,35 +150,42 @@ class CgroupPool:
         self._name = ""
         self._locks: list[int] = []
         self._count = 0
-        self._left: list[Group] = []  # whose processes end
+        self._groups: list[Group] = []  # that were made
+        self._left: list[Group] = []  # of those, whose processes end
 
     def make(self) -> Group:
         """A cgroup for one more supervisor. OSError where it cannot be made any more."""
         if not self._name:
             self._begin()
-        self._left = [group for group in self._left if not group.remove()]
+        self._remove(self._left)
         self._count += 1
-        return Group(self.cgroups.files(self._name, str(self._count)))
+        self._groups.append(Group(self.cgroups.files(self._name, str(self._count))))
+        return self._groups[-1]
 
     def leave(self, group: Group) -> None:
         """Remove it as soon as its processes have ended."""
         self._left.append(group)
 
     def close(self) -> None:
-        """Remove all that is left; processes that were just killed are waited for."""
+        """Remove all of them; processes that were just killed are waited for."""
         deadline = time.monotonic() + REMOVE_S
-        while self._left:
-            self._left = [group for group in self._left if not group.remove()]
-            if self._left and time.monotonic() > deadline:
-                log.warning("%d cgroups of the sandbox are still in use; the next start removes them", len(self._left))
-                break
-            time.sleep(0.005 if self._left else 0)
+        while not self._remove(self._groups) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self._groups:
+            log.warning("%d cgroups of the sandbox are still in use; the next start removes them", len(self._groups))
         if self._name:
             for folder in self.cgroups.folders(self._name):
                 _remove(folder)
         while self._locks:
             os.close(self._locks.pop())
-        self._name, self._left = "", []
+        self._name, self._groups, self._left = "", [], []
+
+    def _remove(self, groups: list[Group]) -> bool:
+        """Whether those are gone."""
+        gone = [group for group in groups if group.remove()]
+        for kept in (self._groups, self._left):
+            kept[:] = [group for group in kept if group not in gone]
+        return not groups
 
     def _begin(self) -> None:
         name = f"{NAME}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

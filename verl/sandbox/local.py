@@ -54,7 +54,6 @@ class LocalSandbox:
         self.cgroups = find_cgroups()
         if self.cgroups is None and require_cgroup:
             raise ConfigError(f"sandbox.require_cgroup=true: no cgroup can be made here. {HINT}")
-        log.info("sandbox: limits of executions by %s", self.cgroups or "polling: no cgroup can be made here")
         self._cgroup_pool = CgroupPool(self.cgroups) if self.cgroups else None
         self._isolation = isolation
         self.limits = limits
@@ -90,6 +89,7 @@ class LocalSandbox:
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where this machine cannot confine an execution, as in many a container."""
+        log.info("sandbox: limits of executions by %s", self.cgroups or "polling: no cgroup can be made here")
         if self._isolation == "none":
             return
         trial = LocalSandbox(1, self._isolation, preload=())  # at once there, and of this event loop alone

@@ -139,15 +139,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--memory-mib", type=int, default=Limits().memory_mib, help="of an execution that asks for none"
     )
+    parser.add_argument("--require-cgroup", action="store_true", help="do not serve where no cgroup can be made")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
     try:
-        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits)
+        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits, require_cgroup=options.require_cgroup)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
+    log.info("limits of executions by %s", sandbox.cgroups or "polling: no cgroup can be made here")
     return serve(make_app(sandbox), options.host, options.port)
 
 

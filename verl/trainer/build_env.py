@@ -194,7 +194,12 @@ def build_sandbox(config: SandboxConfig) -> Sandbox:
         return RemoteSandbox(config.urls, limits=limits)
     from verl.sandbox.local import LocalSandbox
 
-    return LocalSandbox(_workers(config), config.isolation, limits=limits)  # type: ignore[arg-type]  # checked before
+    return LocalSandbox(
+        _workers(config),
+        config.isolation,  # type: ignore[arg-type]  # checked before
+        limits=limits,
+        require_cgroup=config.require_cgroup,
+    )
 
 
 def _workers(config: SandboxConfig) -> int:

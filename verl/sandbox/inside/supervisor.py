@@ -194,7 +194,7 @@ class Child:
 
     def cpu_s(self) -> float:
         """CPU time of all that it has started, and of others before."""
-        return self.cgroup.cpu_s() if self.cgroup else processes.usage().cpu_s
+        return self.cgroup.cpu_s() if self.cgroup else processes.usage(isolated=self.isolated).cpu_s
 
     def excess(self, limits: dict[str, Any]) -> End | None:
         """The limit that all processes together have passed, if any."""
@@ -202,7 +202,7 @@ class Child:
             if self.cgroup.out_of_memory():
                 return _too_much_memory(self.limits)
             return _too_long(limits) if self.cgroup.cpu_s() - self.cpu_before > limits["cpu_s"] else None
-        used = processes.usage()
+        used = processes.usage(isolated=self.isolated)
         if used.cpu_s - self.cpu_before > limits["cpu_s"]:
             return _too_long(limits)
         if used.memory_mib > limits["memory_mib"]:
