@@ -117,20 +117,24 @@ def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
 
 
 def probe_sandbox() -> None:
-    """Runs in the process that `check_sandbox` starts: confine an execution and tell how long it took."""
+    """Runs in the process that `check_sandbox` starts: confine an execution; print its time and what limits it."""
     local: Any = importlib.import_module("verl.sandbox.local")
 
-    async def run() -> float:
+    async def run() -> tuple[float, str]:
         sandbox = local.LocalSandbox(workers=1)
+        version = (
+            f"cgroup version {sandbox.cgroups.version}" if sandbox.cgroups else "polling, as no cgroup can be made"
+        )
         try:
             await sandbox.run("pass")  # starts the fork server
             started = time.monotonic()
             await sandbox.run("pass")
-            return time.monotonic() - started
+            return time.monotonic() - started, version
         finally:
             await sandbox.close()
 
-    print(f"bubblewrap works: {asyncio.run(run()) * 1000:.0f} ms for an execution")
+    seconds, version = asyncio.run(run())
+    print(f"bubblewrap works: {seconds * 1000:.0f} ms for an execution; limits by {version}")
 
 
 def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:

@@ -296,11 +296,14 @@ class SandboxConfig:
     num_workers: int | None = None  # of the local pool; one per processor core if left out
     timeout_s: float = 10.0  # of one execution
     memory_mib: int = 1024
+    require_cgroup: bool = False  # refuse to start where no cgroup limits memory, processes and processor time
 
     def __post_init__(self) -> None:
         _one_of(("bubblewrap", "none"), "sandbox.isolation", self.isolation)
         _require(self.timeout_s > 0, "sandbox.timeout_s", "positive", self.timeout_s)
         _at_least(64, self, "sandbox.", "memory_mib")
+        theirs = "left out with sandbox.urls: start the servers with --require-cgroup"
+        _require(not (self.urls and self.require_cgroup), "sandbox.require_cgroup", theirs, self.require_cgroup)
         _at_least(1, self, "sandbox.", "num_workers")
         web = all(url.startswith(("http://", "https://")) for url in self.urls)
         _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)

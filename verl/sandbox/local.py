@@ -20,13 +20,14 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from verl.errors import DataError, ServiceDownError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Execution, Limits, Status
-from verl.sandbox.fork_server import MEND, ForkServer, Isolation, check_isolation
+from verl.sandbox.cgroups import HINT, CgroupPool, find_cgroups
+from verl.sandbox.fork_server import MEND, Channel, ForkServer, Isolation, check_isolation
 from verl.sandbox.inside import frames
 
 LANGUAGES = ("python", "bash")
-GRACE_S = 15.0  # after an execution's own limit, until its supervisor counts as lost
+GRACE_S = 15.0  # without a sign of life, until a supervisor counts as lost; a busy one gives one every 2 s
 DEFAULT_LIMITS = Limits()
 # What may be asked for; the machine's own bounds hold besides.
 MOST = Limits(wall_s=1e6, cpu_s=1e6, memory_mib=1 << 24, processes=1 << 22, file_mib=1 << 20, output_kib=1 << 20)
@@ -41,6 +42,7 @@ class LocalSandbox:
     isolation: "none" leaves resource limits and the end of all processes, and takes away every other promise
     preload:   modules that every execution finds loaded; those that are not installed are left out
     limits:    of executions that name none
+    require_cgroup: ConfigError where this machine has no cgroup that limits memory, processes and processor time
     """
 
     def __init__(
@@ -49,12 +51,17 @@ class LocalSandbox:
         isolation: Isolation = "bubblewrap",
         preload: Sequence[str] = ("numpy", "numpy.random", "sympy"),
         limits: Limits = DEFAULT_LIMITS,
+        require_cgroup: bool = False,
     ) -> None:
         check_isolation(isolation)
+        self.cgroups = find_cgroups()
+        if self.cgroups is None and require_cgroup:
+            raise ConfigError(f"sandbox.require_cgroup=true: no cgroup can be made here. {HINT}")
+        self._cgroup_pool = CgroupPool(self.cgroups) if self.cgroups else None
         self._isolation = isolation
         self.limits = limits
         self.slots = asyncio.Semaphore(workers)  # of which an execution holds one while it runs
-        self._servers = [ForkServer(isolation, preload) for _ in range(workers)]
+        self._servers = [ForkServer(isolation, preload, self._cgroup_pool) for _ in range(workers)]
 
     async def run(
         self,
@@ -85,6 +92,7 @@ class LocalSandbox:
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where this machine cannot confine an execution, as in many a container."""
+        log.info("sandbox: limits of executions by %s", self.cgroups or "polling: no cgroup can be made here")
         if self._isolation == "none":
             return
         trial = LocalSandbox(1, self._isolation, preload=())  # at once there, and of this event loop alone
@@ -97,6 +105,8 @@ class LocalSandbox:
         """End every process, those of sessions too."""
         for server in self._servers:
             server.close()
+        if self._cgroup_pool:
+            await asyncio.to_thread(self._cgroup_pool.close)
 
     @contextlib.asynccontextmanager
     async def converse(self) -> AsyncIterator[Conversation]:
@@ -104,11 +114,12 @@ class LocalSandbox:
         server = min(self._servers, key=lambda each: each.num_channels)
         server.num_channels += 1
         try:
-            with await server.open() as channel:
-                conversation = Conversation(channel, server)
+            channel = await server.open()
+            conversation = Conversation(channel, server)
+            try:
                 yield conversation
-                if conversation.over:
-                    server.keep(channel.dup())
+            finally:
+                (server.keep if conversation.over else server.drop)(channel)
         finally:
             server.num_channels -= 1
 
@@ -116,8 +127,8 @@ class LocalSandbox:
 class Conversation:
     """What is said to a supervisor and what it answers."""
 
-    def __init__(self, channel: socket.socket, server: ForkServer) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, server: ForkServer) -> None:
+        self._channel = channel.socket
         self._server = server
         self.alive = False  # the interpreter that gave the last answer
         self.over = False  # nothing is left of it, and the supervisor may begin another
@@ -136,15 +147,17 @@ class Conversation:
 
     async def ask(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> dict[str, Any] | None:
         """The answer; None where the supervisor is lost. One that hangs takes its fork server with it."""
-        wall_s = task["limits"]["wall_s"] if "limits" in task else 0.0
         try:
-            async with asyncio.timeout(wall_s + GRACE_S):
+            async with asyncio.timeout(GRACE_S):
                 await self.tell(task, *inputs, outputs=outputs)
-                head = await self._read(frames.LENGTH.size)
-                return frames.decode(await self._read(*frames.LENGTH.unpack(head)))
+            while True:
+                async with asyncio.timeout(GRACE_S):
+                    head = await self._read(frames.LENGTH.size)
+                    answer = frames.decode(await self._read(*frames.LENGTH.unpack(head)))
+                if "beat" not in answer:
+                    return answer
         except TimeoutError:
-            log.warning("a fork server of the sandbox hangs; a new one takes its place")
-            self._server.close()
+            self._server.replace(f"no sign of life of a supervisor in {GRACE_S:g} s")
         except (OSError, EOFError):
             pass
         return None

@@ -154,15 +154,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--max-timeout-s", type=float, default=LARGEST.wall_s, help="that a request may ask for")
     parser.add_argument("--max-memory-mib", type=int, default=LARGEST.memory_mib, help="that a request may ask for")
+    parser.add_argument("--require-cgroup", action="store_true", help="do not serve where no cgroup can be made")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
     try:
-        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits)
+        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits, require_cgroup=options.require_cgroup)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
+    log.info("limits of executions by %s", sandbox.cgroups or "polling: no cgroup can be made here")
     largest = Limits(wall_s=options.max_timeout_s, memory_mib=max(options.memory_mib, options.max_memory_mib))
     return serve(make_app(sandbox, largest), serving_config(options))
 

@@ -204,7 +204,12 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
         return RemoteSandbox(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
     from verl.sandbox.local import LocalSandbox
 
-    return LocalSandbox(_workers(config), config.isolation, limits=limits)  # type: ignore[arg-type]  # checked before
+    return LocalSandbox(
+        _workers(config),
+        config.isolation,  # type: ignore[arg-type]  # checked before
+        limits=limits,
+        require_cgroup=config.require_cgroup,
+    )
 
 
 def _workers(config: SandboxConfig) -> int:

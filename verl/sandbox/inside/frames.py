@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
-MOST_DESCRIPTORS = 4  # with one message
+MOST_DESCRIPTORS = 16  # with one message
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -6,12 +6,14 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1024 * 1024
+MOST_OOM_SCORE = 500  # of a fork server and its supervisors; untrusted code has 1000
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,29 @@ def cpu_s_of_ended() -> float:
     return ended.ru_utime + ended.ru_stime
 
 
-def usage() -> Usage:
-    """What they use now."""
+def usage(*, isolated: bool) -> Usage:
+    """What they use now, as far as it can be seen without a cgroup.
+
+    isolated: the network namespace is theirs alone, whose unix sockets count as if their buffers were full
+    """
     cpu_s, kib, count = cpu_s_of_ended(), 0, 0
+    memory_mib = _num_unix_sockets() * _most_in_socket_mib() if isolated else 0.0
     for pid, stat in _below(os.getpid()):
         count += 1
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its ended children
         with contextlib.suppress(OSError):  # it has ended
             kib += _pss_kib(pid)
-    return Usage(cpu_s, kib / 1024, count)
+    return Usage(cpu_s, memory_mib + kib / 1024, count)
+
+
+def spare(pid: int) -> None:
+    """Where a cgroup is out of memory, not this process is killed, but the code that it watches.
+
+    OSError where an administrator has raised the score for good, as Ray does for its workers.
+    """
+    score = Path(f"/proc/{pid}/oom_score_adj")
+    if int(score.read_text()) > MOST_OOM_SCORE:
+        score.write_text(str(MOST_OOM_SCORE))
 
 
 def signal_all(number: int, *, isolated: bool) -> None:
@@ -67,6 +83,15 @@ def end_all(main: int, *, isolated: bool) -> int:
             status = its_status
 
 
+def reap_orphans(main: int) -> None:
+    """Reap those that have ended and whose parent has, too, so that they count as processes no longer."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == main:  # its status is wanted later, and its end is that of all
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
 def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
     """Descendants that live, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
     stats: dict[int, list[str]] = {}
@@ -82,6 +107,15 @@ def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
         waiting.extend(children.get(pid, []))
         if stats[pid][0] != "Z":
             yield pid, stats[pid]
+
+
+def _num_unix_sockets() -> int:
+    return len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # below a heading
+
+
+def _most_in_socket_mib() -> float:
+    with socket.socket(socket.AF_UNIX) as fresh:
+        return fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / MIB
 
 
 def _pss_kib(pid: int) -> int:

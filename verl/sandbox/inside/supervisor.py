@@ -23,9 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from . import frames, kernel, processes
+from .cgroup import Cgroup
 from .child import MIB, REFUSED, Jail, RefusedError, become
 
 LOOK_S = 0.1  # between two looks at what the processes use
+REST_LOOK_S = 0.25  # the same between two cells, where no cgroup freezes a session
+REST_CPU_S = 0.1  # what its processes may use there, which were told to stop
+BEAT_S = 2.0  # between two signs of life to the owner
 CHUNK = 1 << 16
 NOWHERE = 0  # standard input, which the fork server has opened for that
 
@@ -68,10 +72,27 @@ class End:
     reason: str = ""  # of a kill
 
 
+@dataclass(frozen=True)
+class Post:
+    """What a supervisor has for as long as it lives.
+
+    wakes: can be read when a process below has ended
+    """
+
+    owner: socket.socket
+    jail: Jail
+    cgroup: Cgroup | None
+    wakes: int
+
+
 class Child:
     """The process that runs untrusted code, and our ends of what it holds."""
 
-    def __init__(self, jail: Jail, limits: dict[str, Any], request: int, stdin: int, *, session: bool) -> None:
+    def __init__(self, post: Post, limits: dict[str, Any], request: int, stdin: int, *, session: bool) -> None:
+        cgroup = post.cgroup
+        self.post, self.cgroup = post, cgroup
+        self.limits = limits
+        self.over: End | None = None  # of a session, between its cells
         self.cells: socket.socket | None = None
         self.token = self.heard = b""
         given = [stdin]
@@ -85,26 +106,34 @@ class Child:
             self.cells.setblocking(False)
             given.append(theirs.detach())
         reported, report = os.pipe()
-        self.isolated = jail.isolated
+        self.isolated = post.jail.isolated
         self.alive = True
-        self.cpu_before = processes.cpu_s_of_ended()
+        if cgroup:
+            cgroup.begin(limits)
+        self.cpu_before = cgroup.cpu_s() if cgroup else processes.cpu_s_of_ended()
         self.pid = os.fork()
         if self.pid == 0:
-            become(jail, limits, request, given, report)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            become(post.jail, limits, request, given, report)
         for descriptor in (*given, request, report):
             os.close(descriptor)
         if problem := os.read(reported, CHUNK).decode():
             raise RefusedError(problem.removeprefix(REFUSED)) if problem.startswith(REFUSED) else OSError(problem)
         os.close(reported)
+        if cgroup and session:
+            cgroup.take(self.pid)
         self.outputs = outputs
         self.descriptor = os.pidfd_open(self.pid)
 
-    def watch(self, limits: dict[str, Any], owner: socket.socket, files: Sequence[int]) -> dict[str, Any]:
+    def watch(self, limits: dict[str, Any], files: Sequence[int]) -> dict[str, Any]:
         """What comes of the code from now until it ends, answers or passes a limit; its output goes to the files."""
         for output, file in zip(self.outputs, files, strict=True):
             output.begin(file)
         started = time.monotonic()
-        end = _wait(self, limits, owner, started + limits["wall_s"])
+        end = self.over or _wait(self, limits, started + limits["wall_s"])
+        if end.status in ("exit", "answer") and self.cgroup and self.cgroup.out_of_memory():
+            end = _too_much_memory(self.limits)
         code = end.code
         if end.status != "answer":
             wait_status = self.end()
@@ -127,7 +156,7 @@ class Child:
         """Give a session its next cell, with a word that the answer must begin with: no other is taken for it."""
         assert self.cells
         self.token, self.heard = os.urandom(8).hex().encode(), b""
-        self.cpu_before = processes.usage().cpu_s
+        self.cpu_before = self.cpu_s()
         self.cells.settimeout(patience_s)
         with contextlib.suppress(OSError):  # it does not listen, which `watch` will find
             frames.send(self.cells, {"code": code, "token": self.token.decode()})
@@ -150,36 +179,95 @@ class Child:
 
     def end(self) -> int:
         """Kill it with all that it has started; its wait status."""
+        if not self.alive:
+            return 0
         self.alive = False
-        return processes.end_all(self.pid, isolated=self.isolated)
+        status = processes.end_all(self.pid, isolated=self.isolated)
+        if self.cgroup:
+            self.cgroup.end()
+        return status
 
     def close(self) -> None:
         """End it, and keep nothing of it."""
-        if self.alive:
-            self.end()
+        self.end()
         for descriptor in (self.descriptor, *(output.descriptor for output in self.outputs)):
             os.close(descriptor)
 
-    def pause(self, number: int) -> None:
+    def cpu_s(self) -> float:
+        """CPU time of all that it has started, and of others before."""
+        return self.cgroup.cpu_s() if self.cgroup else processes.usage(isolated=self.isolated).cpu_s
+
+    def excess(self, limits: dict[str, Any]) -> End | None:
+        """The limit that all processes together have passed, if any."""
+        if self.cgroup:  # which holds the others itself
+            if self.cgroup.out_of_memory():
+                return _too_much_memory(self.limits)
+            return _too_long(limits) if self.cgroup.cpu_s() - self.cpu_before > limits["cpu_s"] else None
+        used = processes.usage(isolated=self.isolated)
+        if used.cpu_s - self.cpu_before > limits["cpu_s"]:
+            return _too_long(limits)
+        if used.memory_mib > limits["memory_mib"]:
+            return _too_much_memory(limits)
+        if used.processes > limits["processes"]:
+            return End("error", reason=f"more than {limits['processes']} processes")
+        return None
+
+    def pause(self) -> None:
         """Nothing of a session runs between its cells."""
-        processes.signal_all(number, isolated=self.isolated)
+        if self.cgroup and self.cgroup.freezes:
+            self.cgroup.freeze(on=True)
+        else:
+            processes.signal_all(signal.SIGSTOP, isolated=self.isolated)
+
+    def resume(self) -> None:
+        """The next cell begins."""
+        if self.cgroup and self.cgroup.freezes:
+            self.cgroup.freeze(on=False)
+        else:
+            processes.signal_all(signal.SIGCONT, isolated=self.isolated)
+
+    def rest(self) -> None:
+        """Wait for the owner. Code can undo SIGSTOP: where that is all that stops it, it is ended if it goes on."""
+        if self.cgroup and self.cgroup.freezes:
+            return
+        self.cpu_before = self.cpu_s()
+        while self.alive and not select.select([self.post.owner], [], [], REST_LOOK_S)[0]:
+            self.over = self.excess(self.limits | {"cpu_s": REST_CPU_S})
+            if self.over:
+                self.end()
 
 
-def _wait(child: Child, limits: dict[str, Any], owner: socket.socket, deadline: float) -> End:
+def _too_long(limits: dict[str, Any]) -> End:
+    return End("timeout", reason=f"more than {limits['cpu_s']:g} s of CPU time")
+
+
+def _too_much_memory(limits: dict[str, Any]) -> End:
+    return End("error", reason=f"more than {limits['memory_mib']} MiB of memory")
+
+
+def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
     """Pass on what it says until it is over."""
+    owner, wakes = child.post.owner, child.post.wakes
     outputs = {output.descriptor: output for output in child.outputs}
     poll = select.poll()
-    for descriptor in (child.descriptor, owner.fileno(), *outputs):
+    for descriptor in (child.descriptor, wakes, owner.fileno(), *outputs):
         poll.register(descriptor, select.POLLIN)
     if child.cells:
         poll.register(child.cells.fileno(), select.POLLIN)
     next_look = time.monotonic() + LOOK_S
+    next_beat = time.monotonic() + BEAT_S
     while (now := time.monotonic()) < deadline:
         if now >= next_look:
-            if excess := _excess(limits, child.cpu_before):
+            if excess := child.excess(limits):
                 return excess
             next_look = time.monotonic() + LOOK_S
+        if now >= next_beat:
+            frames.send(owner, {"beat": True})
+            next_beat = now + BEAT_S
         ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_look) - now))}
+        if wakes in ready:
+            os.read(wakes, CHUNK)
+            processes.reap_orphans(child.pid)
         for descriptor in ready & outputs.keys():
             if not outputs[descriptor].move():
                 poll.unregister(descriptor)
@@ -195,23 +283,12 @@ def _wait(child: Child, limits: dict[str, Any], owner: socket.socket, deadline: 
     return End("timeout", reason=f"more than {limits['wall_s']:g} s of time")
 
 
-def _excess(limits: dict[str, Any], cpu_before: float) -> End | None:
-    """The limit that all processes together have passed, if any."""
-    used = processes.usage()
-    if used.cpu_s - cpu_before > limits["cpu_s"]:
-        return End("timeout", reason=f"more than {limits['cpu_s']:g} s of CPU time")
-    if used.memory_mib > limits["memory_mib"]:
-        return End("error", reason=f"more than {limits['memory_mib']} MiB of memory")
-    if used.processes > limits["processes"]:
-        return End("error", reason=f"more than {limits['processes']} processes")
-    return None
-
-
 def supervise(owner: socket.socket, jail: Jail) -> None:
     """Serve the one who holds the other end, until that is closed. Tells him where this machine does not play along."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
+    wakes = _wake_at_ends()
     try:
+        post = Post(owner, jail, _join(owner), wakes)
         while True:
             if jail.isolated:
                 _isolate(mounts)
@@ -219,28 +296,46 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
             if not task:
                 return
             with _scratch(jail, task["limits"]) as work:
-                _serve(task, descriptors, owner, jail, work)
+                _serve(task, descriptors, post, work)
     except RefusedError as error:
         frames.send(owner, {"refused": str(error)})
     except OSError as error:
-        frames.send(owner, {"broken": str(error)})
+        with contextlib.suppress(OSError):  # the owner is gone
+            frames.send(owner, {"broken": str(error)})
 
 
-def _serve(task: dict[str, Any], descriptors: list[int], owner: socket.socket, jail: Jail, work: Path) -> None:
+def _wake_at_ends() -> int:
+    """A descriptor that can be read when a process below has ended."""
+    wakes, woken = os.pipe()
+    for descriptor in (wakes, woken):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    return wakes
+
+
+def _join(owner: socket.socket) -> Cgroup | None:
+    """Into the cgroup that the owner has made for this process, if he has; the first that he says."""
+    hello, descriptors = frames.receive(owner)
+    return Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None
+
+
+def _serve(task: dict[str, Any], descriptors: list[int], post: Post, work: Path) -> None:
     request, stdin, *files = descriptors
-    child = Child(jail, task["limits"], request, stdin, session=not files)
+    child = Child(post, task["limits"], request, stdin, session=not files)
     try:
         if child.cells:
-            _serve_cells(child, owner, work, task["limits"]["file_mib"])
+            _serve_cells(child, post.owner, work, task["limits"]["file_mib"])
         else:
-            answer = child.watch(task["limits"], owner, files)
-            frames.send(owner, answer | _collect(work, task["fetch"], task["limits"]["file_mib"]))
+            answer = child.watch(task["limits"], files)
+            frames.send(post.owner, answer | _collect(work, task["fetch"], task["limits"]["file_mib"]))
     finally:
         child.close()
 
 
 def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) -> None:
     while True:
+        child.rest()
         task, files = frames.receive(owner)
         if not task:
             return
@@ -248,10 +343,10 @@ def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) 
             child.end()
             frames.send(owner, _collect(work, task["fetch"], file_mib))
             continue
-        child.pause(signal.SIGCONT)
+        child.resume()
         child.ask(task["code"], task["limits"]["wall_s"])
-        frames.send(owner, child.watch(task["limits"], owner, files))
-        child.pause(signal.SIGSTOP)
+        frames.send(owner, child.watch(task["limits"], files))
+        child.pause()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import kernel, seccomp
+from . import kernel, processes, seccomp
 from .child import MIB, Jail
 from .supervisor import supervise
 
@@ -38,8 +38,13 @@ FILES = {
 
 
 def main() -> None:
-    """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `preload` and `bound`."""
+    """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `counted`, `preload` and `bound`.
+
+    counted: cgroups count what executions use
+    """
     settings = json.loads(sys.argv[1])
+    with contextlib.suppress(OSError):  # the owner, if he is root, has done it
+        processes.spare(os.getpid())
     control = socket.socket(fileno=os.dup(0))
     for number, handling in ((signal.SIGINT, signal.SIG_DFL), (signal.SIGCHLD, signal.SIG_IGN)):
         signal.signal(number, handling)  # no handler: the first of a pid namespace is deaf to what it does not handle
@@ -48,7 +53,7 @@ def main() -> None:
         _finish_root(settings["bound"])
     else:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    jail = _make_jail(settings["isolated"])
+    jail = _make_jail(settings["isolated"], settings["counted"])
     control.send(b"!")
     _serve(control, jail)
 
@@ -87,7 +92,7 @@ def _finish_root(bound: Sequence[str]) -> None:
     kernel.mount("", "/", flags=flags)
 
 
-def _make_jail(isolated: bool) -> Jail:
+def _make_jail(isolated: bool, counted: bool) -> Jail:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     user = -1
     if isolated:
@@ -96,7 +101,7 @@ def _make_jail(isolated: bool) -> Jail:
     return Jail(
         isolated=isolated,
         user=user,
-        filter=seccomp.program() if isolated else b"",
+        filter=seccomp.program(counted=counted) if isolated else b"",
         virtual_mib=pages * resource.getpagesize() // MIB + 1,
     )
 

@@ -1,0 +1,317 @@
+"""The kernel's own limits of memory and processes, and its count of processor time: a cgroup for each supervisor.
+
+Version 2 is used where its controllers can be had below the cgroup that this process is in, or beside it; else version
+1, for which root is needed, with what a version 2 hierarchy without controllers gives beside it (cgroup.freeze). The
+limits of the cgroup that this process is in hold for executions too.
+
+A pool's folders are named after its process, which holds a lock on them: a pool that was killed leaves folders without
+a lock, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids")  # of version 2, which counts processor time without one
+HIERARCHIES = ("memory", "pids", "cpuacct")  # of version 1
+CELL = "cell"  # the processes of a session, which are frozen between its cells
+NAME = "verl-sandbox"
+REMOVE_S = 5.0  # for processes that were killed to be gone
+JOIN_S = 10.0
+HINT = (
+    "run as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND; a container needs a "
+    "writable /sys/fs/cgroup"
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Files:
+    """One cgroup's files; their purposes are those of inside/cgroup.py."""
+
+    folders: tuple[Path, ...]  # to make, outer ones first
+    settings: dict[Path, str]  # written once, as far as the file exists
+    opened: tuple[tuple[str, Path], ...]  # purpose, file
+
+
+@dataclass(frozen=True)
+class Cgroups:
+    """Where cgroups can be made.
+
+    bases:   the folder of each hierarchy that we need: of version 2 the one, of version 1 those of HIERARCHIES
+    freezer: of version 1, the folder of a version 2 hierarchy beside it
+    """
+
+    version: int
+    bases: dict[str, Path]
+    freezer: Path | None = None
+
+    @property
+    def freezes(self) -> bool:
+        """Whether a session can be frozen, which nothing that it has started can undo."""
+        return self.version == 2 or self.freezer is not None
+
+    def __str__(self) -> str:
+        frozen = "" if self.freezes else ", without a freezer"
+        return f"cgroup version {self.version}{frozen} ({', '.join(map(str, self.bases.values()))})"
+
+    def folders(self, pool: str) -> list[Path]:
+        """Of a pool."""
+        bases = [*self.bases.values(), *([self.freezer] if self.freezer else [])]
+        return [base / pool for base in bases]
+
+    def files(self, pool: str, name: str) -> Files:
+        """Of one cgroup of a pool."""
+        if self.version == 2:
+            folder = self.bases["unified"] / pool / name
+            cell = folder / CELL
+            own = {
+                "join": "cgroup.procs",
+                "memory_max": "memory.max",
+                "memory_used": "memory.current",
+                "memory_events": "memory.events",
+                "reclaim": "memory.reclaim",
+                "processes_max": "pids.max",
+                "cpu_stat": "cpu.stat",
+            }
+            opened = [(purpose, folder / file) for purpose, file in own.items()]
+            return Files((folder, cell), {folder / "memory.swap.max": "0"}, (*opened, *_freezing(cell)))
+        memory, pids, cpuacct = (self.bases[each] / pool / name for each in HIERARCHIES)
+        opened = [("join", each / "tasks") for each in (memory, pids, cpuacct)]  # faster than cgroup.procs
+        opened += [("memory_max", memory / "memory.limit_in_bytes"), ("memory_used", memory / "memory.usage_in_bytes")]
+        opened += [("memory_events", memory / "memory.oom_control"), ("reclaim", memory / "memory.force_empty")]
+        opened += [("processes_max", pids / "pids.max"), ("cpu_ns", cpuacct / "cpuacct.usage")]
+        cells = [self.freezer / pool / name] if self.freezer else []
+        opened += [each for cell in cells for each in _freezing(cell)]
+        folders = dict.fromkeys((memory, pids, cpuacct, *cells))  # hierarchies may be mounted as one
+        return Files(tuple(folders), {memory / "memory.swappiness": "0"}, tuple(opened))
+
+
+def _open(file: Path) -> int:
+    """For all that the kernel lets one do with it; whether we may is another question."""
+    mode = file.stat().st_mode
+    how = os.O_RDONLY if not mode & 0o222 else os.O_RDWR if mode & 0o444 else os.O_WRONLY
+    return os.open(file, how | os.O_CLOEXEC)
+
+
+def _freezing(cell: Path) -> list[tuple[str, Path]]:
+    return [("cell", cell / "cgroup.procs"), ("freeze", cell / "cgroup.freeze")]
+
+
+class Group:
+    """The cgroup of a supervisor, as open files that it is handed."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.descriptors: list[int] = []
+        self.purposes: list[str] = []  # of the descriptors
+        try:
+            for folder in files.folders:
+                folder.mkdir()
+            for file, text in files.settings.items():
+                if file.exists():
+                    file.write_text(text)
+            for purpose, file in files.opened:
+                if purpose == "reclaim" and not file.exists():  # before Linux 5.19
+                    continue
+                self.descriptors.append(_open(file))
+                self.purposes.append(purpose)
+        except OSError:
+            self.close()
+            self.remove()
+            raise
+
+    def close(self) -> None:
+        """Forget the open files; those who were handed them keep theirs."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def remove(self) -> bool:
+        """Whether its folders are gone; they stay as long as a process is in them."""
+        left = [folder for folder in reversed(self._files.folders) if not _remove(folder)]
+        return not left
+
+
+class CgroupPool:
+    """The cgroups of one pool of supervisors, in folders of its own."""
+
+    def __init__(self, cgroups: Cgroups) -> None:
+        self.cgroups = cgroups
+        self._name = ""
+        self._locks: list[int] = []
+        self._count = 0
+        self._groups: list[Group] = []  # that were made
+        self._left: list[Group] = []  # of those, whose processes end
+
+    def make(self) -> Group:
+        """A cgroup for one more supervisor. OSError where it cannot be made any more."""
+        if not self._name:
+            self._begin()
+        self._remove(self._left)
+        self._count += 1
+        self._groups.append(Group(self.cgroups.files(self._name, str(self._count))))
+        return self._groups[-1]
+
+    def leave(self, group: Group) -> None:
+        """Remove it as soon as its processes have ended."""
+        self._left.append(group)
+
+    def close(self) -> None:
+        """Remove all of them; processes that were just killed are waited for."""
+        deadline = time.monotonic() + REMOVE_S
+        while not self._remove(self._groups) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self._groups:
+            log.warning("%d cgroups of the sandbox are still in use; the next start removes them", len(self._groups))
+        if self._name:
+            for folder in self.cgroups.folders(self._name):
+                _remove(folder)
+        while self._locks:
+            os.close(self._locks.pop())
+        self._name, self._groups, self._left = "", [], []
+
+    def _remove(self, groups: list[Group]) -> bool:
+        """Whether those are gone."""
+        gone = [group for group in groups if group.remove()]
+        for kept in (self._groups, self._left):
+            kept[:] = [group for group in kept if group not in gone]
+        return not groups
+
+    def _begin(self) -> None:
+        name = f"{NAME}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        for folder in self.cgroups.folders(name):
+            folder.mkdir(exist_ok=True)  # hierarchies may be mounted as one
+            self._locks.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            with contextlib.suppress(BlockingIOError):  # it is our own
+                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if self.cgroups.version == 2:
+            _enable(self.cgroups.folders(name)[0])
+        self._name = name
+
+
+def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
+    """Where this process can make cgroups with limits; None where it cannot. Removes what killed pools have left."""
+    mounts = _own_folders(proc)
+    for top in {mounts[name][0] for name in ("unified", *HIERARCHIES) if name in mounts}:
+        _remove_stale(top)
+    return next(filter(_works, (*_of_version_2(mounts), *_of_version_1(mounts))), None)
+
+
+def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
+    """Hierarchy (a controller of version 1, or "unified"): where it is mounted, and this process's folder in it."""
+    own = {}
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        own.update(dict.fromkeys(names.split(",") if names else ["unified"], path))
+    found = {}
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = (_unescape(field) for field in before.split()[3:5])
+        kind, _, options = after.split()[:3]
+        for name in ["unified"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []:
+            if name in own and Path(own[name]).is_relative_to(root):
+                found[name] = Path(point), Path(point) / Path(own[name]).relative_to(root)
+    return found
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _of_version_2(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
+    """Below this process's cgroup, or beside it: one with processes cannot have children with controllers."""
+    if "unified" in mounts:
+        top, own = mounts["unified"]
+        for folder in (own, own.parent) if own != top else (own,):
+            if _enable(folder):
+                yield Cgroups(2, {"unified": folder})
+
+
+def _of_version_1(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
+    if mounts.keys() >= set(HIERARCHIES):
+        bases = {name: mounts[name][1] for name in HIERARCHIES}
+        freezer = mounts["unified"][1] if "unified" in mounts else None
+        if freezer:
+            yield Cgroups(1, bases, freezer)
+        yield Cgroups(1, bases)
+
+
+def _enable(folder: Path) -> bool:
+    """Whether children of a folder have the controllers."""
+    try:
+        if set(CONTROLLERS) <= set((folder / "cgroup.subtree_control").read_text().split()):
+            return True
+        if not set(CONTROLLERS) <= set((folder / "cgroup.controllers").read_text().split()):
+            return False
+        (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+    except OSError:
+        return False
+    return True
+
+
+def _works(cgroups: Cgroups) -> bool:
+    """Whether a process can be put into a cgroup that is made there."""
+    pool = CgroupPool(cgroups)
+    try:
+        group = pool.make()
+    except OSError as error:
+        log.debug("no limits by %s: %s", cgroups, error)
+        pool.close()
+        return False
+    try:
+        given = zip(group.purposes, group.descriptors, strict=True)
+        joins = [descriptor for purpose, descriptor in given if purpose in ("join", "cell")]
+        script = "".join(f"echo 0 >/proc/self/fd/{number} || exit 1\n" for number in joins)
+        done = subprocess.run(
+            ["/bin/sh", "-c", script], pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    finally:
+        group.close()
+        pool.leave(group)
+        pool.close()
+    return done.returncode == 0
+
+
+def _remove_stale(top: Path) -> None:
+    """Folders of pools whose process was killed: it is gone, and nobody holds their lock."""
+    for parent, names, _ in os.walk(top):
+        stale = [name for name in names if name.startswith(f"{NAME}-")]
+        names[:] = [name for name in names if name not in stale]
+        for name in stale:
+            folder = Path(parent, name)
+            if not Path("/proc", name.split("-")[2]).exists():
+                with contextlib.suppress(OSError), _locked(folder):
+                    for inner, _, _ in os.walk(folder, topdown=False):
+                        _remove(Path(inner))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
