@@ -141,8 +141,11 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots = 2 * config.num_ranks + config.num_engines
+    join = config.trainer.nnodes > 1
     with (
-        Cluster.start(slots, environment, config.trainer.call_timeout_s, join=config.trainer.nnodes > 1) as cluster,
+        Cluster.start(
+            slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
+        ) as cluster,
         ScoringPool(
             config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
         ) as scorer,

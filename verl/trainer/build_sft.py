@@ -67,7 +67,8 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
     display = Display(total_steps, console)
     run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
-    with Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster:
+    join = trainer.nnodes > 1
+    with Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster:
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)

@@ -1,0 +1,50 @@
+"""Stopped processes, told from those that go on in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from verl.single_controller.health import StopWatch, machine, statuses
+
+T, S = psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING
+
+
+def test_only_what_is_stopped_at_every_look_for_so_long_is_lost() -> None:
+    now = 0.0
+    watch = StopWatch(30.0, lambda: now)
+    looks = [
+        (0.0, {1: T, 2: T, 3: S, 4: psutil.STATUS_TRACING_STOP}, []),
+        (20.0, {1: S, 2: T, 3: S, 4: psutil.STATUS_TRACING_STOP}, []),  # 1 went on
+        (29.0, {1: T, 2: T, 3: T, 4: psutil.STATUS_TRACING_STOP}, []),
+        (30.0, {1: T, 2: T, 3: T, 4: psutil.STATUS_TRACING_STOP}, [2]),
+        (58.9, {1: T, 3: T}, []),  # 2 is gone
+        (59.0, {1: T, 3: T}, [1, 3]),
+    ]
+    for at, seen, lost in looks:
+        now = at
+        assert watch.lost(seen) == lost
+    assert watch.reason == "does not answer since 30 s; its process is stopped"
+
+
+def test_a_stopped_process_is_seen_as_such() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        while statuses([process.pid]) != {process.pid: T}:
+            pass
+        process.kill()
+    assert statuses([process.pid]) == {}
+
+
+def test_all_of_one_machine_say_the_same() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "from verl.single_controller.health import machine; print(machine())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == machine()
