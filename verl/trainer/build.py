@@ -210,7 +210,13 @@ def build_trainer(
     probed: tasks whose prompts the canary uses
     interaction: what the policy acts in, None where an episode is one reply
     """
-    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config), codec.tokenizer.decode)
+    engine = EnginePool(
+        workers.engines,
+        workers.links.sources,
+        publishing_of(config),
+        codec.tokenizer.decode,
+        workers.remake_engine,
+    )
     sampling = train_sampling(config, codec.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
@@ -221,9 +227,9 @@ def build_trainer(
         GroupRollout(engine, codec, scorer, sampling, interaction),
         build_rewards(config.reward.name, config.reward.options),
     )
-    return PPOTrainer(
-        rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
-    )
+    publisher = build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
+    engine.restore = publisher.restore
+    return PPOTrainer(rollouts, learner, publisher)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
