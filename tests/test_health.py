@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from verl.single_controller.health import StopWatch, machine, statuses
+from verl.single_controller.health import StopWatch, end_of_child, machine, oom_kills, statuses
 
 T, S = psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING
 
@@ -48,3 +48,15 @@ def test_all_of_one_machine_say_the_same() -> None:
         check=True,
     )
     assert told.stdout.strip() == machine()
+
+
+def test_how_a_child_ended_is_told_and_left_to_be_collected() -> None:
+    for code, told, returned in (
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL", -9),
+        ("raise SystemExit(3)", "ended with exit code 3", 3),
+    ):
+        with subprocess.Popen([sys.executable, "-c", code]) as child:
+            assert end_of_child(child.pid) == told
+            assert child.wait() == returned
+        assert end_of_child(child.pid) == ""
+    assert oom_kills() >= 0

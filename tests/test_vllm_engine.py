@@ -25,7 +25,7 @@ from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
 from tests.test_plan import plan_of
 from tests.tiny import save_untrained
-from verl.errors import ConfigError, DataError, EngineError
+from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
@@ -404,11 +404,44 @@ def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_be
     try:
         started = time.monotonic()
         runner(kill_meanwhile())
-        with pytest.raises(EngineError, match="died"):
+        cause = rf"process {process.pid} of vLLM was killed by SIGKILL" if victim == "EngineCore" else "of vLLM"
+        with pytest.raises(EngineLostError, match=cause):
             runner.generate([[5]], Sampling(1))
         assert time.monotonic() - started < 30
     finally:
         runner.close()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "victim"), [(1, "EngineCore"), (2, "Worker")])
+def test_a_process_that_stays_stopped_is_lost_and_does_not_keep_the_engine_from_ending(
+    model_path: Path, workers: int, victim: str
+) -> None:
+    runner = Runner(replace(settings(model_path), tensor_parallel_size=workers, health_timeout_s=3.0))
+    processes = list(runner.engine._processes)
+    process = next(each for each in processes if victim in each.name())
+
+    async def stop_meanwhile() -> list[object]:
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(ROOM, n=32)))
+        await asyncio.sleep(0.1)
+        process.suspend()
+        await asyncio.sleep(1)
+        process.resume()
+        (whole, *_) = await pending
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(ROOM, n=32)))
+        await asyncio.sleep(0.1)
+        process.suspend()
+        return [whole.finish_reason, *await asyncio.gather(pending, return_exceptions=True)]
+
+    try:
+        reason, error = runner(stop_meanwhile())
+        assert reason is FinishReason.LENGTH and isinstance(error, EngineLostError)
+        assert f"process {process.pid} of vLLM does not answer since 3 s; its process is stopped" in str(error)
+    finally:
+        started = time.monotonic()
+        runner.close()
+        assert time.monotonic() - started < 30
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +28,27 @@ def statuses(pids: Iterable[int]) -> dict[int, str]:
         with suppress(psutil.NoSuchProcess):
             found[pid] = psutil.Process(pid).status()
     return found
+
+
+def end_of_child(pid: int) -> str:
+    """How a child of this process has ended, once it has; empty where somebody else was first to ask for it.
+
+    It is left to be collected by whoever started it.
+    """
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    assert end is not None
+    if end.si_code == os.CLD_EXITED:
+        return f"ended with exit code {end.si_status}"
+    return f"was killed by {signal.Signals(end.si_status).name}"
+
+
+def oom_kills() -> int:
+    """Processes that the kernel of this machine has killed for lack of memory since it started."""
+    lines = Path("/proc/vmstat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 class StopWatch:

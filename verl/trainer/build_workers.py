@@ -266,5 +266,6 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
+            health_timeout_s=config.trainer.health_timeout_s,
         )
     )
