@@ -158,7 +158,7 @@ class EnginePool:
             raise _ReplacedError from error
 
     def _lose(self, rank: int, cause: Exception) -> None:
-        _log.warning("%s. Another engine takes its place; what it was asked is asked again", cause)
+        _log.warning("%s\nAnother engine takes its place, and is asked again what this one was asked", cause)
         self._losses[rank] += 1
         self._lost[rank] = cause
         self._ready.discard(rank)

@@ -28,7 +28,14 @@ _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VA
 os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled", "RAY_IGNORE_UNHANDLED_ERRORS": "1"})
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -47,6 +54,8 @@ _GRACE_S = 5.0
 _SIDE_BY_SIDE = 1_000_000
 _LOOK_S = 1.0  # between looks for stopped workers
 _LOOK_TIMEOUT_S = 10.0  # for another node to say how its workers are
+_RESTART_S = 300.0  # for the process of another worker to be there
+_DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError)
 
 
 Pool = PlacementGroup
@@ -212,6 +221,7 @@ class RayGroup:
         self._timeout_s = timeout_s
         self._facts: list[dict[str, Any]] = [{} for _ in self._actors]
         self._facts = self._gather([actor.facts.remote() for actor in self._actors], "start")
+        self._homes = self.nodes  # where workers are, and others in their places will be
         self._factory: Callable[[Seat], Any] | None = None
         self._seats: Sequence[Seat] = ()
         self._reasons: dict[int, str] = {}  # by process id: why a worker was killed
@@ -270,10 +280,13 @@ class RayGroup:
         Raises WorkerError if that fails; what the old one held or was asked is lost.
         """
         assert self._factory is not None
+        node = self._homes[rank]
+        if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):  # type: ignore[no-untyped-call]
+            raise WorkerError(f"{self._name} rank {rank} cannot be replaced: its node {node[:8]} has left the cluster")
         ray.kill(self._actors[rank])
         actor, self._facts[rank] = self._spawn(rank), {}
         self._actors[rank] = actor
-        self._facts[rank] = await self._explained(rank, actor.facts.remote(), "start")
+        self._facts[rank] = await self._explained(rank, actor.facts.remote(), "start", min(_RESTART_S, self._timeout_s))
         await self._explained(rank, actor.make.remote(self._factory, self._seats[rank]), "start")
 
     def close(self) -> None:
@@ -299,12 +312,13 @@ class RayGroup:
             found |= {(ranks[pid], pid): status for pid, status in _look(*place, list(ranks), nodes).items()}
         return found
 
-    async def _explained(self, rank: int, ref: Any, task: str) -> Any:
+    async def _explained(self, rank: int, ref: Any, task: str, timeout_s: float | None = None) -> Any:
         facts = self._facts[rank]  # another process may be in its place by the time that this one fails
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self._timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
         except TimeoutError as error:
-            raise WorkerError(f"{self._name} rank {rank} did not end {task} within {self._timeout_s:.0f} s") from error
+            raise WorkerError(f"{self._name} rank {rank} did not end {task} within {timeout_s:.0f} s") from error
         except RayError as error:
             raise self._failure(rank, task, error, facts) from error
 
@@ -364,7 +378,7 @@ class RayGroup:
         if isinstance(error, RayActorError):
             reason = self._reasons.get(facts["pid"]) if facts else None
             return WorkerLostError(f"{who} {reason} (during {task})" if reason else f"{who} died during {task}")
-        kind = WorkerLostError if isinstance(cause, EngineLostError) else WorkerError
+        kind = WorkerLostError if isinstance(error, _DEATHS) or isinstance(cause, EngineLostError) else WorkerError
         return kind(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
 
 
