@@ -54,16 +54,13 @@ class Attack(threading.Thread):
     def run(self) -> None:
         pool = self.fit.trainer.rollouts.rollout.engine
         assert isinstance(pool, EnginePool)
+        victim = self.fit.workers.pids[0] if self.who == "rank" else pool._workers.pids[0]  # type: ignore[attr-defined]
+        if self.who == "core":
+            (victim,) = (each.pid for each in psutil.Process(victim).children() if "EngineCore" in each.name())
         while self.fit.trainer.step < 1 or not any(pool._in_flight):
             time.sleep(0.001)
-        if self.who == "rank":
-            victim = self.fit.workers.pids[0]  # type: ignore[attr-defined]
-        else:
-            victim = pool._workers.pids[0]  # type: ignore[attr-defined]
-            if self.who == "core":
-                (victim,) = (each.pid for each in psutil.Process(victim).children() if "EngineCore" in each.name())
-        self.hit.append(victim)
         os.kill(victim, self.signum)
+        self.hit.append(victim)
 
 
 def trained(words: list[str], signum: int = 0, who: str = "engine") -> Attack | None:

@@ -307,9 +307,9 @@ class RayGroup:
         """By rank and process id: how the workers are, as far as it can be seen."""
         found: dict[tuple[int, int], str] = {}
         known = [(rank, facts) for rank, facts in enumerate(self._facts) if facts]
-        for place in {facts["machine"]: facts["node"] for _, facts in known}.items():
-            ranks = {facts["pid"]: rank for rank, facts in known if facts["machine"] == place[0]}
-            found |= {(ranks[pid], pid): status for pid, status in _look(*place, list(ranks), nodes).items()}
+        for place, node in {facts["machine"]: facts["node"] for _, facts in known}.items():
+            ranks = {facts["pid"]: rank for rank, facts in known if facts["machine"] == place}
+            found |= {(ranks[pid], pid): status for pid, status in _look(place, node, list(ranks), nodes).items()}
         return found
 
     async def _explained(self, rank: int, ref: Any, task: str, timeout_s: float | None = None) -> Any:
