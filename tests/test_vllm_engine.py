@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -411,6 +412,39 @@ def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_be
     finally:
         runner.close()
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (signal.SIGSTOP, "does not answer since 1 s; its process is stopped"),
+    ],
+)
+def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: int, said: str) -> None:
+    """A stand-in for vLLM with a real process: nothing of vLLM is started."""
+    llm: Any = SimpleNamespace(
+        errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
+        shutdown=lambda timeout: None,
+    )
+
+    async def lost(process: subprocess.Popen[bytes]) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="verl-vllm-")
+        engine = VLLMEngine(llm, replace(settings(Path("x")), health_timeout_s=1.0), folder)
+        engine._processes = [psutil.Process(process.pid)]
+        engine._await_ends()
+        call = asyncio.ensure_future(engine._unless_dead(asyncio.sleep(100)))
+        await asyncio.sleep(0)
+        os.kill(process.pid, signum)
+        with pytest.raises(EngineLostError, match=rf"^process {process.pid} of vLLM {said}; start the engine anew"):
+            await asyncio.wait_for(call, 60)
+        await engine.close()
+        assert not psutil.pid_exists(process.pid)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        asyncio.run(lost(process))
 
 
 @pytest.mark.slow
