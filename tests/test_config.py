@@ -426,6 +426,7 @@ def test_reward_options_are_open() -> None:
         (["trainer.eval_limit=9"], "trainer.eval_limit=9 has no effect: trainer.eval_benchmarks names none"),
         (["trainer.eval_data_dir=x"], "trainer.eval_data_dir=x has no effect"),
         (["trainer.eval_limit=0"], "trainer.eval_limit must be at least 1, got 0"),
+        (["trainer.health_timeout_s=0"], "trainer.health_timeout_s must be positive, got 0"),
         (
             ["algorithm.adv_estimator=grpo", "rollout.n=2", "critic.path=x"],
             "critic.path=x has no effect: the algorithm",

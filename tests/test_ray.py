@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import verl.single_controller.ray
 from verl.errors import ConfigError
-from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup
+from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup, WorkerLostError
 from verl.single_controller.local import LocalGroup
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup
 
@@ -202,6 +204,59 @@ def test_a_call_has_a_deadline_and_a_killed_worker_is_the_cause_not_what_its_nei
         group.call(die)
     assert time.monotonic() - started < 30
     group.close()
+
+
+def counted(worker: Worker) -> int:
+    worker.inner["rank"] += 1
+    return worker.inner["rank"]
+
+
+def test_a_worker_that_stays_stopped_is_lost_and_one_that_goes_on_in_time_is_not(pool: PlacementGroup) -> None:
+    group = Cluster(60.0, health_timeout_s=4.0).group("tester", Worker, pool, SEATED)
+    pid = group.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+    assert group.call(rank_of) == [0, 1]
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(
+        WorkerLostError,
+        match=rf"tester rank 1 of 2 \(process {pid} .*\) does not answer since 4 s; its process is stopped",
+    ):
+        group.call(rank_of)
+    assert 3.0 < time.monotonic() - started < 30
+    group.close()
+
+
+def test_a_stopped_worker_is_found_from_another_machine(pool: PlacementGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl.single_controller.ray, "machine", lambda: "elsewhere")
+    group = Cluster(60.0, health_timeout_s=3.0).group("tester", Worker, pool, SEATED)
+    os.kill(group.pids[0], signal.SIGSTOP)
+    with pytest.raises(WorkerLostError, match=r"tester rank 0 of 2 .* its process is stopped"):
+        group.call(rank_of)
+    group.close()
+
+
+def test_another_worker_takes_the_place_of_a_dead_one(pool: PlacementGroup) -> None:
+    async def replaced(group: RayGroup) -> None:
+        before = group.pids
+        os.kill(before[1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {before[1]} .* died during counted"):
+            await group.submit(1, counted)
+        await group.remake(1)
+        assert group.pids[0] == before[0] and group.pids[1] != before[1]
+        assert await group.submit(1, counted) == 2 and await group.submit(1, seat_of) == seats[1]
+
+    group = Cluster(60.0).group("tester", Worker, pool, SEATED)
+    seats = group.call(seat_of)
+    assert group.call(counted) == [1, 2]
+    asyncio.run(replaced(group))
+    assert group.call(counted) == [2, 3]
+    group.close()
+
+
+def seat_of(worker: Worker) -> Seat:
+    return worker.seat
 
 
 def test_a_factory_that_fails_is_heard(cluster: Cluster, pool: PlacementGroup) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -25,7 +26,7 @@ from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
 from tests.test_plan import plan_of
 from tests.tiny import save_untrained
-from verl.errors import ConfigError, DataError, EngineError
+from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
@@ -404,11 +405,77 @@ def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_be
     try:
         started = time.monotonic()
         runner(kill_meanwhile())
-        with pytest.raises(EngineError, match="died"):
+        cause = rf"process {process.pid} of vLLM was killed by SIGKILL" if victim == "EngineCore" else "of vLLM"
+        with pytest.raises(EngineLostError, match=cause):
             runner.generate([[5]], Sampling(1))
         assert time.monotonic() - started < 30
     finally:
         runner.close()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (signal.SIGSTOP, "does not answer since 1 s; its process is stopped"),
+    ],
+)
+def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: int, said: str) -> None:
+    """A stand-in for vLLM with a real process: nothing of vLLM is started."""
+    llm: Any = SimpleNamespace(
+        errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
+        shutdown=lambda timeout: None,
+    )
+
+    async def lost(process: subprocess.Popen[bytes]) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="verl-vllm-")
+        engine = VLLMEngine(llm, replace(settings(Path("x")), health_timeout_s=1.0), folder)
+        engine._processes = [psutil.Process(process.pid)]
+        engine._await_ends()
+        call = asyncio.ensure_future(engine._unless_dead(asyncio.sleep(100)))
+        await asyncio.sleep(0)
+        os.kill(process.pid, signum)
+        with pytest.raises(EngineLostError, match=rf"^process {process.pid} of vLLM {said}; start the engine anew"):
+            await asyncio.wait_for(call, 60)
+        await engine.close()
+        assert not psutil.pid_exists(process.pid)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        asyncio.run(lost(process))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "victim"), [(1, "EngineCore"), (2, "Worker")])
+def test_a_process_that_stays_stopped_is_lost_and_does_not_keep_the_engine_from_ending(
+    model_path: Path, workers: int, victim: str
+) -> None:
+    runner = Runner(replace(settings(model_path), tensor_parallel_size=workers, health_timeout_s=3.0))
+    processes = list(runner.engine._processes)
+    process = next(each for each in processes if victim in each.name())
+
+    async def stop_meanwhile() -> list[object]:
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(ROOM, n=32)))
+        await asyncio.sleep(0.1)
+        process.suspend()
+        await asyncio.sleep(1)
+        process.resume()
+        (whole, *_) = await pending
+        pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(ROOM, n=32)))
+        await asyncio.sleep(0.1)
+        process.suspend()
+        return [whole.finish_reason, *await asyncio.gather(pending, return_exceptions=True)]
+
+    try:
+        reason, error = runner(stop_meanwhile())
+        assert reason is FinishReason.LENGTH and isinstance(error, EngineLostError)
+        assert f"process {process.pid} of vLLM does not answer since 3 s; its process is stopped" in str(error)
+    finally:
+        started = time.monotonic()
+        runner.close()
+        assert time.monotonic() - started < 30
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
 
 

@@ -70,6 +70,14 @@ class EngineError(VerlError):
     """A rollout engine that did not start, has died or cannot be trusted any more."""
 
 
+class EngineLostError(EngineError):
+    """A rollout engine that works no more: another one must take its place."""
+
+
+class LostRequestError(EngineError):
+    """A request that was asked twice, of engines that were lost both times."""
+
+
 class ServiceDownError(VerlError):
     """Something that tools and environments need does not work or does not answer. It is never the policy's fault.
 

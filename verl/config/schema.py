@@ -445,12 +445,14 @@ class RunConfig:
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
     num_threads: int | None = None  # of one process on CPU; all cores but one, dealt evenly, if left out
     call_timeout_s: float = 3600.0  # for anything asked of a worker
+    health_timeout_s: float = 30.0  # until a process that does not answer, or is stopped, counts as lost
     seed: int = 0
 
     def __post_init__(self) -> None:
         _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
         _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
+        _require(self.health_timeout_s > 0, "trainer.health_timeout_s", "positive", self.health_timeout_s)
         _at_least(1, self, "trainer.", "keep_last", "nnodes", "n_gpus_per_node", "num_threads")
         _at_least(1, self, "trainer.", "total_training_steps", "total_epochs")
         _one_of(("auto", "cpu", "cuda"), "trainer.device", self.device)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 
 from verl.data.chat import ChatCodec
+from verl.errors import LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.scoring import Fault, Scorer
@@ -42,7 +43,9 @@ class GroupRollout:
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """`num_rollouts` episodes of the task, scored. Seeds count up from `first_seed`."""
         started = self._start(task, num_rollouts, first_seed)
-        judged = await asyncio.gather(*(self._judge(episode, step) for episode in started))
+        judged = await asyncio.gather(
+            *(self._judge(task, index, episode, step) for index, episode in enumerate(started))
+        )
         scored = [each for each in judged if not isinstance(each, Fault)]
         return TrajectoryGroup(
             task,
@@ -68,8 +71,11 @@ class GroupRollout:
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
         return [self.interaction.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
 
-    async def _judge(self, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
-        episode = await started
+    async def _judge(self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
+        try:
+            episode = await started
+        except LostRequestError as error:
+            return Fault(task.id, index, str(error))
         if isinstance(episode, Fault):
             return episode
         score = await self.scorer.score(episode, episode.task, step)

@@ -3,21 +3,27 @@
 Where rollouts go on while the policy learns, replies are being written when new weights come. `OnPublish` says what
 becomes of them; whichever it is, no engine ever changes its weights within a request, so the version of every token is
 known.
+
+An engine that is lost (its process died or stays stopped, or vLLM below it failed) is replaced: `make_lost` puts
+another in its place, which requests go to once it has weights. What it was writing is asked for again, with the same
+seed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling, each_of
 from verl.rollout.stopping import Decode, tokens_to_stop
-from verl.single_controller.group import WorkerGroup
+from verl.single_controller.group import WorkerGroup, WorkerLostError
 from verl.transfer.bucket import Layout, Offer
 from verl.transfer.gpu import Meeting
 from verl.types import Completion, FinishReason
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 
 _SEEDS_BETWEEN_PIECES = 1_000_033  # so that what goes on draws other numbers than what was broken off
 _ASK_AGAIN_S = 0.2
+_ATTEMPTS = 2  # to have a request answered
+_MAX_REMAKES = 3  # of one engine, without new weights between
+
+_log = logging.getLogger(__name__)
 
 
 class OnPublish(StrEnum):
@@ -35,6 +45,10 @@ class OnPublish(StrEnum):
     CONTINUE = "continue"  # the new weights write on from where the old ones were
     FINISH = "finish"  # the old weights write them to their end first
     ABORT_AND_RETRY = "abort_and_retry"  # the new weights write them anew; earlier turns of an episode stay
+
+
+class _ReplacedError(Exception):
+    """The engine was lost; another takes its place."""
 
 
 class EnginePool:
@@ -46,19 +60,35 @@ class EnginePool:
         sources: Sequence[Sequence[int]],
         on_publish: OnPublish | None = None,
         decode: Decode | None = None,
+        remake: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """sources: by engine, the places of those offers of a bucket that are meant for it
         on_publish: None where nothing is ever being written then
-        decode: the text of tokens; needed for stop strings of replies that go on with other weights"""
+        decode: the text of tokens; needed for stop strings of replies that go on with other weights
+        remake: starts another engine in the place of a lost one; left out, a loss is an error
+        """
         self._workers = workers
         self._sources = sources
         self._on_publish = on_publish
         self._decode = decode
+        self._remake = remake
         self._in_flight = [0] * workers.size
         self._open = asyncio.Event()  # cleared while weights are replaced
         self._open.set()
         self._held = False  # whether it stays so when they are there
         self._landed = asyncio.Event()  # something has; for those who wait until all has
+        self.version: int | None = None  # of the weights that were published last
+        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `make_lost` and publishes, when it may
+        self.num_remade = self.num_retried = 0  # engines, requests; whoever reports them sets them back
+        self._ready = set(range(workers.size))  # engines that requests go to
+        self._usable = asyncio.Event()  # there is one, or there will be none
+        self._usable.set()
+        self._given: set[int] = set()  # those that have all of the new weights
+        self._lost: dict[int, Exception] = {}  # what each was lost by
+        self._losses = [0] * workers.size
+        self._in_a_row = [0] * workers.size  # how often each was remade since there were new weights
+        self._restoring: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None  # why what is lost is not replaced
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         if self._on_publish is None:
@@ -69,7 +99,6 @@ class EnginePool:
         """One completion, in as many pieces as publications break it into."""
         pieces: list[Completion] = []
         while True:
-            await self._open.wait()
             written = tuple(chain.from_iterable(piece.token_ids for piece in pieces))
             (piece,) = await self._ask((*prompt_ids, *written), _rest(sampling, pieces))
             if written:
@@ -93,24 +122,107 @@ class EnginePool:
         )
 
     async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        rank = self._in_flight.index(min(self._in_flight))
-        self._in_flight[rank] += sampling.n
+        for _ in range(_ATTEMPTS):
+            rank = await self._choose()
+            self._in_flight[rank] += sampling.n
+            try:
+                completions: tuple[Completion, ...] = await self._submit(rank, _generate, prompt_ids, sampling)
+                return completions
+            except _ReplacedError as error:
+                cause = error.__cause__
+                self.num_retried += 1
+            finally:
+                self._in_flight[rank] -= sampling.n
+                self._landed.set()
+        raise LostRequestError(f"the engine was lost {_ATTEMPTS} times in a row; the last time: {cause}")
+
+    async def _choose(self) -> int:
+        """The engine with the least in flight, once there is one. Raises what keeps lost ones from being replaced."""
+        while self._failure is None and not (self._open.is_set() and self._ready):
+            await self._open.wait()
+            await self._usable.wait()
+        if self._failure is not None:
+            raise self._failure
+        return min(sorted(self._ready), key=self._in_flight.__getitem__)
+
+    async def _submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """What an engine answers. Raises _ReplacedError where it is lost and another is to take its place."""
+        losses = self._losses[rank]
         try:
-            completions: tuple[Completion, ...] = await self._workers.submit(rank, _generate, prompt_ids, sampling)
-        finally:
-            self._in_flight[rank] -= sampling.n
-            self._landed.set()
-        return completions
+            return await self._workers.submit(rank, function, *args)
+        except (WorkerLostError, EngineLostError) as error:
+            if self._remake is None:
+                raise
+            if self._losses[rank] == losses:  # nobody has noticed before
+                self._lose(rank, error)
+            raise _ReplacedError from error
+
+    def _lose(self, rank: int, cause: Exception) -> None:
+        _log.warning("%s\nAnother engine takes its place, and is asked again what this one was asked", cause)
+        self._losses[rank] += 1
+        self._lost[rank] = cause
+        self._ready.discard(rank)
+        if not self._ready:
+            self._usable.clear()
+        if self.restore is not None and (self._restoring is None or self._restoring.done()):
+            self._restoring = asyncio.create_task(self._restore(self.restore))
+
+    async def _restore(self, restore: Callable[[], Awaitable[None]]) -> None:
+        try:
+            while self._lost:
+                await restore()
+        except Exception as error:  # noqa: BLE001  it is raised to all who ask for anything from now on
+            self._failure = error
+            self._usable.set()
+
+    @property
+    def lost(self) -> Sequence[int]:
+        """Ranks of the engines that are lost and not yet replaced."""
+        return sorted(self._lost)
+
+    async def make_lost(self) -> Sequence[int]:
+        """Put others in the places of lost engines; their ranks. Requests go to them once they were published to.
+
+        Raises EngineError if one keeps being lost.
+        """
+        ranks = self.lost
+        await asyncio.gather(*(self._make(rank) for rank in ranks))
+        return ranks
+
+    async def _make(self, rank: int) -> None:
+        assert self._remake is not None
+        while rank in self._lost:
+            cause = self._lost[rank]
+            if self._in_a_row[rank] == _MAX_REMAKES:
+                raise EngineError(
+                    f"an engine was lost {_MAX_REMAKES + 1} times without a step between; the last time: {cause}"
+                ) from cause
+            self._in_a_row[rank] += 1
+            self.num_remade += 1
+            try:
+                await self._remake(rank)
+            except (WorkerLostError, EngineLostError) as error:
+                self._lost[rank] = error
+            else:
+                del self._lost[rank]
+
+    def only(self, ranks: Sequence[int]) -> EngineSubset:
+        """Some of the engines, to publish to while the others go on."""
+        return EngineSubset(self, ranks)
+
+    @property
+    def _all(self) -> EngineSubset:
+        return self.only(range(self._workers.size))
 
     async def interrupt(self) -> None:
-        await self._everywhere(_interrupt)
+        await self._on(range(self._workers.size), _interrupt)
 
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
         """Once nothing is being written any more; what wants to be waits until all weights are there."""
         self._open.clear()
         try:
             await self._wait_until_quiet()
-            await self._everywhere(_begin_weights, layouts)
+            await self._all.begin_weights(layouts)
         except BaseException:
             self._open.set()  # with the old weights, or to hear that there are none
             raise
@@ -125,17 +237,18 @@ class EnginePool:
 
     async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
         """Offers may be references to them (`WorkerGroup.refer`), so that they travel straight to the engines."""
-        await asyncio.gather(
-            *(
-                self._workers.submit(rank, _load_bucket, layout, *(offers[place] for place in places))
-                for rank, places in enumerate(self._sources)
-            )
-        )
+        await self._all.load_bucket(layout, *offers)
 
     async def end_weights(self, version: int) -> None:
-        await self._everywhere(_end_weights, version)
-        if not self._held:
-            self._open.set()
+        await self._all.end_weights(version)
+
+    def _admit(self) -> None:
+        """Let requests go to all engines that have the new weights."""
+        self._ready |= self._given - self._lost.keys()
+        self._given.clear()
+        self._open.set()
+        if self._ready:
+            self._usable.set()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -146,23 +259,62 @@ class EnginePool:
             yield
         finally:
             self._held = False
-            self._open.set()
+            self._admit()
 
     async def sleep(self) -> None:
-        await self._everywhere(_sleep)
+        await self._on(range(self._workers.size), _sleep)
 
     async def close(self) -> None:
-        await self._everywhere(close_engine)
+        await self._on(range(self._workers.size), close_engine)
 
     async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """The same request to every engine, in the order of their ranks."""
-        answers: list[tuple[Completion, ...]] = await asyncio.gather(
-            *(self._workers.submit(rank, _generate, prompt_ids, sampling) for rank in range(self._workers.size))
-        )
-        return answers
+        """The same request to every engine that is not lost, in the order of their ranks."""
+        return await self._all.generate_everywhere(prompt_ids, sampling)
 
-    async def _everywhere(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
-        await asyncio.gather(*(self._workers.submit(rank, function, *args) for rank in range(self._workers.size)))
+    async def _on(self, ranks: Iterable[int], function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
+        """What those of the engines answer that are not lost."""
+        return await self._each(dict.fromkeys(ranks, args), function)
+
+    async def _each(self, asked: dict[int, tuple[Any, ...]], function: Callable[..., Awaitable[Any]]) -> list[Any]:
+        """As `_on`, with arguments for each."""
+
+        async def answer(rank: int, args: tuple[Any, ...]) -> list[Any]:
+            try:
+                return [await self._submit(rank, function, *args)]
+            except _ReplacedError:
+                return []
+
+        answers = await asyncio.gather(*(answer(rank, args) for rank, args in asked.items() if rank not in self._lost))
+        return list(chain.from_iterable(answers))
+
+
+@dataclass(frozen=True)
+class EngineSubset:
+    """Some engines of a pool as those who publish see them. One that is lost meanwhile is left out from then on."""
+
+    pool: EnginePool
+    ranks: Sequence[int]
+
+    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+        await self.pool._on(self.ranks, _begin_weights, layouts)
+
+    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+        sources = self.pool._sources
+        asked = {rank: (layout, *(offers[place] for place in sources[rank])) for rank in self.ranks}
+        await self.pool._each(asked, _load_bucket)
+
+    async def end_weights(self, version: int) -> None:
+        pool = self.pool
+        await pool._on(self.ranks, _end_weights, version)
+        if version != pool.version:
+            pool._in_a_row = [0] * len(pool._in_a_row)
+        pool.version = version
+        pool._given |= set(self.ranks) - pool._lost.keys()
+        if not pool._held:
+            pool._admit()
+
+    async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return await self.pool._on(self.ranks, _generate, prompt_ids, sampling)
 
 
 def _generate(

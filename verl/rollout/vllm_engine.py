@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from verl.errors import ConfigError, DataError, EngineError
+from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_extension import WeightReceiver
+from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.transfer.bucket import Layout, Offer, all_names
 from verl.transfer.gpu import Meeting
 from verl.transfer.memory import InMemory, SharedFile, SharedMemory
@@ -64,6 +65,7 @@ class VLLMSettings:
     num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
     seed: int = 0  # of the engine's own stream of random numbers
     start_timeout_s: int = 600
+    health_timeout_s: float = 30.0  # until a stopped process of vLLM counts as lost
     log_level: str = "WARNING"  # of vLLM's own log, a file that errors quote
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ class VLLMEngine:
         self._asleep = False
         self._weight_names: set[str] = set()
         self._processes: list[psutil.Process] = []
+        self._ends: dict[int, str] = {}  # by process id: how those have ended that are children of this one
+        self._oom_kills = oom_kills()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watch_processes())
 
@@ -104,6 +108,7 @@ class VLLMEngine:
         try:
             pids = await engine._call_workers(WeightReceiver.follow.__name__, str(os.getpid()))
             engine._processes = _between_here_and(pids)
+            engine._await_ends()
             for names in await engine._call_workers(WeightReceiver.weight_names.__name__):
                 engine._weight_names |= set(names)
         except BaseException:
@@ -184,6 +189,10 @@ class VLLMEngine:
         self._folder.cleanup()
 
     def _end_processes(self) -> None:
+        for process in self._processes:  # a stopped one would be asked in vain
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
         self._llm.shutdown(timeout=END_S)
         del self._llm  # its finalizer fails when the interpreter has begun to exit
         _, alive = psutil.wait_procs(self._processes, timeout=END_S)
@@ -294,6 +303,7 @@ class VLLMEngine:
                 raise self._end_error()
             return task.result()
         except EngineDeadError as error:
+            await asyncio.wait([self._end], timeout=2 * WATCH_S)  # the watch will say why
             raise self._end_error() from error
         except EngineGenerateError as error:
             raise EngineError(
@@ -303,9 +313,28 @@ class VLLMEngine:
             task.cancel()
 
     async def _watch_processes(self) -> None:
+        stops = StopWatch(self._settings.health_timeout_s)
         while not (self._llm.errored or any(map(_gone, self._processes))):
+            for pid in stops.lost(statuses(process.pid for process in self._processes)):
+                self._stop(f"process {pid} of vLLM {stops.reason}; start the engine anew")
             await asyncio.sleep(WATCH_S)
-        self._stop("a process of vLLM has died; start the engine anew")
+        self._stop(f"{self._how_it_died()}; start the engine anew")
+
+    def _await_ends(self) -> None:
+        """Ask for the ends of all children, each in a thread, or vLLM collects them and keeps them to itself."""
+        for process in self._processes:
+            if process.ppid() == os.getpid():
+                threading.Thread(target=self._await_end, args=(process.pid,), daemon=True).start()
+
+    def _await_end(self, pid: int) -> None:
+        self._ends[pid] = end_of_child(pid)
+
+    def _how_it_died(self) -> str:
+        told = [f"process {pid} of vLLM {end}" for pid, end in self._ends.items() if end]
+        if not told:
+            return "a process of vLLM has died"
+        out_of_memory = "SIGKILL" in told[0] and oom_kills() > self._oom_kills
+        return told[0] + (" (the kernel has killed for lack of memory since it started)" if out_of_memory else "")
 
     def _stop(self, reason: str) -> None:
         """Let every call that waits and every later one fail for this reason, unless there has been one before."""
@@ -313,10 +342,10 @@ class VLLMEngine:
         if not self._end.done():
             self._end.set_result(reason)
 
-    def _end_error(self) -> EngineError:
+    def _end_error(self) -> EngineLostError:
         """Why the engine works no more; of a death vLLM may know before the watch does."""
         reason = self._end.result() if self._end.done() else "vLLM has died; start the engine anew"
-        return EngineError(f"{reason}{_tail(Path(self._folder.name))}")
+        return EngineLostError(f"{reason}{_tail(Path(self._folder.name))}")
 
 
 def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:

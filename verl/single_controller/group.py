@@ -13,6 +13,10 @@ class WorkerError(VerlError, RuntimeError):
     """A worker died, raised, or did not answer in time; says which one, and what it was doing."""
 
 
+class WorkerLostError(WorkerError):
+    """The worker's process is gone, or what it holds works no more: only another in its place can be asked again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A worker's place among its group, and where the group meets."""

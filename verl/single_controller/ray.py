@@ -15,10 +15,11 @@ import inspect
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,20 @@ _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VA
 os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled", "RAY_IGNORE_UNHANDLED_ERRORS": "1"})
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.errors import ConfigError
-from verl.single_controller.group import Seat, WorkerError, task_name
+from verl.errors import ConfigError, EngineLostError
+from verl.single_controller.group import Seat, WorkerError, WorkerLostError, task_name
+from verl.single_controller.process_watch import StopWatch, machine, statuses
 
 # Tensors handed over without copies cannot be written to, which nobody here does.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
@@ -43,6 +52,10 @@ _GRACE_S = 5.0
 # Coroutines of one worker. Ray's own limit of 1000 is less than the replies that an engine may owe, behind which a word
 # to the engine (interrupt) would then have to wait.
 _SIDE_BY_SIDE = 1_000_000
+_LOOK_S = 1.0  # between looks for stopped workers
+_LOOK_TIMEOUT_S = 10.0  # for another node to say how its workers are
+_RESTART_S = 300.0  # for the process of another worker to be there
+_DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError)
 
 
 Pool = PlacementGroup
@@ -61,6 +74,7 @@ class Cluster:
     """A running Ray, started here or joined."""
 
     call_timeout_s: float = 3600.0
+    health_timeout_s: float = 30.0  # until a stopped worker counts as lost
     num_gpus: float | None = None  # of one that was joined; None: of one on this machine, which knows its own
 
     @classmethod
@@ -71,6 +85,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 3600.0,
         join: bool = False,
+        health_timeout_s: float = 30.0,
     ) -> Iterator[Cluster]:
         """Start a Ray of our own on this machine with at least `num_cpus` slots, or join one that runs already.
 
@@ -100,7 +115,7 @@ class Cluster:
             raise WorkerError(f"Ray did not start on this machine: {error}") from error
         try:
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            yield cls(call_timeout_s, resources.get("GPU", 0.0) if join else None)
+            yield cls(call_timeout_s, health_timeout_s, resources.get("GPU", 0.0) if join else None)
         finally:
             ray.shutdown()
 
@@ -133,20 +148,24 @@ class Cluster:
         devices: accelerators of each worker where Ray should not choose them, because another group has reserved them.
         """
         chosen = range(len(pool.bundle_specs)) if places is None else places
-        actors = [
-            ray.remote(_Worker)
-            .options(
-                num_cpus=bundle.num_cpus,
-                num_gpus=bundle.num_gpus,
-                max_concurrency=_SIDE_BY_SIDE,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=place),
+
+        def spawn(rank: int) -> Any:
+            strategy = PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=chosen[rank])
+            return (
+                ray.remote(_Worker)
+                .options(
+                    num_cpus=bundle.num_cpus,
+                    num_gpus=bundle.num_gpus,
+                    max_concurrency=_SIDE_BY_SIDE,
+                    scheduling_strategy=strategy,
+                )
+                .remote()
             )
-            .remote()
-            for place in chosen
-        ]
-        group = RayGroup(name, actors, self.call_timeout_s)
+
+        size = len(chosen)
+        group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s)
         host, port = group.addresses()[0]
-        seats = [Seat(rank, len(actors), host, port, devices[rank] if devices else ()) for rank in range(len(actors))]
+        seats = [Seat(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
         group.make(factory, seats)
         return group
 
@@ -170,7 +189,8 @@ class _Worker:
 
     async def facts(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
-        return {"pid": os.getpid(), "node": context.get_node_id(), "gpus": tuple(map(str, ray.get_gpu_ids()))}
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return {"pid": os.getpid(), "node": context.get_node_id(), "gpus": gpus, "machine": machine()}
 
     async def make(self, factory: Callable[[Seat], Any], seat: Seat) -> None:
         made = factory(seat)
@@ -183,15 +203,33 @@ class _Worker:
         return None, await result if inspect.isawaitable(result) else result
 
 
-class RayGroup:
-    """A WorkerGroup whose workers are Ray actors."""
+class _NodeWatch:
+    """An actor on a node that is not the controller's: looks at the processes there."""
 
-    def __init__(self, name: str, actors: Sequence[Any], timeout_s: float) -> None:
+    def statuses(self, pids: Sequence[int]) -> dict[int, str]:
+        return statuses(pids)
+
+
+class RayGroup:
+    """A WorkerGroup whose workers are Ray actors. A worker that stays stopped is killed, and so found dead."""
+
+    def __init__(
+        self, name: str, spawn: Callable[[int], Any], size: int, timeout_s: float, health_timeout_s: float = 30.0
+    ) -> None:
+        """spawn: starts the actor of a rank in its place"""
         self._name = name
-        self._actors = actors
+        self._spawn = spawn
+        self._actors = [spawn(rank) for rank in range(size)]
         self._timeout_s = timeout_s
-        self._facts: list[dict[str, Any]] = [{} for _ in actors]
-        self._facts = self._gather([actor.facts.remote() for actor in actors], "start")
+        self._facts: list[dict[str, Any]] = [{} for _ in self._actors]
+        self._facts = self._gather([actor.facts.remote() for actor in self._actors], "start")
+        self._homes = self.nodes  # where workers are, and others in their places will be
+        self._factory: Callable[[Seat], Any] | None = None
+        self._seats: Sequence[Seat] = ()
+        self._reasons: dict[int, str] = {}  # by process id: why a worker was killed
+        self._closed = threading.Event()
+        watch = StopWatch(health_timeout_s)
+        threading.Thread(target=self._watch, args=(watch,), name=f"health of {name}", daemon=True).start()
 
     @property
     def size(self) -> int:
@@ -218,6 +256,7 @@ class RayGroup:
 
     def make(self, factory: Callable[[Seat], Any], seats: Sequence[Seat]) -> None:
         """Let every worker make its object."""
+        self._factory, self._seats = factory, seats
         made = [actor.make.remote(factory, seat) for actor, seat in zip(self._actors, seats, strict=True)]
         self._gather(made, "start")
 
@@ -237,17 +276,53 @@ class RayGroup:
         _, result = self._actors[rank].run.remote(function, *args)
         return self._explained(rank, result, task_name(function, args))
 
+    async def remake(self, rank: int) -> None:
+        """Put another process in the place of a worker that is lost, and let it make its object.
+
+        Raises WorkerError if that fails; what the old one held or was asked is lost.
+        """
+        assert self._factory is not None
+        node = self._homes[rank]
+        if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):  # type: ignore[no-untyped-call]
+            raise WorkerError(f"{self._name} rank {rank} cannot be replaced: its node {node[:8]} has left the cluster")
+        ray.kill(self._actors[rank])
+        actor, self._facts[rank] = self._spawn(rank), {}
+        self._actors[rank] = actor
+        self._facts[rank] = await self._explained(rank, actor.facts.remote(), "start", min(_RESTART_S, self._timeout_s))
+        await self._explained(rank, actor.make.remote(self._factory, self._seats[rank]), "start")
+
     def close(self) -> None:
+        self._closed.set()
         for actor in self._actors:
             ray.kill(actor)
 
-    async def _explained(self, rank: int, ref: Any, task: str) -> Any:
+    def _watch(self, watch: StopWatch) -> None:
+        """Kill what stays stopped; whoever waits for it hears of a death."""
+        nodes: dict[str, Any] = {}  # an actor on each other node
+        while not self._closed.wait(_LOOK_S) and ray.is_initialized():
+            for rank, pid in watch.lost(self._statuses(nodes)):
+                if self._facts[rank].get("pid") == pid:
+                    self._reasons[pid] = watch.reason
+                    ray.kill(self._actors[rank])
+
+    def _statuses(self, nodes: dict[str, Any]) -> dict[tuple[int, int], str]:
+        """By rank and process id: how the workers are, as far as it can be seen."""
+        found: dict[tuple[int, int], str] = {}
+        known = [(rank, facts) for rank, facts in enumerate(self._facts) if facts]
+        for place, node in {facts["machine"]: facts["node"] for _, facts in known}.items():
+            ranks = {facts["pid"]: rank for rank, facts in known if facts["machine"] == place}
+            found |= {(ranks[pid], pid): status for pid, status in _look(place, node, list(ranks), nodes).items()}
+        return found
+
+    async def _explained(self, rank: int, ref: Any, task: str, timeout_s: float | None = None) -> Any:
+        facts = self._facts[rank]  # another process may be in its place by the time that this one fails
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self._timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
         except TimeoutError as error:
-            raise WorkerError(f"{self._name} rank {rank} did not end {task} within {self._timeout_s:.0f} s") from error
+            raise WorkerError(f"{self._name} rank {rank} did not end {task} within {timeout_s:.0f} s") from error
         except RayError as error:
-            raise self._failure(rank, task, error) from error
+            raise self._failure(rank, task, error, facts) from error
 
     def _ended(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
         """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
@@ -295,16 +370,31 @@ class RayGroup:
                 return list(refs).index(ref), other
         return rank, error
 
-    def _failure(self, rank: int, task: str, error: RayError) -> Exception:
+    def _failure(self, rank: int, task: str, error: RayError, facts: Mapping[str, Any] | None = None) -> Exception:
         cause = _cause(error)
         if isinstance(cause, ConfigError):
             return cause  # the user's to mend; whoever noticed it does not matter
-        facts = self._facts[rank]
+        facts = self._facts[rank] if facts is None else facts
         place = f" (process {facts['pid']} on node {facts['node'][:8]})" if facts else ""
         who = f"{self._name} rank {rank} of {self.size}{place}"
         if isinstance(error, RayActorError):
-            return WorkerError(f"{who} died during {task}")
-        return WorkerError(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+            reason = self._reasons.get(facts["pid"]) if facts else None
+            return WorkerLostError(f"{who} {reason} (during {task})" if reason else f"{who} died during {task}")
+        kind = WorkerLostError if isinstance(error, _DEATHS) or isinstance(cause, EngineLostError) else WorkerError
+        return kind(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+
+
+def _look(place: str, node: str, pids: Sequence[int], nodes: dict[str, Any]) -> dict[int, str]:
+    """How the processes of one machine are, asked on it; nothing where it does not say so in time."""
+    if place == machine():
+        return statuses(pids)
+    if place not in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        nodes[place] = ray.remote(_NodeWatch).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there).remote()
+    with suppress(RayError):  # Ray itself finds a node that is gone
+        found: dict[int, str] = ray.get(nodes[place].statuses.remote(pids), timeout=_LOOK_TIMEOUT_S)
+        return found
+    return {}
 
 
 def joins(asked: bool) -> bool:

@@ -107,6 +107,8 @@ METRICS = (
     Metric("correction/truncated", "share", "its tokens whose ratio was above the bound of weights"),
     Metric("correction/masked", "share", "its tokens that a mask or the veto left out"),
     Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
+    Metric("rollout/engine_restarts", "count", "engines replaced since the last step, because they were lost"),
+    Metric("rollout/requests_retried", "count", "requests asked again since then, because their engine was lost"),
     Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of the KL estimate to the reference, where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),

@@ -140,8 +140,11 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots = 2 * config.num_ranks + config.num_engines
+    join = config.trainer.nnodes > 1
     with (
-        Cluster.start(slots, environment, config.trainer.call_timeout_s, join=config.trainer.nnodes > 1) as cluster,
+        Cluster.start(
+            slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
+        ) as cluster,
         ScoringPool(
             config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
         ) as scorer,
@@ -207,7 +210,13 @@ def build_trainer(
     probed: tasks whose prompts the canary uses
     interaction: what the policy acts in, None where an episode is one reply
     """
-    engine = EnginePool(workers.engines, workers.links.sources, publishing_of(config), codec.tokenizer.decode)
+    engine = EnginePool(
+        workers.engines,
+        workers.links.sources,
+        publishing_of(config),
+        codec.tokenizer.decode,
+        workers.remake_engine,
+    )
     sampling = train_sampling(config, codec.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
@@ -218,9 +227,9 @@ def build_trainer(
         GroupRollout(engine, codec, scorer, sampling, interaction),
         build_rewards(config.reward.name, config.reward.options),
     )
-    return PPOTrainer(
-        rollouts, learner, build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
-    )
+    publisher = build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
+    engine.restore = publisher.restore
+    return PPOTrainer(rollouts, learner, publisher)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:

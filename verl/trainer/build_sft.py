@@ -66,7 +66,8 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
     display = Display(total_steps, console)
     run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
-    with Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster:
+    join = trainer.nnodes > 1
+    with Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster:
         device = choose_device(trainer, cluster.num_gpus)
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
 from verl.daemon import in_daemon, run_async
-from verl.errors import ConfigError
+from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
 from verl.single_controller.group import Seat, WorkerError
@@ -53,11 +53,25 @@ class Workers:
     engines: RayGroup
     links: Links
 
+    async def remake_engine(self, rank: int) -> None:
+        """Start another engine in the place of one that is lost. Raises EngineError where its weights could not come
+        to it: NCCL's group of ranks and engines ends with any of them."""
+        if self.links.meeting is not None:
+            raise EngineError(
+                f"rollout engine {rank} is lost, and engines on GPUs of their own cannot be replaced one by one. "
+                "Start the run again: it resumes from its newest checkpoint"
+            )
+        await self._close_engine(rank)
+        await self.engines.remake(rank)
+
     async def close_engines(self) -> None:
         """Let the engines end what they have started, for as long as that is quick."""
+        await asyncio.gather(*(self._close_engine(rank) for rank in range(self.engines.size)))
+
+    async def _close_engine(self, rank: int) -> None:
         with suppress(TimeoutError, WorkerError):
             async with asyncio.timeout(_CLOSE_S):
-                await asyncio.gather(*(self.engines.submit(rank, close_engine) for rank in range(self.engines.size)))
+                await self.engines.submit(rank, close_engine)
 
     def close(self) -> None:
         """End them; what is already dead stays so. Ranks first: an update would only take cores from what tidies up."""
@@ -265,5 +279,6 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
+            health_timeout_s=config.trainer.health_timeout_s,
         )
     )

@@ -85,8 +85,8 @@ class Fit:
             assert last is not None
             _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
             return last
-        with self.trainer.learner.timer.phase("publish"):
-            await self.trainer.publisher.publish(self.trainer.step)
+        async with self.trainer.publisher.ranks:
+            await self._publish()
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._validate()
             self.trackers.log(0, self.before)
@@ -109,7 +109,8 @@ class Fit:
             self.trackers.log(step, metrics)
             owed = owed or done or _due(step, self.settings.save_freq)
             if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
-                last, owed = await in_daemon(self._save, self._score() if tested else None), False
+                async with self.trainer.publisher.ranks:
+                    last, owed = await in_daemon(self._save, self._score() if tested else None), False
         assert last is not None
         return last
 
@@ -137,10 +138,14 @@ class Fit:
         state = read_state(path)
         then, now = state["trainer"]["rollouts"], self.trainer.rollouts.state()
         state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is drawn again, none is lost
-        self._take_up(Saved(path, state))
+        async with self.trainer.publisher.ranks:
+            self._take_up(Saved(path, state))
+            await self._publish()
+        return True
+
+    async def _publish(self) -> None:
         with self.trainer.learner.timer.phase("publish"):
             await self.trainer.publisher.publish(self.trainer.step)
-        return True
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")

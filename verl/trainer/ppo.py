@@ -38,8 +38,6 @@ class PPOTrainer:
         timer.start()
         with timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
-            if not self._ahead:
-                await self.rollouts.rollout.engine.sleep()
         self.groups = collected.drawn or collected.kept
         samples = [
             sample
@@ -48,16 +46,21 @@ class PPOTrainer:
         ]
         baselines = [collected.kept[sample.group].baseline for sample in samples]
         self.lesson = Lesson(samples, baselines, kl_control.coefficient if kl_control else None)
-        learned, computed = await self._learn(self.lesson)
-        with timer.phase("publish"):
-            learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
-        self.step += 1
+        async with self.publisher.ranks:
+            if not self._ahead:
+                with timer.phase("rollout"):
+                    await self.rollouts.rollout.engine.sleep()
+            learned, computed = await self._learn(self.lesson)
+            with timer.phase("publish"):
+                learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
+            self.step += 1
         return {
             **tell.rollout_metrics(self.groups),
             **tell.tool_metrics(self.groups),
             **collected.metrics(),
             **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            **self.publisher.losses(),
             **learned,
             **self._timings(samples, computed),
         }

@@ -93,7 +93,8 @@ def replay(folder: Path, step: int) -> Replay:
     way = find_way(folder, step)
     asked = read_record(way.records[-1])
     config = restored_config(asked.settings)
-    with Cluster.start(2 * config.num_ranks, None, config.trainer.call_timeout_s, config.trainer.nnodes > 1) as cluster:
+    run, join = config.trainer, config.trainer.nnodes > 1
+    with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
         return walk(way, asked, config, cluster)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from verl.daemon import in_daemon
 from verl.data.samples import to_sample
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.pool import EnginePool
+from verl.rollout.pool import EnginePool, EngineSubset
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import Layout
 from verl.types import Completion
@@ -39,16 +40,66 @@ class Publisher:
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
+    ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by whoever uses the trainer ranks
 
     async def publish(self, version: int) -> float:
-        """Hand over the weights as `version`. Returns the canary's mean gap.
+        """Hand over the weights as `version`. Returns the canary's mean gap. To be called with `ranks` held.
 
         Raises StaleEngineError if it is too wide.
         """
-        with self.engine.held() if isinstance(self.engine, EnginePool) else nullcontext():
+        pool = self.engine if isinstance(self.engine, EnginePool) else None
+        if pool is not None:
+            await pool.make_lost()
+        with pool.held() if pool is not None else nullcontext():
             await self.deliver(version)
-            gap = await self._canary(version)
+            gaps = await self._canary(self.engine, version)
+        if pool is not None:
+            gaps += await self._to_lost(pool, version)
         await in_daemon(self.policy.end_publication)
+        return self._checked(gaps, version)
+
+    async def restore(self) -> None:
+        """Replace engines that are lost, and hand them the weights that the others have, once the ranks are free."""
+        assert isinstance(self.engine, EnginePool)
+        async with self.ranks:
+            if self.engine.version is None:  # the first publication is still to come
+                await self.engine.make_lost()
+            elif self.engine.lost:  # else a publication came first
+                gaps = await self._to_lost(self.engine, self.engine.version)
+                await in_daemon(self.policy.end_publication)
+                self._checked(gaps, self.engine.version)
+
+    def losses(self) -> dict[str, float]:
+        """Metrics of engines that were replaced, since the last call."""
+        pool = self.engine
+        if not isinstance(pool, EnginePool):
+            return {}
+        remade, retried, pool.num_remade, pool.num_retried = pool.num_remade, pool.num_retried, 0, 0
+        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
+
+    async def deliver(self, version: int) -> None:
+        """Hand over the weights without looking whether they arrived."""
+        await self._deliver(self.engine, version)
+
+    async def _to_lost(self, pool: EnginePool, version: int) -> list[Tensor]:
+        """Replace lost engines and publish to them, until none is lost. The canary's gaps."""
+        gaps: list[Tensor] = []
+        while ranks := await pool.make_lost():
+            some = pool.only(ranks)
+            with pool.held():
+                await self._deliver(some, version)
+                gaps += await self._canary(some, version)
+        return gaps
+
+    async def _deliver(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
+        await in_daemon(self.policy.begin_publication)
+        await engines.begin_weights(self.layouts)
+        await self._load(engines)
+        await engines.end_weights(version)
+
+    def _checked(self, gaps: Sequence[Tensor], version: int) -> float:
+        """The mean of the gaps of all tokens. Raises StaleEngineError if it is too wide."""
+        gap = float(torch.cat([*gaps]).mean())
         if not gap <= self.tolerance:
             raise StaleEngineError(
                 f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
@@ -57,14 +108,7 @@ class Publisher:
             )
         return gap
 
-    async def deliver(self, version: int) -> None:
-        """Hand over the weights without looking whether they arrived."""
-        await in_daemon(self.policy.begin_publication)
-        await self.engine.begin_weights(self.layouts)
-        await self._load()
-        await self.engine.end_weights(version)
-
-    async def _load(self) -> None:
+    async def _load(self, engines: RolloutEngine | EngineSubset) -> None:
         """Every bucket; one is gathered while the engines load the one before."""
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
@@ -75,14 +119,15 @@ class Publisher:
                     loading.result()  # an engine that failed is told without waiting for the ranks
                 offers = await gathering
                 await loading
-                loading = asyncio.create_task(self.engine.load_bucket(layout, *offers))
+                loading = asyncio.create_task(engines.load_bucket(layout, *offers))
             await loading
         finally:
             loading.cancel()
 
-    async def _canary(self, version: int) -> float:
+    async def _canary(self, engines: RolloutEngine | EngineSubset, version: int) -> list[Tensor]:
+        """[sample][A] gaps of the log-probs of trained tokens; none where all engines were lost meanwhile."""
         written = [
-            (prompt, completions[0]) for prompt in self.probes for completions in await self._from_every_engine(prompt)
+            (prompt, completions[0]) for prompt in self.probes for completions in await self._from_each(engines, prompt)
         ]
         stale = {completion.weight_version for _, completion in written} - {version}
         if stale:
@@ -90,14 +135,17 @@ class Publisher:
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
         samples = [to_sample(prompt, completion) for prompt, completion in written]
+        if not samples:
+            return []
         scored = await in_daemon(lambda: self.policy.score(self.policy.laid_out(samples)))
-        gaps = [
+        return [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
             for sample, scored_L in zip(samples, scored, strict=True)
         ]
-        return float(torch.cat(gaps).mean())
 
-    async def _from_every_engine(self, prompt: tuple[int, ...]) -> list[tuple[Completion, ...]]:
-        if isinstance(self.engine, EnginePool):
-            return await self.engine.generate_everywhere(prompt, self.sampling)
-        return [await self.engine.generate(prompt, self.sampling)]
+    async def _from_each(
+        self, engines: RolloutEngine | EngineSubset, prompt: tuple[int, ...]
+    ) -> list[tuple[Completion, ...]]:
+        if isinstance(engines, EnginePool | EngineSubset):
+            return await engines.generate_everywhere(prompt, self.sampling)
+        return [await engines.generate(prompt, self.sampling)]

@@ -1,0 +1,278 @@
+"""Engines that are lost while they write, or while they are given weights: others take their places."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from verl.data.chat import ChatCodec
+from verl.errors import EngineError, EngineLostError, LostRequestError
+from verl.rollout.engine import Sampling
+from verl.rollout.group import GroupRollout
+from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.scoring import DirectScorer
+from verl.single_controller.group import WorkerLostError
+from verl.trainer.weights import Publisher, StaleEngineError
+from verl.types import Completion, FinishReason, Message, Sample, Score, Task, Trajectory
+
+TEN = Sampling(max_tokens=10, seed=5)
+
+
+class Engine:
+    """Writes its version, a token at a turn of the event loop; dies as a call in `dies` begins, or when told to."""
+
+    def __init__(self, dies: Sequence[str] = ()) -> None:
+        self.dies = dies
+        self.version = 0  # that of the model's folder
+        self.dead = asyncio.Event()
+        self.asked: list[tuple[tuple[int, ...], int | None]] = []
+
+    async def _live(self, call: str) -> None:
+        if call in self.dies:
+            self.dead.set()
+        await asyncio.sleep(0.001)
+        if self.dead.is_set():
+            raise WorkerLostError("rollout rank x died")
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        self.asked.append((tuple(prompt_ids), sampling.seed))
+        for _ in range(sampling.max_tokens):
+            await self._live("generate")
+        said = (self.version,) * sampling.max_tokens
+        return (Completion(said, (0.0,) * len(said), FinishReason.LENGTH, self.version),) * sampling.n
+
+    async def interrupt(self) -> None:
+        await self._live("interrupt")
+
+    async def begin_weights(self, layouts: object) -> None:
+        await self._live("begin")
+
+    async def load_bucket(self, layout: object, *offers: object) -> None:
+        await self._live("load")
+
+    async def end_weights(self, version: int) -> None:
+        await self._live("end")
+        self.version = version
+
+    async def sleep(self) -> None:
+        await self._live("sleep")
+
+
+class Engines:
+    """A worker group of engines that can be replaced."""
+
+    def __init__(self, engines: Sequence[Engine], replacements: Sequence[Engine] = ()) -> None:
+        self.engines, self.replacements = list(engines), list(replacements)
+        self.remade: list[int] = []
+
+    @property
+    def size(self) -> int:
+        return len(self.engines)
+
+    async def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        return await function(self.engines[rank], *args)
+
+    async def remake(self, rank: int) -> None:
+        self.remade.append(rank)
+        await asyncio.sleep(0.005)
+        self.engines[rank] = self.replacements.pop(0) if self.replacements else Engine()
+
+
+class Layout:
+    number = 0
+
+
+class Policy:
+    """Trainer ranks whose weights are those of `version`; they must not be asked by two at once."""
+
+    def __init__(self) -> None:
+        self.published = 0
+
+    def begin_publication(self) -> None:
+        self.published += 1
+
+    def offers(self, number: int) -> list[str]:
+        return ["bucket"]
+
+    def end_publication(self) -> None:
+        """Nothing."""
+
+    def laid_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return samples
+
+    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        return [torch.zeros(len(sample.token_ids)) for sample in samples]
+
+
+def publishing(engines: Engines, on_publish: OnPublish | None = None) -> tuple[EnginePool, Publisher]:
+    pool = EnginePool(engines, [[0]] * engines.size, on_publish, remake=engines.remake)  # type: ignore[arg-type]
+    publisher = Publisher(Policy(), pool, [Layout()], [(1,)], Sampling(2), 0.5)  # type: ignore[arg-type, list-item]
+    pool.restore = publisher.restore
+    return pool, publisher
+
+
+async def published(publisher: Publisher, version: int) -> float:
+    async with publisher.ranks:
+        return await asyncio.wait_for(publisher.publish(version), 20)
+
+
+async def answered(pool: EnginePool, count: int) -> list[Completion]:
+    asked = (pool.generate((number,), replace(TEN, seed=number)) for number in range(count))
+    return [each for (each,) in await asyncio.wait_for(asyncio.gather(*asked), 20)]
+
+
+@pytest.mark.parametrize("on_publish", [None, *OnPublish])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_lost_engine_was_asked_is_asked_again_with_its_seed_and_the_weights_of_the_others(
+    size: int, on_publish: OnPublish | None
+) -> None:
+    async def rolled() -> None:
+        engines = Engines([Engine() for _ in range(size)])
+        pool, publisher = publishing(engines, on_publish)
+        await published(publisher, 7)
+        first = engines.engines[0]
+        asyncio.get_running_loop().call_later(0.004, first.dead.set)
+        done = await answered(pool, 6)
+        assert [each.versions for each in done] == [(7,) * 10] * 6
+        while pool.lost:
+            await asyncio.sleep(0.001)
+        async with publisher.ranks:
+            assert engines.remade == [0] and pool.num_remade == 1 and engines.engines[0].version == 7
+        lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
+        assert pool.num_retried == len(lost) > 0
+        counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
+        assert publisher.losses() == counts and set(publisher.losses().values()) == {0.0}
+        again = [asked for engine in engines.engines for asked in engine.asked]
+        assert all(asked in again for asked in lost)
+        assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
+
+    asyncio.run(rolled())
+
+
+@pytest.mark.parametrize("call", ["begin", "load", "end", "generate"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_is_lost_in_a_publication_or_its_canary_gets_the_weights_when_it_is_replaced(
+    size: int, call: str
+) -> None:
+    async def trained() -> None:
+        engines = Engines([Engine([call]), *(Engine() for _ in range(size - 1))], [Engine([call])])
+        pool, publisher = publishing(engines)
+        assert await published(publisher, 1) == 0.0
+        assert engines.remade == [0, 0] and [engine.version for engine in engines.engines] == [1] * size
+        assert [each.versions for each in await answered(pool, 4)] == [(1,) * 10] * 4
+
+    asyncio.run(trained())
+
+
+def test_a_replaced_engine_waits_for_those_who_use_the_ranks_and_for_what_they_publish() -> None:
+    async def trained() -> None:
+        engines = Engines([Engine()])
+        pool, publisher = publishing(engines, OnPublish.CONTINUE)
+        await published(publisher, 1)
+        reply = asyncio.ensure_future(pool.generate((3,), TEN))
+        async with publisher.ranks:  # the policy learns
+            engines.engines[0].dead.set()
+            await asyncio.sleep(0.05)
+            assert pool.lost == [0] and engines.remade == [] and not reply.done()
+            await publisher.publish(2)
+        (done,) = await asyncio.wait_for(reply, 20)
+        assert done.versions == (2,) * 10
+        await asyncio.sleep(0.02)
+        assert engines.remade == [0] and publisher.policy.published == 2  # type: ignore[attr-defined]
+
+    asyncio.run(trained())
+
+
+def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
+    async def trained() -> None:
+        pool, publisher = publishing(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
+        with pytest.raises(EngineError, match=r"lost 4 times without a step between; the last time: rollout rank x"):
+            await published(publisher, 1)
+        assert pool.num_remade == 3
+
+    asyncio.run(trained())
+
+
+def test_what_keeps_an_engine_from_being_replaced_is_raised_to_all_who_wait() -> None:
+    class NoRoom(Engines):
+        async def remake(self, rank: int) -> None:
+            raise RuntimeError("no room")
+
+    async def rolled() -> list[Any]:
+        engines = NoRoom([Engine()])
+        pool, publisher = publishing(engines)
+        await published(publisher, 1)
+        engines.engines[0].dead.set()
+        asked = [pool.generate((number,), TEN) for number in range(3)]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+
+    assert all(isinstance(each, RuntimeError) and str(each) == "no room" for each in asyncio.run(rolled()))
+
+
+def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
+    class Deaf(Engine):
+        async def end_weights(self, version: int) -> None:
+            """Keeps its own."""
+
+    async def rolled() -> None:
+        engines = Engines([Engine()], [Deaf()])
+        pool, publisher = publishing(engines)
+        await published(publisher, 1)
+        engines.engines[0].dead.set()
+        await pool.generate((1,), TEN)
+
+    with pytest.raises(StaleEngineError, match=r"answers with version \[0\]"):
+        asyncio.run(asyncio.wait_for(rolled(), 20))
+
+
+class Codec:
+    """Prompts and replies are what they are."""
+
+    def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
+        return (int(task.id),)
+
+    def reply_text(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class One:
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(1.0, {})
+
+
+def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
+    class Poisoned(Engine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+            if tuple(prompt_ids) == (13,):
+                self.dead.set()
+            return await super().generate(prompt_ids, sampling)
+
+    async def rolled() -> None:
+        pool, publisher = publishing(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
+        await published(publisher, 1)
+        codec: ChatCodec = Codec()  # type: ignore[assignment]
+        rollout = GroupRollout(pool, codec, DirectScorer(One()), Sampling(3))
+        task = Task("13", (Message("user", "x"),), "", "")
+        group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
+        assert group.rewards == () and len(group.faults) == 2
+        assert group.faults[0].startswith("13, reply 0: the engine was lost 2 times in a row; the last time: rollout")
+        whole = await asyncio.wait_for(rollout.run(replace(task, id="14"), 2, 0), 20)
+        assert whole.rewards == (1.0, 1.0) and whole.faults == ()
+
+    asyncio.run(rolled())
+
+
+def test_without_a_way_to_replace_it_a_lost_engine_is_an_error() -> None:
+    async def rolled() -> None:
+        engine = Engine()
+        engine.dead.set()
+        await EnginePool(Engines([engine]), [[0]]).generate((1,), TEN)  # type: ignore[arg-type]
+
+    with pytest.raises(WorkerLostError, match="rank x died"):
+        asyncio.run(rolled())
+    assert issubclass(EngineLostError, EngineError) and issubclass(LostRequestError, EngineError)

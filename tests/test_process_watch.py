@@ -1,0 +1,62 @@
+"""Stopped processes, told from those that go on in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from verl.single_controller.process_watch import StopWatch, end_of_child, machine, oom_kills, statuses
+
+T, S = psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING
+
+
+def test_only_what_is_stopped_at_every_look_for_so_long_is_lost() -> None:
+    now = 0.0
+    watch = StopWatch(30.0, lambda: now)
+    looks = [
+        (0.0, {1: T, 2: T, 3: S, 4: psutil.STATUS_TRACING_STOP}, []),
+        (20.0, {1: S, 2: T, 3: S, 4: psutil.STATUS_TRACING_STOP}, []),  # 1 went on
+        (29.0, {1: T, 2: T, 3: T, 4: psutil.STATUS_TRACING_STOP}, []),
+        (30.0, {1: T, 2: T, 3: T, 4: psutil.STATUS_TRACING_STOP}, [2]),
+        (58.9, {1: T, 3: T}, []),  # 2 is gone
+        (59.0, {1: T, 3: T}, [1, 3]),
+    ]
+    for at, seen, lost in looks:
+        now = at
+        assert watch.lost(seen) == lost
+    assert watch.reason == "does not answer since 30 s; its process is stopped"
+
+
+def test_a_stopped_process_is_seen_as_such() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        while statuses([process.pid]) != {process.pid: T}:
+            pass
+        process.kill()
+    assert statuses([process.pid]) == {}
+
+
+def test_all_of_one_machine_say_the_same() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "from verl.single_controller.process_watch import machine; print(machine())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == machine()
+
+
+def test_how_a_child_ended_is_told_and_left_to_be_collected() -> None:
+    for code, told, returned in (
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL", -9),
+        ("raise SystemExit(3)", "ended with exit code 3", 3),
+    ):
+        with subprocess.Popen([sys.executable, "-c", code]) as child:
+            assert end_of_child(child.pid) == told
+            assert child.wait() == returned
+        assert end_of_child(child.pid) == ""
+    assert oom_kills() >= 0
