@@ -443,6 +443,7 @@ class RunConfig:
     num_threads: int | None = None  # of one process on CPU; all cores but one, dealt evenly, if left out
     call_timeout_s: float = 3600.0  # for anything asked of a worker
     seed: int = 0
+    save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
     def __post_init__(self) -> None:
         _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed")

@@ -24,6 +24,8 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_codec
 from verl.trainer.build_workers import DTYPES, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.crash import crash_reported
+from verl.trainer.deadline import begin_end
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
@@ -67,17 +69,23 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
     display = Display(total_steps, console)
     run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
-    with Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster:
+    with (
+        Cluster.start(num_ranks, call_timeout_s=trainer.call_timeout_s, join=trainer.nnodes > 1) as cluster,
+        crash_reported(folder),
+    ):
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         try:
-            yield SFTRun(
+            made = SFTRun(
                 settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
             )
+            with crash_reported(folder, made.where), made.listening(trainer.save_on_signal, console):
+                yield made
         finally:
             trackers.close()
+            begin_end(0, regular=True)
             workers.close()
 
 

@@ -39,10 +39,11 @@ def train(config: SFTConfig, console: Console) -> int:
     from verl.files import check_temporary
     from verl.lock import alone_in
     from verl.trainer.build import run_folder
+    from verl.trainer.crash import crash_reported
 
     folder = run_folder(config.trainer)
     check_temporary()
-    with alone_in(folder, "choose another trainer.experiment_name"):
+    with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
         return _train(config, console, folder)
 
 
