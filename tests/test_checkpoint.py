@@ -464,6 +464,27 @@ def test_a_kill_at_any_moment(tmp_path: Path) -> None:
         assert not [each for each in folder.iterdir() if each.name.startswith(".")]
 
 
+WRITES_ONE = """
+import sys
+from pathlib import Path
+from verl.trainer.checkpoint import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=0)
+with store.writing(int(sys.argv[2])) as unfinished:
+    unfinished.write_state({})
+"""
+
+
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
+def test_a_clock_that_jumps_does_not_change_the_order(tmp_path: Path) -> None:
+    """A year ahead, then back by two: the newest is what was written last."""
+    for step, clock in ((10, "+0d"), (20, "+365d"), (30, "-365d"), (25, "-730d")):
+        command = ["faketime", "-f", clock, sys.executable, "-c", WRITES_ONE, str(tmp_path), str(step)]
+        subprocess.run(command, cwd=ROOT, check=True)
+    store = CheckpointStore(tmp_path, 2, 0)
+    assert store.latest(hashes=True) == tmp_path / "step-000025"
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-000025", "step-000030"}
+
+
 FILLS_A_DISK = """
 import sys
 from pathlib import Path

@@ -17,17 +17,23 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.local_run import local_fit, local_trainer
+from tests.test_checkpoint import on_a_small_disk
 from tests.test_run import final_weights, rows, run, start_code
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.signals import Ended
+from verl.single_controller.group import WorkerError
 from verl.trainer.build import load_inputs
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
+from verl.trainer.command import Words, told
+from verl.trainer.crash import crash_reported
 from verl.trainer.state import find_saved
 
 WAITS = """
@@ -157,6 +163,62 @@ def test_an_end_that_hangs_is_cut_short_and_its_processes_are_killed(
     child.wait(10)
 
 
+def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path), crash_reported(tmp_path, lambda: "It failed in step 3, update."):
+            try:
+                raise LookupError("\n".join(map(str, range(100))))
+            except LookupError as error:
+                raise WorkerError("trainer rank 0 of 1 died during save\n" + 100 * "more\n") from error
+
+    assert told([], "", Config, fail) == 1
+    said = capsys.readouterr().out
+    (path,) = (tmp_path / "logs").glob("crash-*.txt")
+    assert len(said.splitlines()) <= 25 and "Traceback (" not in said
+    assert said.startswith("WorkerError: trainer rank 0 of 1 died during save\n") and "lines more" in said
+    assert said.endswith(f"It failed in step 3, update.\nTracebacks and the workers' last words: {path}\n")
+    assert "LookupError: 0\n1\n" in path.read_text() and "\n99\n" in path.read_text()
+
+
+def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path / "file" / "run"):
+            raise LookupError("what users' code raises")
+
+    (tmp_path / "file").write_text("")
+    assert told([], "", Config, fail) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["TMPDIR", "outputs"])
+def test_a_full_disk_is_one_line_before_anything_starts(place: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    words = words_of(model, tmp_path / ("disk" if place == "outputs" else "out"), 1)
+    script = f"""
+import os, sys
+from pathlib import Path
+disk = Path(sys.argv[1])
+(disk / "here").mkdir()
+if {place == "TMPDIR"}:
+    os.environ["TMPDIR"] = str(disk / "here")
+with (disk / "ballast").open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(65536))
+    except OSError:
+        pass
+from verl.trainer.main_ppo import main
+code = main({words!r})
+assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+print("exit code", code)
+"""
+    line, code = on_a_small_disk("1m", script, tmp_path / "disk")[-2:]
+    assert code == "exit code 2", line
+    assert (line.startswith("DataError: ") and "No space left on device" in line) or "No usable temporary" in line
+
+
 def words_of(model: Path, out: Path, steps: int) -> list[str]:
     return [*run_words(model, out, "hf", steps), "trainer.save_freq=1000"]
 
@@ -263,7 +325,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
             each.send_signal(signal.SIGTERM)
         said = ended(process, 150)
     assert process.returncode == 143 and "terminated: saved " in said, said
-    assert "Traceback" not in said and len(said.splitlines()) < 25
+    assert "Traceback (" not in said and len(said.splitlines()) < 25
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 1, 0)
     assert store.latest(hashes=True).name == {"rollout": "step-000001"}.get(moment, "step-000002")
     run(words)

@@ -13,6 +13,7 @@ from verl.errors import DataError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PROBE_BYTES = 2**20
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
@@ -57,10 +58,8 @@ def full(folder: Path) -> OSError | None:
 
 
 def check_temporary() -> None:
-    """Raises DataError if the folder for temporary files is full or cannot be written to."""
-    try:
-        folder = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # its words say which folders were tried
-        raise DataError(f"{error.strerror}", mend="Free some space, or set TMPDIR to a folder with room") from error
-    if (error_of := full(folder)) is not None:
-        raise unwritable(folder, error_of) from error_of
+    """Raises DataError if the folder for temporary files, or that of shared memory, is full."""
+    named = os.environ.get("TMPDIR") or tempfile.gettempdir()  # Python alone would go round a full TMPDIR in silence
+    for folder in (Path(named), _SHARED_MEMORY):
+        if (reason := full(folder)) is not None:
+            raise unwritable(folder, reason) from reason
