@@ -27,8 +27,9 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
-from verl.signals import Ended
+from verl.signals import Ended, ending_on_signals
 from verl.single_controller.group import WorkerError
+from verl.tracking.timers import PhaseTimer
 from verl.trainer.build import load_inputs
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
@@ -235,17 +236,16 @@ def same_end(one: Path, two: Path) -> None:
 VALIDATED = ("trainer.test_freq=2", f"data.val_files=[{MINI / 'test.parquet'}]")
 
 
-def learned(model: Path, out: Path, moment: str = "", number: signal.Signals = signal.SIGTERM) -> list[str]:
+def learned(model: Path, out: Path, moment: str = "", saving: bool = True) -> list[str]:
     """Three steps in this process, or those that are left of them; a signal comes in the second step's `moment`."""
-    words = [*run_words(model, out, "hf", 3), "trainer.save_on_signal=true", "rollout.n=2"]
-    config = load_config(words)
+    config = load_config(run_words(model, out, "hf", 3))
     calls: list[str] = []
 
     def signaled(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             calls.append(name)
             if (moment == name and calls.count(name) == 2) or moment == "start":
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)
             return plain(*args)
 
         return call
@@ -257,7 +257,7 @@ def learned(model: Path, out: Path, moment: str = "", number: signal.Signals = s
             cursor = TaskCursor(**fit.saved.state["trainer"]["rollouts"]["data"])
             rollouts = trainer.rollouts
             rollouts.tasks = TaskStream(load_inputs(config).train, config.data.weights, config.data.seed, cursor)
-        fit.settings = replace(fit.settings, save_on_signal=True, test_freq=1)
+        fit.settings = replace(fit.settings, save_on_signal=saving, test_freq=1)
         fit.validator = SimpleNamespace(sets={"val": ()}, run=signaled("validation", figures))
         trainer.rollouts.take = signaled("rollout", trainer.rollouts.take)
         trainer.learner.learn = signaled("update", trainer.learner.learn)
@@ -287,10 +287,35 @@ def test_a_signal_saves_the_last_whole_step(moment: str, model: Path, tmp_path: 
     same_end(straight, broken)
 
 
+@pytest.mark.parametrize("moment", ["rollout", "update"])
+def test_without_saving_a_signal_ends_wherever_the_run_is(moment: str, model: Path, tmp_path: Path) -> None:
+    announced: list[int] = []
+    with pytest.raises(Ended) as stopped, ending_on_signals(announced.append):
+        learned(model, tmp_path, moment, saving=False)
+    assert stopped.value.number == signal.SIGTERM and announced == [signal.SIGTERM]
+    assert not list(tmp_path.rglob("checkpoints/step-*"))
+
+
+def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    config = load_config(run_words(model, tmp_path, "hf", 3))
+    with local_trainer(config) as trainer:
+        fit = local_fit(trainer, config, CollapseWatch([]))
+        fit.settings = replace(fit.settings, save_freq=1)
+        trainer.learner.timer = PhaseTimer(fit.display.phase)
+        learn = trainer.learner.learn
+        trainer.learner.learn = lambda lesson, step: 1 / 0 if step == 1 else learn(lesson, step)
+        with pytest.raises(ZeroDivisionError) as failed:
+            asyncio.run(fit.run())
+    where, file = failed.value.__notes__
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert where == f"It failed in step 2 of 3, rollout. The same command goes on from {checkpoint}"
+    assert file.startswith(f"Tracebacks and the workers' last words: {tmp_path}/run/logs/crash-")
+
+
 def test_before_the_first_step_there_is_nothing_to_save(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Ended, match="no step was trained"):
         learned(model, tmp_path, "start")
-    assert not list(tmp_path.rglob("step-*"))
+    assert not list(tmp_path.rglob("checkpoints/step-*"))
 
 
 @contextmanager

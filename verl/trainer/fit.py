@@ -41,7 +41,6 @@ from verl.workers.rank import TrainingRank
 
 _log = logging.getLogger(__name__)
 _GIB = 2**30
-_BETWEEN_STEPS = ("validation", "benchmarks", "saving")
 _T = TypeVar("_T")
 COMMAND = "main_ppo"
 
@@ -195,9 +194,10 @@ class Fit:
 
     def _where(self) -> str:
         """What a failure met, and what is left of the run."""
-        phase = self.display.running
-        step = self.trainer.step + (phase not in _BETWEEN_STEPS)
-        return f"It failed in step {step} of {self.settings.total_steps}, {phase}. {goes_on_from(self.store)}"
+        phase, step, total = self.display.running, self.trainer.step, self.settings.total_steps
+        inside = self.trainer.learning or phase == "rollout"
+        moment = f"in step {step + 1}" if inside else f"after step {step}"
+        return f"It failed {moment} of {total}, {phase}. {goes_on_from(self.store)}"
 
     async def _went_back(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
         """Do what trainer.on_collapse says; whether the run stands at an earlier step now.
