@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import io
+import os
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import Gemma2Config
 
@@ -20,6 +25,7 @@ from verl.data.chat import ChatCodec
 from verl.data.sft import read_demonstrations, to_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import Trace, TrainTasks
+from verl.signals import Ended
 from verl.single_controller.group import Member, Seat
 from verl.single_controller.local import LocalGroup
 from verl.tracking.timers import PhaseTimer
@@ -27,6 +33,7 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_codec
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.main_sft import main
+from verl.trainer.metrics import Metrics
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import SFTRun, SFTSettings
 from verl.trainer.state import find_saved
@@ -56,7 +63,8 @@ def group_ends() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(model: Path, samples: list[Sample], out: Path, steps: int) -> SFTRun:
+def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: int = 0) -> SFTRun:
+    """signal_in: the step in whose update a SIGTERM comes"""
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
@@ -80,9 +88,33 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int) -> SFTRun:
         find_saved(store, "main_sft", {"optim.lr": 1e-2}),
         train_tasks=TRAINED,
     )
-    made.run()
-    made.trackers.close()
+    policy = made.policy
+
+    def imitate(batch: Sequence[Sample]) -> Metrics:
+        if made.step + 1 == signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return policy.imitate(batch)
+
+    made.policy = SimpleNamespace(imitate=imitate, score=policy.score, laid_out=policy.laid_out)  # type: ignore[assignment]
+    try:
+        with made.listening(True, Console(file=io.StringIO())):
+            made.run()
+    finally:
+        made.trackers.close()
     return made
+
+
+def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
+    model: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    run(model, samples, straight, steps=4)
+    with pytest.raises(Ended, match=r"saved .*step-000003"):
+        run(model, samples, broken, steps=4, signal_in=3)
+    run(model, samples, broken, steps=4)
+    last = "checkpoints/step-000004/hf/model.safetensors"
+    weights = load_file(broken / last)
+    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
 
 
 def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(

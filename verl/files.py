@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from verl.errors import DataError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PROBE_BYTES = 2**20
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
@@ -33,5 +38,28 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def unwritable(path: Path, error: OSError) -> DataError:
     """The error to raise when `path` could not be written because of `error`."""
-    mend = "Free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Name another place"
-    return DataError(f"cannot be written ({error.strerror or error})", mend=mend, file=str(path))
+    if error.errno in _FULL:
+        return DataError(f"no space left on {path} ({error.strerror})", mend="Free some space")
+    return DataError(f"cannot be written ({error.strerror or error})", mend="Name another place", file=str(path))
+
+
+def full(folder: Path) -> OSError | None:
+    """Why nothing more fits into a folder; None where it does. For errors of libraries that do not say so.
+
+    Tried, not calculated: quotas count as well.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error if error.errno in _FULL else None
+    return None
+
+
+def check_temporary() -> None:
+    """Raises DataError if the folder for temporary files, or that of shared memory, is full."""
+    named = os.environ.get("TMPDIR") or tempfile.gettempdir()  # Python alone would go round a full TMPDIR in silence
+    for folder in (Path(named), _SHARED_MEMORY):
+        if (reason := full(folder)) is not None:
+            raise unwritable(folder, reason) from reason

@@ -447,6 +447,7 @@ class RunConfig:
     call_timeout_s: float = 3600.0  # for anything asked of a worker
     health_timeout_s: float = 30.0  # until a process that does not answer, or is stopped, counts as lost
     seed: int = 0
+    save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
     def __post_init__(self) -> None:
         _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed")

@@ -6,20 +6,18 @@ counts, so that a changed file or rule is asked anew; being wrong is no reason t
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.evaluation.base import Category
-from verl.files import unwritable
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.tracking.transcripts import group_rows
 from verl.types import Task, Trajectory, TrajectoryGroup
@@ -31,27 +29,6 @@ def digest_of(category: Category, task: Task) -> str:
     """What tells this task, played and judged like this, from any other."""
     told = {"task": asdict(task), "play": asdict(category.play), "metric": category.metric}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder of records: two that write there would ask everything twice.
-
-    A kill ends it, too. Raises ConfigError while another process is in, DataError where nothing can be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # the two that POSIX allows for a lock that is taken
-            raise ConfigError(
-                f"another run is writing to {str(folder)!r}; let it end, or name another output"
-            ) from error
-        yield
 
 
 class Records:

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # read by Ray: hand tensors over without copies, write no token into the user's home, and leave it to us to tell errors
@@ -40,6 +42,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, EngineLostError
+from verl.signals import kept_signals
 from verl.single_controller.group import Seat, WorkerError, WorkerLostError, task_name
 from verl.single_controller.process_watch import StopWatch, machine, statuses
 
@@ -49,6 +52,8 @@ _PLACEMENT_S = 120.0
 _REACH_S = 5.0  # Ray itself would try an address where nobody listens for more than a minute
 # When one rank dies, the others fail because of it: how long to wait for the death itself to be told.
 _GRACE_S = 5.0
+_LOGS = ("worker-*.err", "worker-*.out", "raylet.*", "gcs_server.*")
+_TAIL_BYTES = 20_000
 # Coroutines of one worker. Ray's own limit of 1000 is less than the replies that an engine may owe, behind which a word
 # to the engine (interrupt) would then have to wait.
 _SIDE_BY_SIDE = 1_000_000
@@ -95,20 +100,21 @@ class Cluster:
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         variables = {**_OF_EVERY_WORKER, **(environment or {})}
-        address = os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
-        join = joins(join)
+        address = _address(join)
+        join = address != "local"
         _check_reachable(address)
         slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
         try:
-            ray.init(
-                address=address,
-                runtime_env={"env_vars": variables},
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-                **slots,
-            )
+            with kept_signals():
+                ray.init(
+                    address=address,
+                    runtime_env={"env_vars": variables},
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    **slots,
+                )
         except Exception as error:
             if join:
                 raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
@@ -117,7 +123,8 @@ class Cluster:
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             yield cls(call_timeout_s, health_timeout_s, resources.get("GPU", 0.0) if join else None)
         finally:
-            ray.shutdown()
+            with kept_signals():
+                ray.shutdown()
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve places. Raises ConfigError if the cluster does not have them."""
@@ -399,7 +406,11 @@ def _look(place: str, node: str, pids: Sequence[int], nodes: dict[str, Any]) -> 
 
 def joins(asked: bool) -> bool:
     """Whether a cluster is joined rather than started: RAY_ADDRESS names one, or it is asked for."""
-    return asked or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+    return _address(asked) != "local"
+
+
+def _address(join: bool) -> str:
+    return os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
 
 
 def _check_reachable(address: str) -> None:
@@ -414,6 +425,27 @@ def _check_reachable(address: str) -> None:
             f"RAY_ADDRESS={address}: nobody answers there ({error}); "
             "start a cluster there with `ray start --head`, or unset RAY_ADDRESS to train on this machine alone"
         ) from error
+
+
+def last_words(problem: str) -> str:
+    """The ends of the logs of this machine's workers and of Ray; empty where no Ray runs.
+
+    problem: workers whose process it names come first
+    """
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    folder = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    named = set(re.findall(r"\d+", problem))
+    logs = [path for pattern in _LOGS for path in folder.glob(pattern) if path.is_file() and path.stat().st_size]
+    logs.sort(key=lambda path: path.stem.rpartition("-")[2] not in named)
+    return "\n\n".join(f"== {path.name}\n{_tail(path)}" for path in logs)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _error_of(ref: Any) -> RayError | None:

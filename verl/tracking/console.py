@@ -34,6 +34,11 @@ class Display(Tracker):
             self._live = Live(self, console=self.console, refresh_per_second=2)
             self._live.start()
 
+    @property
+    def running(self) -> str:
+        """The phase that began last."""
+        return self._phase
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Says how the step went; step 0 is the validation before training."""
         self._facts = {"step": f"{step}/{self._total}", **facts(metrics)}

@@ -43,6 +43,8 @@ from verl.trainer.build_env import build_interaction, opening_of, prompt_record,
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, signs_of
+from verl.trainer.crash import crash_reported
+from verl.trainer.deadline import begin_end
 from verl.trainer.exams import Exams, build_exams
 from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.learner import Learner, StepSettings
@@ -145,6 +147,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         Cluster.start(
             slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
         ) as cluster,
+        crash_reported(folder),
         ScoringPool(
             config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
         ) as scorer,
@@ -168,6 +171,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     config.trainer.save_freq,
                     config.trainer.val_before_train,
                     config.trainer.on_collapse,
+                    config.trainer.save_on_signal,
                 ),
                 trainer,
                 Validator(
@@ -192,6 +196,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             )
         finally:
             trackers.close()
+            begin_end(0, regular=True)
             workers.close()
 
 

@@ -24,6 +24,8 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_codec
 from verl.trainer.build_workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.crash import crash_reported
+from verl.trainer.deadline import begin_end
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
@@ -67,7 +69,10 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
     run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
     join = trainer.nnodes > 1
-    with Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster:
+    with (
+        Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster,
+        crash_reported(folder),
+    ):
         device = choose_device(trainer, cluster.num_gpus)
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
@@ -75,11 +80,14 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         try:
-            yield SFTRun(
+            made = SFTRun(
                 settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
             )
+            with crash_reported(folder, made.where), made.listening(trainer.save_on_signal, console):
+                yield made
         finally:
             trackers.close()
+            begin_end(0, regular=True)
             workers.close()
 
 

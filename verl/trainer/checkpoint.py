@@ -5,7 +5,8 @@ folder/step-000020/                     what the workers wrote, state.json, mani
 folder/latest.json, best.json           {"step", "folder", "score"}, for people and tools
 folder/.step-000040.unfinished-<pid>    being written, or left by a process that was killed
 ```
-One process writes to a folder at a time, and another opens it only after that one has ended.
+One process at a time has a store (`verl.lock`), so what is unfinished when it is opened was left by another that has
+ended. Order is counted, never read from a clock.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from verl.errors import ConfigError, DataError
-from verl.files import replacing, unwritable
+from verl.files import full, replacing, unwritable
 from verl.trainer.manifest import Checkpoint, fingerprints, read_json, read_manifest, verify, write_json, write_manifest
 
 STATE = "state.json"
@@ -82,6 +81,10 @@ class CheckpointStore:
             self._commit(unfinished, step, score if score is not None and math.isfinite(score) else None)
         except OSError as error:
             raise unwritable(target, error) from error
+        except Exception as error:
+            if (reason := full(unfinished)) is not None:  # which torch does not say
+                raise unwritable(target, reason) from error
+            raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         self._remove_old()
@@ -154,9 +157,8 @@ class CheckpointStore:
                 replaced.rename(self.folder / name)
             _remove(replaced)
         for unfinished in self.folder.glob(".*.unfinished-*"):
-            if not _writer_lives(unfinished):
-                _log.info("removing %s, which a process that has ended left unfinished", unfinished)
-                _remove(unfinished)
+            _log.info("removing %s, which a process that has ended left unfinished", unfinished)
+            _remove(unfinished)
 
 
 def ranking(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -200,16 +202,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _writer_lives(unfinished: Path) -> bool:
-    """Whether the process named in the path runs; a later one that got the same number is not it."""
-    try:
-        process = psutil.Process(int(unfinished.name.rpartition("-")[2]))
-        ended = process.status() == psutil.STATUS_ZOMBIE
-        return not ended and bool(process.create_time() <= unfinished.stat().st_mtime)
-    except (psutil.NoSuchProcess, FileNotFoundError, ValueError):
-        return False
 
 
 def _sync_folders(folder: Path) -> None:

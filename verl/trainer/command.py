@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -20,9 +18,16 @@ from rich.markup import escape
 
 from verl.config.schema import ModelConfig
 from verl.config.show import as_yaml, key_table
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError, VerlError
+from verl.signals import Ended, ending_on_signals
+from verl.signals import exit_code as signal_code
+from verl.trainer.crash import exit_code_of, is_reported
+from verl.trainer.deadline import Deadline
 from verl.utils.versions import SET_UP, missing_package, script
 
+_MOST_LINES = 12  # of a message, or of a traceback: a crash does not fill the terminal
+_ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+_GOES_ON = "started again, a training goes on from its last checkpoint, an evaluation from its answers"
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
@@ -46,61 +51,78 @@ def told(
     """`run` with its words, errors told in a line or two instead of a traceback. Returns the exit code.
 
     known: options of this command beside --help and --cfg job
-    Exit codes: what `run` returns; 2 for a configuration or data that cannot be used; 1 for a run that failed; 130 for
-    one that was interrupted
+    Exit codes: what `run` returns; 2 for a configuration, data or a place that cannot be used; 1 for a run that failed;
+    130, 143 and 129 for one that was ended by Ctrl-C, SIGTERM and SIGHUP
     """
     console = Console(highlight=False, emoji=False)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
+    deadline = Deadline()
+
+    def stopping(number: int) -> None:
+        deadline.begin(signal_code(number))
+        console.print(
+            f"\n{_sender(number)}stopping: what was started is being ended, which takes some seconds; "
+            f"{_again(number)} hurries it"
+        )
+
     try:
         split = _split(words, known)
         if "--help" in split.options:
             console.print(escape(help_text), key_table(kind), sep="\n")
             return 0
-        with _heeding_interrupts(console):
+        with deadline.of_this_command(), ending_on_signals(stopping):
             return run(split, console)
-    except VerlError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
-        if not isinstance(error, ConfigError | DataError) and error.__cause__ is not None:
-            console.print("".join(traceback.format_exception(error.__cause__)), markup=False, soft_wrap=True)
-        return 2 if isinstance(error, ConfigError | DataError) else 1
     except ModuleNotFoundError as error:
         problem = missing_package(error)
         if problem is None:
             raise
         console.print(f"[bold red]ConfigError[/]: {escape(problem)}", soft_wrap=True)
         return 2
-    except KeyboardInterrupt:
+    except Exception as error:
+        if not isinstance(error, VerlError) and not is_reported(error):
+            raise
+        _print_failure(console, error)
+        return exit_code_of(error)
+    except KeyboardInterrupt as end:
+        number, note = (end.number, end.note) if isinstance(end, Ended) else (int(signal.SIGINT), "")
+        with suppress(OSError):  # a terminal that is gone
+            console.print(f"[bold red]{_ENDS[number]}[/]: {escape(note or _GOES_ON)}", soft_wrap=True)
+        return signal_code(number)
+
+
+def save_first(console: Console) -> Callable[[int], None]:
+    """What to print when a signal asks a run to save and to stop."""
+
+    def announce(number: int) -> None:
         console.print(
-            "[bold red]interrupted[/]: started again, a training goes on from its last checkpoint, an evaluation from "
-            "its answers"
+            f"\n{_sender(number)}stopping: the run ends as soon as a checkpoint is written; "
+            f"{_again(number)} ends it without"
         )
-        return 130
+
+    return announce
 
 
-@contextmanager
-def _heeding_interrupts(console: Console) -> Iterator[None]:
-    """The first Ctrl-C says so and ends what waits, at once; a second one ends the tidying up, too.
+def _sender(number: int) -> str:
+    return "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
 
-    asyncio's own handler would do neither before the loop runs again, and it does not while workers are waited for.
-    """
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print("\nstopping: what was started is being ended, which takes some seconds; Ctrl-C again hurries it")
-        raise KeyboardInterrupt
+def _again(number: int) -> str:
+    return "Ctrl-C again" if number == signal.SIGINT else "a second signal"
 
-    before = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only there handlers can be set
-    if before is not signal.default_int_handler or not in_main_thread:  # or whoever started this wants no interrupts
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+def _print_failure(console: Console, error: Exception) -> None:
+    """A paragraph: the error, then its notes; the traceback of its cause where no file has it."""
+    text = str(error).splitlines()
+    if len(text) > _MOST_LINES:
+        text = [*text[:_MOST_LINES], f".. and {len(text) - _MOST_LINES} lines more"]
+    console.print(f"[bold red]{type(error).__name__}[/]: {escape(chr(10).join(text))}", soft_wrap=True)
+    for note in getattr(error, "__notes__", ()):
+        console.print(note, markup=False, soft_wrap=True)
+    if exit_code_of(error) == 1 and not is_reported(error) and error.__cause__ is not None:
+        lines = "".join(traceback.format_exception(error.__cause__)).splitlines()
+        console.print("\n".join(lines[-_MOST_LINES:]), markup=False, soft_wrap=True)
 
 
 def _split(words: Sequence[str], known: Sequence[str]) -> Words:

@@ -23,12 +23,13 @@ from verl.evaluation.base import Play, Setting
 from verl.evaluation.handlers import codec_of, env_of
 from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.evaluation.provenance import identity, short_name, versions
-from verl.evaluation.records import Records, alone_in
+from verl.evaluation.records import Records
 from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
 from verl.files import replacing
+from verl.lock import alone_in
 from verl.rollout.engine import TRUNCATION
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout

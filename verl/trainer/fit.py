@@ -6,17 +6,21 @@ the seconds of their tools would run on while the event loop stood still.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from verl.daemon import in_daemon
 from verl.errors import DataError
 from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
+from verl.signals import Ended, StopRequest, exit_code
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
 from verl.tracking.jsonl import append_row, finite
@@ -24,7 +28,11 @@ from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.checkpoint import CheckpointStore, read_state
 from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
+from verl.trainer.command import save_first
+from verl.trainer.crash import crash_reported, goes_on_from
+from verl.trainer.deadline import begin_end
 from verl.trainer.exams import Exams
+from verl.trainer.manifest import Checkpoint
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder, truncate_after
 from verl.trainer.state import Saved
@@ -33,7 +41,12 @@ from verl.workers.rank import TrainingRank
 
 _log = logging.getLogger(__name__)
 _GIB = 2**30
+_T = TypeVar("_T")
 COMMAND = "main_ppo"
+
+
+class StopAskedError(Exception):
+    """A signal has asked for the end, and the ranks hold a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,7 @@ class FitSettings:
     save_freq: int = 0  # 0: only at the end
     val_before_train: bool = True
     on_collapse: str = "warn"  # stop | rollback
+    save_on_signal: bool = False
 
 
 @dataclass
@@ -70,49 +84,123 @@ class Fit:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)  # of every memory metric
+    stop: StopRequest = field(default_factory=StopRequest)
+    whole: dict[str, Any] = field(default_factory=dict)  # state after the last whole step, with save_on_signal
+    unlogged: Mapping[str, float] | None = None  # of the step that a resumed run has still to validate
 
     async def run(self) -> Path:
-        """Train all steps that are left. Returns the last checkpoint's folder."""
+        """Train all steps that are left. Returns the last checkpoint's folder.
+
+        Raises Ended where a signal has asked for a checkpoint and an end.
+        """
         try:
-            return await self._run()
+            with self._listening(), crash_reported(self.folder, self._where):
+                try:
+                    return await self._run()
+                except StopAskedError:
+                    number, note = await self._saved_for_signal()
+            begin_end(exit_code(number), note)
+            raise Ended(number, note)
         finally:
             await self.trainer.rollouts.close()
             await self.exams.close()
 
     async def _run(self) -> Path:
         last = self._resume()
-        if self.trainer.step >= self.settings.total_steps:
+        if self.trainer.step >= self.settings.total_steps and self.unlogged is None:
             assert last is not None
             _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
             return last
         async with self.trainer.publisher.ranks:
             await self._publish()
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
-            self.before = await self._validate()
+            self.before = await self._unless_stopped(self._validate)
             self.trackers.log(0, self.before)
         owed = False  # a checkpoint that fell due while a sign of a collapse held
-        while self.trainer.step < self.settings.total_steps:
-            metrics = await self.trainer.train_step()
+        while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
+            if self.unlogged is None:
+                self._remember()
+                metrics = await self._unless_stopped(self.trainer.train_step)
+                self.transcripts.write(self.trainer.step, self.trainer.groups)
+                if self.recorder is not None:
+                    await in_daemon(self.recorder.write, self.trainer.step, self.trainer.lesson, metrics)
+                alarms = self.watch.observe(self.trainer.step, metrics)
+                metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
+                if alarms and await self._went_back(alarms, metrics):
+                    owed = False
+                    continue
+            else:
+                metrics, self.unlogged = dict(self.unlogged), None
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
-            self.transcripts.write(step, self.trainer.groups)
-            if self.recorder is not None:
-                await in_daemon(self.recorder.write, step, self.trainer.lesson, metrics)
-            alarms = self.watch.observe(step, metrics)
-            metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
-            if alarms and await self._went_back(alarms, metrics):
-                owed = False
-                continue
             tested = done or _due(step, self.settings.test_freq)
             if tested:
-                self.after = await self._validate()
+                self._remember(unlogged=metrics)
+                self.after = await self._unless_stopped(self._validate)
                 metrics |= self.after
             self.trackers.log(step, metrics)
             owed = owed or done or _due(step, self.settings.save_freq)
-            if owed and (done or self.settings.on_collapse == "warn" or not self.watch.held):
+            if owed and (done or self._may_save):
+                score, state = self._score() if tested else None, self._state()
                 async with self.trainer.publisher.ranks:
-                    last, owed = await in_daemon(self._save, self._score() if tested else None), False
+                    last, owed = await in_daemon(self._save, score, state), False
         assert last is not None
         return last
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether the newest checkpoint may be of now: a run that can be taken back is not taken back to a collapse."""
+        return self.settings.on_collapse == "warn" or not self.watch.held
+
+    def _listening(self) -> AbstractContextManager[None]:
+        listens = self.settings.save_on_signal
+        return self.stop.listening(save_first(self.display.console)) if listens else nullcontext()
+
+    async def _unless_stopped(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """What `work` gives. Where a stop is asked for it is given up, but for a step whose update has begun.
+
+        Raises StopAskedError while the ranks hold what `_remember` has noted.
+        """
+        task, asked = asyncio.ensure_future(work()), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if self.stop.number is None or self.trainer.learning or (task.done() and task.exception() is None):
+                return await task
+            raise StopAskedError
+        finally:
+            for each in (task, asked):
+                each.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    def _remember(self, unlogged: Mapping[str, float] | None = None) -> None:
+        """Note the controller's state while it is that of a whole step: tasks are drawn before the next one is done.
+
+        unlogged: the step's metrics, if they wait for a validation
+        """
+        if self.settings.save_on_signal:
+            self.whole = json.loads(json.dumps(self._state(unlogged)))
+
+    async def _saved_for_signal(self) -> tuple[int, str]:
+        """(the signal, what has become of the run)"""
+        assert self.stop.number is not None
+        step, last = self.trainer.step, self.store.latest()
+        if step == 0:
+            note = "no step was trained, so there was nothing to save"
+        elif last is not None and last.name == Checkpoint(step, 0, None, {}).name:
+            note = f"{last} has all that was trained"
+        elif not self._may_save:
+            note = f"not saved, because a sign of a collapse holds; the newest checkpoint is {last}"
+        else:
+            async with self.trainer.publisher.ranks:
+                last = await in_daemon(self._save, None, self.whole)
+            note = f"saved {last}"
+        return self.stop.number, f"{note}. The same command goes on from there"
+
+    def _where(self) -> str:
+        """What a failure met, and what is left of the run."""
+        phase, step, total = self.display.running, self.trainer.step, self.settings.total_steps
+        inside = self.trainer.learning or phase == "rollout"
+        moment = f"in step {step + 1}" if inside else f"after step {step}"
+        return f"It failed {moment} of {total}, {phase}. {goes_on_from(self.store)}"
 
     async def _went_back(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
         """Do what trainer.on_collapse says; whether the run stands at an earlier step now.
@@ -169,23 +257,26 @@ class Fit:
         self.peaks = {name: max(value, self.peaks.get(name, 0.0)) for name, value in now.items()}
         return now
 
-    def _save(self, score: float | None) -> Path:
+    def _state(self, unlogged: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """The controller's, for a checkpoint. unlogged: metrics of the step that wait for its validation"""
+        return {
+            "command": COMMAND,
+            "made_with": dict(self.made_with),
+            "trainer": self.trainer.state(),
+            "trackers": self.trackers.state(),
+            "watch": self.watch.state(),
+            "before": self.before,
+            "after": self.after,
+            "unlogged": None if unlogged is None else dict(unlogged),
+        }
+
+    def _save(self, score: float | None, state: Mapping[str, Any]) -> Path:
         self.display.phase("saving")
         with self.store.writing(self.trainer.step, score) as unfinished:
             self.workers.call(TrainingRank.save, unfinished.folder)
             check_written(unfinished.folder)
             self.train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
-            unfinished.write_state(
-                {
-                    "command": COMMAND,
-                    "made_with": dict(self.made_with),
-                    "trainer": self.trainer.state(),
-                    "trackers": self.trackers.state(),
-                    "watch": self.watch.state(),
-                    "before": self.before,
-                    "after": self.after,
-                }
-            )
+            unfinished.write_state(state)
         latest = self.store.latest()
         assert latest is not None
         return latest
@@ -210,6 +301,7 @@ class Fit:
         self.transcripts.truncate_after(self.trainer.step)
         truncate_after(self.folder, self.trainer.step)
         self.before, self.after = state["before"], state["after"]
+        self.unlogged = state.get("unlogged")  # of a checkpoint that knows of it
 
     def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """(before, after) by validation set, for the table at the end."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -45,20 +46,34 @@ def main(words: Sequence[str]) -> int:
 
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
-    """The run itself. Everything heavy is imported here."""
+    """The run itself, alone in its folder."""
+    from verl.files import check_temporary
+    from verl.lock import alone_in
+    from verl.trainer.build import run_folder
+    from verl.trainer.crash import crash_reported
+
+    folder = run_folder(config.trainer)
+    check_temporary()
+    if only_preflight:
+        return _train(config, console, folder, only_preflight)
+    with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
+        return _train(config, console, folder, only_preflight)
+
+
+def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> int:
+    """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.daemon import run_async
     from verl.evaluation.overlap import TRAIN_TASKS
     from verl.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.build import built, load_inputs, run_folder
+    from verl.trainer.build import built, load_inputs
     from verl.trainer.build_env import opening_of
     from verl.trainer.build_workers import check_device, sees_gpu
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
     from verl.trainer.preflight import preflight
 
-    folder = run_folder(config.trainer)
     check_device(config.trainer)
     wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)

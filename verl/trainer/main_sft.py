@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -34,13 +35,24 @@ def main(words: Sequence[str]) -> int:
 
 
 def train(config: SFTConfig, console: Console) -> int:
-    """The run itself. Everything heavy is imported here."""
-    from verl.config.show import as_yaml
-    from verl.files import replacing
+    """The run itself, alone in its folder."""
+    from verl.files import check_temporary
+    from verl.lock import alone_in
     from verl.trainer.build import run_folder
-    from verl.trainer.build_sft import built
+    from verl.trainer.crash import crash_reported
 
     folder = run_folder(config.trainer)
+    check_temporary()
+    with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
+        return _train(config, console, folder)
+
+
+def _train(config: SFTConfig, console: Console, folder: Path) -> int:
+    """Everything heavy is imported here."""
+    from verl.config.show import as_yaml
+    from verl.files import replacing
+    from verl.trainer.build_sft import built
+
     console.print(config.batch_arithmetic(), markup=False)
     with built(config, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:

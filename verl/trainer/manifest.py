@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import fields as dataclass_fields
+from itertools import starmap
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl.errors import DataError
@@ -42,11 +45,15 @@ def verify(path: Path, hashes: bool = False) -> Checkpoint:
     checkpoint = read_manifest(path)
     for name, wanted in checkpoint.files.items():
         file = path / name
-        if not file.is_file():
+        if not os.path.isfile(file):  # noqa: PTH113  unlike the method it has an answer for every name
             raise DataError("is missing", file=str(file))
         if (size := file.stat().st_size) != wanted["size"]:
             raise DataError(f"has {size} bytes", f"{wanted['size']} bytes", file=str(file))
-    if hashes and (changed := _changed(path, checkpoint)):
+    try:
+        changed = _changed(path, checkpoint) if hashes else []
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror or error})", file=str(error.filename or path)) from error
+    if changed:
         raise DataError("has changed since it was written (its hash differs)", file=str(path / changed[0]))
     return checkpoint
 
@@ -63,14 +70,28 @@ def read_manifest(path: Path) -> Checkpoint:
     fields = read_json(path / MANIFEST)
     if fields.pop("format", None) != FORMAT:
         raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path / MANIFEST))
-    try:
-        checkpoint = Checkpoint(**fields)
-        whole = all(isinstance(each["size"], int) and each["sha256"] for each in checkpoint.files.values())
-    except (TypeError, KeyError, AttributeError):
-        whole = False
-    if not whole or checkpoint.name != path.name:
+    if fields.keys() != {each.name for each in dataclass_fields(Checkpoint)} or not _sound(**fields):
+        raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
+    checkpoint = Checkpoint(**fields)
+    if checkpoint.name != path.name:
         raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
     return checkpoint
+
+
+def _sound(step: object, number: object, score: object, files: object) -> bool:
+    """Whether these, read from a file that may be damaged, are what a checkpoint has."""
+    counts = all(type(each) is int and each >= 0 for each in (step, number))  # True is none
+    scored = score is None or (isinstance(score, int | float) and math.isfinite(score))
+    return counts and scored and isinstance(files, dict) and bool(files) and all(starmap(_sound_file, files.items()))
+
+
+def _sound_file(name: str, entry: object) -> bool:
+    """Whether a manifest's entry is of a file inside the checkpoint."""
+    parts = PurePosixPath(name).parts
+    inside = bool(parts) and not name.startswith("/") and ".." not in parts
+    if not inside or not isinstance(entry, dict):
+        return False
+    return type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -94,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text())
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror or error})", file=str(path)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested deeper than any file of ours
         raise DataError(f"is damaged ({error})", "JSON", file=str(path)) from error
     if not isinstance(fields, dict):
         raise DataError("is damaged", "a JSON object", file=str(path))

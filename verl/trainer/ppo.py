@@ -31,6 +31,7 @@ class PPOTrainer:
     step: int = 0  # how many are done, which is the version of the weights, too
     groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
     lesson: Lesson = field(default_factory=Lesson)  # what the last step learned from, for its record
+    learning: bool = False  # whether the ranks may hold a part of the step that comes
 
     async def train_step(self) -> Metrics:
         """One step: generate, score, learn, publish. Returns its metrics."""
@@ -50,10 +51,11 @@ class PPOTrainer:
             if not self._ahead:
                 with timer.phase("rollout"):
                     await self.rollouts.rollout.engine.sleep()
+            self.learning = True
             learned, computed = await self._learn(self.lesson)
             with timer.phase("publish"):
                 learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
-            self.step += 1
+            self.step, self.learning = self.step + 1, False
         return {
             **tell.rollout_metrics(self.groups),
             **tell.tool_metrics(self.groups),

@@ -26,9 +26,10 @@ from verl.evaluation.advice import advice
 from verl.evaluation.base import Category, Play
 from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
 from verl.evaluation.provenance import identity, short_name, versions
-from verl.evaluation.records import NOT_ASKED, Records, alone_in
+from verl.evaluation.records import NOT_ASKED, Records
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import probe_grids
+from verl.lock import alone_in
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
+from verl.signals import Ended, StopRequest, exit_code
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.command import save_first
+from verl.trainer.crash import goes_on_from
+from verl.trainer.deadline import begin_end
 from verl.trainer.fit import check_written
 from verl.trainer.policy import Policy
 from verl.trainer.state import Saved
@@ -52,6 +58,7 @@ class SFTRun:
     saved: Saved | None = None  # where to go on
     step: int = 0
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def run(self) -> Path:
         """Train all steps that are left. Returns the last checkpoint's folder."""
@@ -75,10 +82,22 @@ class SFTRun:
             if self.val and (done or (settings.test_freq and self.step % settings.test_freq == 0)):
                 metrics[_LOSS] = self._validation_loss()
             self.trackers.log(self.step, metrics)
-            if done or (settings.save_freq and self.step % settings.save_freq == 0):
+            if done or self.stop.number is not None or (settings.save_freq and self.step % settings.save_freq == 0):
                 last = self._save(metrics.get(_LOSS))
+            if self.stop.number is not None and not done:
+                note = f"saved {last}. The same command goes on from there"
+                begin_end(exit_code(self.stop.number), note)
+                raise Ended(self.stop.number, note)
         assert last is not None
         return last
+
+    def listening(self, listens: bool, console: Console) -> AbstractContextManager[None]:
+        """Where a signal asks for a checkpoint and an end; the step in progress is finished first."""
+        return self.stop.listening(save_first(console)) if listens else nullcontext()
+
+    def where(self) -> str:
+        """What a failure met, and what is left of the run."""
+        return f"It failed after step {self.step} of {self.settings.total_steps}. {goes_on_from(self.store)}"
 
     def _batches(self) -> Iterator[list[Sample]]:
         """The batches that are left, in epochs of a seeded order each; the order needs no saving."""

@@ -1,0 +1,377 @@
+"""Ends of real runs: signals, crashes, full disks, closings that hang. What is printed, what is left, what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from tests.conftest import ROOT
+from tests.local_run import local_fit, local_trainer
+from tests.test_checkpoint import on_a_small_disk
+from tests.test_run import final_weights, rows, run, start_code
+from tests.tiny import MINI, run_words, save_tiny_model
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.data.tasks import TaskCursor, TaskStream
+from verl.signals import Ended, ending_on_signals
+from verl.single_controller.group import WorkerError
+from verl.tracking.timers import PhaseTimer
+from verl.trainer.build import load_inputs
+from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.collapse import CollapseWatch
+from verl.trainer.command import Words, told
+from verl.trainer.crash import crash_reported
+from verl.trainer.state import find_saved
+
+WAITS = """
+import sys, time
+from verl.config.schema import Config
+from verl.trainer.command import told
+def wait(words, console):
+    print("waiting", flush=True)
+    time.sleep(100)
+"""
+CODES = {
+    signal.SIGTERM: (143, "terminated: "),
+    signal.SIGHUP: (129, "hung up: "),
+    signal.SIGINT: (130, "interrupted: "),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def ready(process: subprocess.Popen[str], line: str = "waiting\n") -> None:
+    assert process.stdout is not None
+    while (said := process.stdout.readline()) != line:
+        assert said, "it ended"
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> str:
+    said, _ = process.communicate(timeout=seconds)
+    return said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
+    process = start_code(WAITS + "sys.exit(told([], '', Config, wait))")
+    ready(process)
+    process.send_signal(number)
+    said = ended(process, 20)
+    code, word = CODES[number]
+    assert process.returncode == code and word in said and f"{number.name}: stopping: " in said, said
+    assert len(said.splitlines()) <= 4
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    process = start_code(
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITS + "sys.exit(told([], '', Config, wait))"
+    )
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert "terminated: " in ended(process, 20) and process.returncode == 143
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_end() -> None:
+    """Whoever writes to it from the hang-up on gets an error."""
+    code = (
+        WAITS
+        + """
+import os
+def save(words, console):
+    try:
+        wait(words, console)
+    finally:
+        print("written to a terminal that is gone", flush=True)
+        open(sys.argv[1], "w").write("saved")
+sys.exit(told([], '', Config, save))
+"""
+    )
+    controller, terminal = os.openpty()
+    out = Path(f"/tmp/ends-{os.getpid()}")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
+    try:
+        assert os.read(controller, 100).strip() == b"waiting"
+        os.close(controller)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 129 and out.read_text() == "saved"
+    finally:
+        out.unlink(missing_ok=True)
+
+
+HANGS = """
+import os, signal, subprocess, sys, threading, time
+from verl.config.schema import Config
+from verl.trainer import command, deadline
+from verl.trainer.crash import crash_reported
+from pathlib import Path
+deadline.END_S = 2.0
+def run(words, console):
+    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    child.send_signal(signal.SIGSTOP)
+    print(child.pid, flush=True)
+    try:
+        with crash_reported(Path(sys.argv[1])):
+            {work}
+    finally:
+        {hang}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "hang", "code"),
+    [
+        ("time.sleep(100)", "child.wait()", 143),
+        ("time.sleep(100)", "time.sleep(1000)", 143),
+        ("raise RuntimeError('the cause')", "child.wait()", 1),
+        ("raise RuntimeError('the cause')", "threading.Thread(target=time.sleep, args=(1000,)).start()", 1),
+    ],
+)
+def test_an_end_that_hangs_is_cut_short_and_its_processes_are_killed(
+    work: str, hang: str, code: int, tmp_path: Path
+) -> None:
+    source = HANGS.format(work=work, hang=hang) + "sys.exit(command.told([], '', Config, run))"
+    process = start_code(source, str(tmp_path))
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    if code == 143:
+        process.send_signal(signal.SIGTERM)
+    said = ended(process, 60)
+    assert process.returncode == code and "what hangs was killed" in said, said
+    assert ("RuntimeError: the cause" in said) == (code == 1)
+    child.wait(10)
+
+
+def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path), crash_reported(tmp_path, lambda: "It failed in step 3, update."):
+            try:
+                raise LookupError("\n".join(map(str, range(100))))
+            except LookupError as error:
+                raise WorkerError("trainer rank 0 of 1 died during save\n" + 100 * "more\n") from error
+
+    assert told([], "", Config, fail) == 1
+    said = capsys.readouterr().out
+    (path,) = (tmp_path / "logs").glob("crash-*.txt")
+    assert len(said.splitlines()) <= 25 and "Traceback (" not in said
+    assert said.startswith("WorkerError: trainer rank 0 of 1 died during save\n") and "lines more" in said
+    assert said.endswith(f"It failed in step 3, update.\nTracebacks and the workers' last words: {path}\n")
+    assert "LookupError: 0\n1\n" in path.read_text() and "\n99\n" in path.read_text()
+
+
+def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path / "file" / "run"):
+            raise LookupError("what users' code raises")
+
+    (tmp_path / "file").write_text("")
+    assert told([], "", Config, fail) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["TMPDIR", "outputs"])
+def test_a_full_disk_is_one_line_before_anything_starts(place: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    words = words_of(model, tmp_path / ("disk" if place == "outputs" else "out"), 1)
+    script = f"""
+import os, sys
+from pathlib import Path
+disk = Path(sys.argv[1])
+(disk / "here").mkdir()
+if {place == "TMPDIR"}:
+    os.environ["TMPDIR"] = str(disk / "here")
+with (disk / "ballast").open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(65536))
+    except OSError:
+        pass
+from verl.trainer.main_ppo import main
+code = main({words!r})
+assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+print("exit code", code)
+"""
+    line, code = on_a_small_disk("1m", script, tmp_path / "disk")[-2:]
+    assert code == "exit code 2", line
+    assert (line.startswith("DataError: ") and "No space left on device" in line) or "No usable temporary" in line
+
+
+def words_of(model: Path, out: Path, steps: int) -> list[str]:
+    return [*run_words(model, out, "hf", steps), "trainer.save_freq=1000"]
+
+
+def same_end(one: Path, two: Path) -> None:
+    """Metrics without times, and weights."""
+    timed = ("time", "perf", "memory")
+    kept = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows(out)] for out in (one, two)]
+    assert kept[0] == kept[1]
+    weights = final_weights(two)
+    assert all(torch.equal(weight, weights[name]) for name, weight in final_weights(one).items())
+
+
+VALIDATED = ("trainer.test_freq=2", f"data.val_files=[{MINI / 'test.parquet'}]")
+
+
+def learned(model: Path, out: Path, moment: str = "", saving: bool = True) -> list[str]:
+    """Three steps in this process, or those that are left of them; a signal comes in the second step's `moment`."""
+    config = load_config(run_words(model, out, "hf", 3))
+    calls: list[str] = []
+
+    def signaled(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            if (moment == name and calls.count(name) == 2) or moment == "start":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(*args)
+
+        return call
+
+    with local_trainer(config) as trainer:
+        fit = local_fit(trainer, config, CollapseWatch([]))
+        fit.saved = find_saved(fit.store, "main_ppo", {})
+        if fit.saved is not None:
+            cursor = TaskCursor(**fit.saved.state["trainer"]["rollouts"]["data"])
+            rollouts = trainer.rollouts
+            rollouts.tasks = TaskStream(load_inputs(config).train, config.data.weights, config.data.seed, cursor)
+        fit.settings = replace(fit.settings, save_on_signal=saving, test_freq=1)
+        fit.validator = SimpleNamespace(sets={"val": ()}, run=signaled("validation", figures))
+        trainer.rollouts.take = signaled("rollout", trainer.rollouts.take)
+        trainer.learner.learn = signaled("update", trainer.learner.learn)
+        asyncio.run(fit.run())
+    return calls
+
+
+async def figures() -> dict[str, float]:
+    await asyncio.sleep(0.01)
+    return {"val/val/total": 1.0}
+
+
+@pytest.mark.parametrize("moment", ["rollout", "update", "validation"])
+def test_a_signal_saves_the_last_whole_step(moment: str, model: Path, tmp_path: Path) -> None:
+    """In the second step: a rollout or a validation is given up and comes again, an update is finished."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    calls = learned(model, straight)
+    assert calls == ["validation", *3 * ["rollout", "update", "validation"]]
+    with pytest.raises(Ended, match="The same command goes on") as stopped:
+        learned(model, broken, moment)
+    step = {"rollout": 1, "update": 2, "validation": 1}[moment]  # the first validation is of step 0
+    assert stopped.value.number == signal.SIGTERM and f"saved {broken}" in stopped.value.note
+    assert [path.name for path in (broken / "run" / "checkpoints").glob("step-*")] == [f"step-{step:06d}"]
+    calls = learned(model, broken)
+    given_up = [] if moment == "rollout" else ["validation"]
+    assert calls == [*given_up, *(3 - step) * ["rollout", "update", "validation"]]
+    same_end(straight, broken)
+
+
+@pytest.mark.parametrize("moment", ["rollout", "update"])
+def test_without_saving_a_signal_ends_wherever_the_run_is(moment: str, model: Path, tmp_path: Path) -> None:
+    announced: list[int] = []
+    with pytest.raises(Ended) as stopped, ending_on_signals(announced.append):
+        learned(model, tmp_path, moment, saving=False)
+    assert stopped.value.number == signal.SIGTERM and announced == [signal.SIGTERM]
+    assert not list(tmp_path.rglob("checkpoints/step-*"))
+
+
+def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    config = load_config(run_words(model, tmp_path, "hf", 3))
+    with local_trainer(config) as trainer:
+        fit = local_fit(trainer, config, CollapseWatch([]))
+        fit.settings = replace(fit.settings, save_freq=1)
+        trainer.learner.timer = PhaseTimer(fit.display.phase)
+        learn = trainer.learner.learn
+        trainer.learner.learn = lambda lesson, step: 1 / 0 if step == 1 else learn(lesson, step)
+        with pytest.raises(ZeroDivisionError) as failed:
+            asyncio.run(fit.run())
+    where, file = failed.value.__notes__
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert where == f"It failed in step 2 of 3, rollout. The same command goes on from {checkpoint}"
+    assert file.startswith(f"Tracebacks and the workers' last words: {tmp_path}/run/logs/crash-")
+
+
+def test_before_the_first_step_there_is_nothing_to_save(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(Ended, match="no step was trained"):
+        learned(model, tmp_path, "start")
+    assert not list(tmp_path.rglob("checkpoints/step-*"))
+
+
+@contextmanager
+def family_of(process: subprocess.Popen[str]) -> Iterator[None]:
+    """What the process has started is gone at the end of the block."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    yield
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken")
+    run([*words_of(model, out, 4), *VALIDATED])
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["rollout", "update", "validation"])
+@pytest.mark.parametrize("to", ["process", "everybody"])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
+    moment: str, to: str, model: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    """Everybody: as a scheduler that signals every process of a job's cgroup."""
+    words = [*words_of(model, tmp_path, 4), *VALIDATED, "trainer.save_on_signal=true"]
+    process = start_code(AT_A_MOMENT, moment, *words)
+    ready(process, f"at {moment}\n")
+    with family_of(process):
+        others = psutil.Process(process.pid).children(recursive=True) if to == "everybody" else []
+        for each in (*others, psutil.Process(process.pid)):
+            each.send_signal(signal.SIGTERM)
+        said = ended(process, 150)
+    assert process.returncode == 143 and "terminated: saved " in said, said
+    assert "Traceback (" not in said and len(said.splitlines()) < 25
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", 1, 0)
+    assert store.latest(hashes=True).name == {"rollout": "step-000001"}.get(moment, "step-000002")
+    run(words)
+    same_end(unbroken, tmp_path)
+
+
+AT_A_MOMENT = """
+import sys, time
+from verl.trainer import learner, rollouts, validate
+from verl.trainer.main_ppo import main
+moment = sys.argv[1]
+kinds = {"rollout": rollouts.Rollouts, "update": learner.Learner, "validation": validate.Validator}
+names = {"rollout": "take", "update": "learn", "validation": "run"}
+kind, name = kinds[moment], names[moment]
+plain, calls = getattr(kind, name), []
+def shown(*args, **kwargs):
+    calls.append(0)
+    if len(calls) == 2:
+        print("at", moment, flush=True)
+        time.sleep(moment == "update")  # for the signal to come in the middle
+    return plain(*args, **kwargs)
+setattr(kind, name, shown)
+sys.exit(main(sys.argv[2:]))
+"""
