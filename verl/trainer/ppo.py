@@ -58,6 +58,7 @@ class PPOTrainer:
             **collected.metrics(),
             **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
+            "reward/over_limit": sum(bool(score.exceeded) for group in self.groups for score in group.scores),
             **learned,
             **self._timings(samples, computed),
         }
