@@ -38,7 +38,7 @@ from common import ROOT, console, machine, versions
 from rich.table import Table
 
 from verl.data.codecs.base import Calls, Parsed
-from verl.data.codecs.hermes import HermesCodec
+from verl.data.codecs.tags import TagsCodec
 from verl.tracking.jsonl import read_rows
 from verl.types import ToolCall, ToolSpec
 
@@ -49,6 +49,7 @@ _POLL_S = 0.05
 _END_S = 60.0  # for a killed run's processes to be gone
 _WORDS = (
     "recipe=mini_grpo",
+    "reward.name=math",
     "data.train_batch_size=2",
     "data.val_files=[]",
     "data.max_prompt_length=512",
@@ -70,7 +71,7 @@ _WORDS = (
 )
 
 
-class EveryTextCalls(HermesCodec):
+class EveryTextCalls(TagsCodec):
     """A model too small to call a tool calls one with whatever it writes."""
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
@@ -108,7 +109,24 @@ class Soaked:
 
 
 def command(folder: Path, steps: int, engine: str, more: Sequence[str]) -> list[str]:
-    words = [*_WORDS, f"env.codec={Path(__file__).resolve()}:EveryTextCalls", f"rollout.name={engine}"]
+    """The run's command; its questions are written into the folder."""
+    data = folder / "questions.jsonl"
+    questions = [(f"What is {one} + {two}?", str(one + two)) for one in range(20) for two in range(20)]
+    written = [
+        {
+            "data_source": "soak",
+            "prompt": [{"role": "user", "content": asked}],
+            "reward_model": {"style": "rule", "ground_truth": answer},
+        }
+        for asked, answer in questions
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in written))
+    words = [
+        *_WORDS,
+        f"data.train_files=[{data}]",
+        f"env.codec={Path(__file__).resolve()}:EveryTextCalls",
+        f"rollout.name={engine}",
+    ]
     words += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}", *more]
     return [sys.executable, "-m", "verl.trainer.main_ppo", *words]
 
