@@ -448,7 +448,7 @@ class RunConfig:
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
     num_threads: int | None = None  # of one process on CPU; all cores but one, dealt evenly, if left out
     call_timeout_s: float = 3600.0  # for anything asked of a worker
-    health_timeout_s: float = 30.0  # until a process that does not answer is taken for lost
+    health_timeout_s: float = 30.0  # until a process that does not answer, or is stopped, counts as lost
     seed: int = 0
 
     def __post_init__(self) -> None:
