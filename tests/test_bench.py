@@ -259,3 +259,12 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert began == ["mini, seed 0, rollout.max_staleness=1"]
     assert "2 pairs" in json.loads(done.stdout)["note"]
+
+
+def test_growth_is_that_of_a_straight_line_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    soaked = importlib.import_module("soak").Soaked()
+    for step in range(1, 301):
+        soaked.add(step, {"flat": 10.0, "rises": 100.0 + max(0, step - 100) / 10, "first steps": min(step, 100)})
+    assert abs(soaked.growth("flat")) < 1e-9 and abs(soaked.growth("first steps")) < 1e-9
+    assert 0.19 < soaked.growth("rises") < 0.21

@@ -370,3 +370,13 @@ def test_import_needs_the_standard_library_alone(module: str) -> None:
     """-S leaves site-packages out, so anything beyond the standard library fails to import."""
     code = f"import sys; sys.path.insert(0, '.'); import {module}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-S", "-c", code], check=True, cwd=ROOT)
+
+
+def test_copies_of_the_gold_call_cost_what_they_cost_in_toolrl() -> None:
+    call = '{"name": "a", "parameters": {"x": 1}}'
+    gold, many = (
+        f"<think>t</think>\n<tool_call>\n{calls}\n</tool_call>" for calls in (call, "\n".join([call] * 10000))
+    )
+    assert compute_score(many, gold, 0, RllaOptions())[0] == pytest.approx(2.0002)
+    assert compute_score(many, gold, 0, RllaOptions()) == pytest.approx(oracle_score(many, gold, 0, set()))
+    assert compute_score(many, gold, 0, RllaOptions(coarse=True))[0] == -2.0

@@ -85,7 +85,7 @@ def test_each_row_is_scored_by_the_reward_that_it_names(mine: str) -> None:
     assert [rewards.score(as_trajectory(each, "5"), each, 0).total for each in tasks] == [0.0, 0.0, -1.0, 7.0]
 
     async def pooled() -> list[Any]:
-        with ScoringPool("math", {}, num_workers=1, timeout_s=60) as pool:
+        with ScoringPool("math", {}, num_workers=1) as pool:
             return [await pool.score(as_trajectory(each, "5"), each, 0) for each in tasks]
 
     assert [score.total for score in asyncio.run(pooled())] == [0.0, 0.0, -1.0, 7.0]

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl.errors import ConfigError
 from verl.rollout.scoring import Fault, ScoringPool
+from verl.rollout.scoring_process import ScoringLimits
 from verl.types import Message, Outcome, Score, StopReason, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.lab import as_trajectory
 
 REWARD = """
-import os, time
+import ctypes, os, signal, subprocess, sys, time
 
 def judge(reply, answer):
-    if reply == "raise":
+    act, _, path = reply.partition(" ")
+    if act == "raise":
         raise ValueError("no service")
-    if reply == "nan":
+    if act == "interrupt":
+        raise KeyboardInterrupt
+    if act == "exit":
+        sys.exit(3)
+    if act == "nan":
         return float("nan")
-    if reply == "hang":
+    if act == "hang":
         time.sleep(600)
-    if reply == "die":
+    if act == "hang_in_c":
+        return "a" < "a" * pow(7, 10**9)
+    if act == "die":
         os._exit(7)
+    if act == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if act == "eat":
+        return len(bytearray(2**34)[:1])
+    if act == "fork":
+        os.fork()
+    if act == "child":
+        open(path, "w").write(str(subprocess.Popen(["sleep", "600"]).pid))
+    if act in ("once", "slowly") and not os.path.exists(path):
+        open(path, "w").write(str(os.getpid()))
+        time.sleep(600 if act == "once" else 3)
+    if act == "":
+        return -1.0
     return float(reply == answer) + float(os.environ.get("BONUS", 0))
 
 def veRLs(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "source": float(data_source == "rlla")}
 """
+
+
+LIMITS = ScoringLimits(timeout_s=2.0, memory_mib=1024, health_timeout_s=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +71,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[ScoringPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BONUS", "2")
-        with ScoringPool(f"{file}:judge", {}, num_workers=2, timeout_s=2.0) as made:
-            yield made
+    with ScoringPool(f"{file}:judge", {}, num_workers=2, limits=LIMITS) as made:
+        yield made
 
 
 def scores(pool: ScoringPool, *replies: str) -> list[Score | Fault]:
@@ -57,18 +84,25 @@ def scores(pool: ScoringPool, *replies: str) -> list[Score | Fault]:
     return asyncio.run(together())
 
 
-def test_scores_come_back_and_workers_know_the_environment(pool: ScoringPool) -> None:
-    good, bad = scores(pool, "yes", "no")
-    assert good == Score(3.0, {"score": 3.0}) and bad == Score(2.0, {"score": 2.0})
+def totals(pool: ScoringPool, *replies: str) -> list[float | None]:
+    """None: not scored"""
+    return [score.total if isinstance(score, Score) else None for score in scores(pool, *replies)]
+
+
+def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BONUS", "2")
+    with ScoringPool(f"{file}:judge", {}, num_workers=2) as pool:
+        assert scores(pool, "yes", "no") == [Score(3.0, {"score": 3.0}), Score(2.0, {"score": 2.0})]
 
 
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
         ("raise", "the reward raised ValueError: no service"),
+        ("interrupt", "the reward raised KeyboardInterrupt"),
+        ("exit", "the reward raised SystemExit: 3"),
         ("nan", "is no Score of finite numbers"),
-        ("hang", "did not end within 2 s"),
-        ("die", "process died (exit code 7)"),
+        ("die", "process died twice (exit code 7)"),
     ],
 )
 def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
@@ -80,13 +114,13 @@ def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
 
 
 def test_verls_signature_is_understood(file: Path) -> None:
-    with ScoringPool(f"{file}:veRLs", {}, num_workers=1, timeout_s=5.0) as pool:
+    with ScoringPool(f"{file}:veRLs", {}, num_workers=1) as pool:
         assert scores(pool, "yes") == [Score(1.0, {"score": 1.0, "source": 1.0})]
 
 
 def test_a_reward_that_cannot_be_made_is_heard_at_once(file: Path) -> None:
     with pytest.raises(ConfigError, match="has no 'judges'"):
-        ScoringPool(f"{file}:judges", {}, num_workers=1, timeout_s=1.0)
+        ScoringPool(f"{file}:judges", {}, num_workers=1)
 
 
 def test_an_environments_own_verdict_is_a_reward() -> None:
@@ -97,3 +131,136 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
     assert reward.score(judged, task, 0) == Score(0.5, {"state": 0.5})
     with pytest.raises(ConfigError, match="needs an environment that judges"):
         reward.score(never_judged, task, 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "limit"),
+    [
+        ("hang", "did not end within 2 s (reward.timeout_s)"),
+        ("hang_in_c", "did not end within 2 s"),
+        ("eat", "needs more than 1024 MiB (reward.memory_mib)"),
+        ("crash", "crashes on this response (SIGSEGV)"),
+    ],
+)
+def test_a_response_over_a_limit_is_scored_as_an_empty_one(
+    file: Path, pool: ScoringPool, reply: str, limit: str
+) -> None:
+    one, score = scores(pool, "yes", reply)
+    assert one == Score(1.0, {"score": 1.0})
+    assert isinstance(score, Score) and score.total == -1.0 and limit in score.exceeded
+
+
+def test_a_response_over_a_limit_is_left_out_where_that_is_the_policy_of_faults(file: Path) -> None:
+    limits = ScoringLimits(timeout_s=1.0, fault_policy="infrastructure")
+    with ScoringPool(f"{file}:judge", {}, 1, limits) as pool:
+        (fault,) = scores(pool, "hang")
+        assert isinstance(fault, Fault) and "did not end within 1 s" in fault.problem
+
+
+def test_many_stuck_responses_wait_for_nobody_elses_deadline(file: Path) -> None:
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=1.0)) as pool:
+        assert totals(pool, "hang", "hang", "yes") == [-1.0, -1.0, 1.0]
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_dies_idle_is_made_anew_with_a_line_in_the_log(
+    file: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool, caplog.at_level(logging.WARNING):
+        assert scores(pool, "yes") == [Score(1.0, {"score": 1.0})]
+        (pid,) = pool.pids
+        os.kill(pid, how)
+        until(lambda: pool.pids not in ([pid], []))
+        assert [record.getMessage() for record in caplog.records] == [
+            f"scoring process {pid} died while idle ({how.name}"
+            + (", sent from outside or by the kernel for lack of memory" if how == signal.SIGKILL else "")
+            + "); started anew"
+        ]
+        assert scores(pool, "yes") == [Score(1.0, {"score": 1.0})]
+
+
+def test_a_response_whose_process_is_killed_is_scored_once_more(file: Path, tmp_path: Path) -> None:
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits()) as pool:
+        assert scores_with(pool, f"once {tmp_path / 'pid'}", lambda: kill_as_told(tmp_path / "pid", signal.SIGKILL))
+
+
+def test_a_stopped_process_is_given_up_within_the_health_timeout(file: Path, tmp_path: Path) -> None:
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=60, health_timeout_s=1.0)) as pool:
+        assert scores_with(pool, f"once {tmp_path / 'pid'}", lambda: kill_as_told(tmp_path / "pid", signal.SIGSTOP))
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)  # idle
+        until(lambda: pool.pids not in ([pid], []))
+
+
+def test_a_process_that_was_stopped_and_goes_on_costs_nothing(file: Path, tmp_path: Path) -> None:
+    """It sleeps 3 s of its 4, and is stopped for 6 more: the deadline does not run meanwhile."""
+
+    def stop_for_a_while() -> None:
+        kill_as_told(tmp_path / "pid", signal.SIGSTOP)
+        time.sleep(6)
+        kill_as_told(tmp_path / "pid", signal.SIGCONT)
+
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=4.0)) as pool:
+        scores(pool, "yes")
+        before = pool.pids
+        assert scores_with(pool, f"slowly {tmp_path / 'pid'}", stop_for_a_while)
+        assert pool.pids == before
+
+
+def kill_as_told(path: Path, how: signal.Signals) -> None:
+    until(lambda: path.exists() and path.read_text() != "")
+    os.kill(int(path.read_text()), how)
+
+
+def scores_with(pool: ScoringPool, reply: str, meanwhile: Callable[[], None]) -> bool:
+    """Whether the reply is scored as a wrong answer is, whatever happens meanwhile."""
+    task = Task("t", (Message("user", "?"),), "yes", "rlla")
+
+    async def together() -> Score | Fault:
+        score, _ = await asyncio.gather(pool.score(as_trajectory(task, reply), task, 0), asyncio.to_thread(meanwhile))
+        return score
+
+    return asyncio.run(together()) == Score(0.0, {"score": 0.0})
+
+
+def test_a_copy_that_the_reward_forks_answers_nobody_and_children_end_with_the_process(
+    file: Path, tmp_path: Path
+) -> None:
+    with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
+        assert totals(pool, "fork", "yes", "no") == [0.0, 1.0, 0.0]
+        scores(pool, f"child {tmp_path / 'pid'}")
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def ended(pid: int) -> bool:
+    """Or waits for a parent that never asks how it ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_pool_ends_while_it_scores(file: Path) -> None:
+    task = Task("t", (Message("user", "?"),), "yes", "rlla")
+
+    async def leave() -> list[int]:
+        with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits()) as pool:
+            waiting = [asyncio.ensure_future(pool.score(as_trajectory(task, "hang"), task, 0)) for _ in range(3)]
+            await asyncio.sleep(2)
+            pids = pool.pids
+        await asyncio.wait(waiting, timeout=10)
+        assert all(each.done() for each in waiting)
+        return pids
+
+    assert all(map(ended, asyncio.run(leave())))
+
+
+def test_a_response_of_megabytes_is_scored(pool: ScoringPool) -> None:
+    assert scores(pool, "x" * 5_000_000) == [Score(0.0, {"score": 0.0})]

@@ -133,10 +133,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and its named parts; the parts are logged, the total is trained on."""
+    """A reward and its named parts; the parts are logged, the total is trained on.
+
+    exceeded: the limit that scoring the response passed, so that this is the score of an empty one; empty: none
+    """
 
     total: float
     parts: Mapping[str, float]
+    exceeded: str = ""
 
 
 class ToolStatus(StrEnum):

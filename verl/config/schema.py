@@ -13,6 +13,7 @@ from typing import Any
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
 from verl.errors import ConfigError
 
+_LEAST_SCORING_MIB = 256  # math-verify alone takes half of it
 _SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
 _ENGINES, _DTYPES = ("vllm", "hf"), ("bfloat16", "float32")
 _TRUNCATIONS = ("error", "left", "drop")
@@ -402,12 +403,17 @@ class RewardConfig:
     name: str = "rlla"
     options: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1  # processes that score
-    timeout_s: float = 60.0  # for one reply
+    timeout_s: float = 20.0  # for one response
+    memory_mib: int | None = 4096  # data of a scoring process; null: no limit
+    fault_policy: str = "policy"  # a response over these limits: policy (scored as empty) | infrastructure (left out)
     max_fault_share: float = 0.1  # of a step's replies that may fail to be scored before the run stops
 
     def __post_init__(self) -> None:
         _at_least(1, self, "reward.", "num_workers")
         _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
+        if self.memory_mib is not None:
+            _at_least(_LEAST_SCORING_MIB, self, "reward.", "memory_mib")
+        _one_of(("policy", "infrastructure"), "reward.fault_policy", self.fault_policy)
         _require(0 <= self.max_fault_share <= 1, "reward.max_fault_share", "between 0 and 1", self.max_fault_share)
 
 

@@ -23,7 +23,8 @@ from verl.envs.clock import Clock
 from verl.envs.task_envs import check_offered
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.scoring import Fault, finite_number, finite_score
+from verl.rollout.finite import finite_number, finite_score
+from verl.rollout.scoring import Fault
 from verl.sandbox.base import Sandbox
 from verl.services import check_services
 from verl.types import (

@@ -1,23 +1,39 @@
-"""Scoring in worker processes, each reply with a deadline: a reward that hangs or dies must not stop a run."""
+"""Scoring in worker processes that are made anew when they die: a reward that hangs or dies must not stop a run.
+
+A response whose process dies is scored once more by a fresh one, for a reward is deterministic, and is lost (a Fault)
+where that dies, too. A response that passes a limit (`ScoringLimits`), or crashes both processes, is the policy's own
+doing: it is scored as an empty response, unless the limits say otherwise.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import math
-import multiprocessing
+import logging
+import queue
+import threading
 from collections.abc import Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
-from numbers import Real
 from typing import Any, Protocol, Self
 
-from pebble import ProcessExpired, ProcessPool
-
+from verl.rollout.finite import finite_score
+from verl.rollout.scoring_process import (
+    Call,
+    LimitExceededError,
+    ProcessDiedError,
+    RewardError,
+    ScoringLimits,
+    ScoringProcess,
+)
 from verl.types import Score, Task, ToolUse, Trajectory
 from verl.utils.reward_score.base import Reward
-from verl.utils.reward_score.rewards import Rewards, build_rewards
+from verl.utils.reward_score.rewards import build_rewards
+
+_log = logging.getLogger(__name__)
+_IDLE_CHECK_S = 1.0
+_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +76,47 @@ class DirectScorer:
 
 
 class ScoringPool:
-    """Scores in processes of their own; one that runs past the deadline is killed and replaced.
+    """Scores in processes of their own, each with a thread of this process that asks it and makes it anew.
 
     Workers inherit this process's environment, so the reward's variables reach them whatever cluster is used.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, options: Mapping[str, Any], num_workers: int, limits: ScoringLimits | None = None
+    ) -> None:
         """name, options: of the reward of tasks that name none. Raises ConfigError if it cannot be made."""
         build_rewards(name, options)
-        self._made_of = (name, json.dumps(dict(options)))
-        self._timeout_s = timeout_s
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._pool = ProcessPool(max_workers=num_workers, context=context)
+        limits = limits or ScoringLimits()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._closed = threading.Event()
+        made_of = (name, json.dumps(dict(options)), limits)
+        self._workers = [_Worker(made_of, self._jobs, self._closed) for _ in range(num_workers)]
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that score now."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
-        future = self._pool.schedule(_score, args=(*self._made_of, trajectory, task, step), timeout=self._timeout_s)
-        try:
-            score: Score = await asyncio.wrap_future(future)
-        except (TimeoutError, FutureTimeoutError):
-            problem = f"the reward did not end within {self._timeout_s:g} s (reward.timeout_s)"
-        except ProcessExpired as error:
-            problem = f"the reward's process died (exit code {error.exitcode})"
-        except Exception as error:  # noqa: BLE001  users' code may raise anything
-            problem = f"the reward raised {type(error).__name__}: {error}"
-        else:
-            return score
-        return Fault(task.id, trajectory.index, problem)
+        if self._closed.is_set():
+            raise RuntimeError("the scoring pool is closed")
+        job: Future[Score | Fault] = Future()
+        self._jobs.put((job, (trajectory, task, step)))
+        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join(timeout=self._timeout_s)
+        """End the processes; what is being scored is lost."""
+        self._closed.set()
+        for worker in self._workers:
+            self._jobs.put(None)
+            worker.end_process()
+        for worker in self._workers:
+            worker.join(_CLOSE_S)
+        while not self._jobs.empty():
+            if (left := self._jobs.get()) is not None:
+                left[0].cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -98,32 +125,119 @@ class ScoringPool:
         self.close()
 
 
-@cache
-def _rewards(name: str, options: str) -> Rewards:
-    return build_rewards(name, json.loads(options))
+_Jobs = queue.SimpleQueue[tuple["Future[Score | Fault]", Call] | None]
 
 
-def _score(name: str, options: str, trajectory: Trajectory, task: Task, step: int) -> Score:
-    return finite_score(_rewards(name, options).score(trajectory, task, step))
+class _Worker(threading.Thread):
+    """Owns one process after another; takes the pool's jobs."""
+
+    def __init__(self, made_of: tuple[str, str, ScoringLimits], jobs: _Jobs, closed: threading.Event) -> None:
+        super().__init__(name="verl-scoring", daemon=True)
+        self._made_of, self._jobs, self._closed = made_of, jobs, closed
+        self._limits = made_of[2]
+        self.process: ScoringProcess | None = None
+
+    def run(self) -> None:
+        try:
+            self._start_idle()
+            while not self._closed.is_set():
+                try:
+                    taken = self._jobs.get(timeout=_IDLE_CHECK_S)
+                except queue.Empty:
+                    self._replace_dead()
+                    continue
+                if taken is not None and taken[0].set_running_or_notify_cancel():
+                    self._do(*taken)
+        finally:
+            self._drop_process()
+
+    def end_process(self) -> None:
+        """Of another thread: whatever it does, it ends."""
+        process = self.process
+        if process is not None:
+            process.kill()
+
+    def _do(self, job: Future[Score | Fault], call: Call) -> None:
+        try:
+            job.set_result(self._score(call))
+        except BaseException as error:  # noqa: BLE001  the caller is the one to know
+            job.set_exception(error)
+
+    def _score(self, call: Call) -> Score | Fault:
+        try:
+            return self._score_twice(call)
+        except RewardError as error:
+            return _fault(call, str(error))
+        except ProcessDiedError as error:
+            return _fault(call, f"the reward's process died twice ({error})")
+        except LimitExceededError as error:
+            self._drop_process()  # killed, or its memory in pieces
+            if self._limits.fault_policy == "infrastructure":
+                return _fault(call, str(error))
+            return self._score_empty(call, str(error))
+
+    def _score_twice(self, call: Call) -> Score:
+        """By a fresh process where the first one dies. Raises what ScoringProcess.score raises."""
+        self._replace_dead()
+        try:
+            return self._ready_process().score(call)
+        except ProcessDiedError as first:
+            self._drop_process()
+            if self._closed.is_set():
+                raise
+            _log.warning("a scoring process died while it scored (%s); scoring the response once more", first)
+            try:
+                return self._ready_process().score(call)
+            except ProcessDiedError as second:
+                if first.crashed and second.crashed:
+                    raise LimitExceededError(f"the reward's process crashes on this response ({second})") from None
+                raise
+
+    def _score_empty(self, call: Call, exceeded: str) -> Score | Fault:
+        trajectory, task, step = call
+        try:
+            score = self._score_twice((_emptied(trajectory), task, step))
+        except (RewardError, ProcessDiedError, LimitExceededError) as error:
+            return _fault(call, f"{exceeded}; an empty response has no score either: {error}")
+        return replace(score, exceeded=exceeded)
+
+    def _start_idle(self) -> None:
+        """What goes wrong is the first response's to report."""
+        with contextlib.suppress(RewardError, ProcessDiedError):
+            self._ready_process()
+
+    def _ready_process(self) -> ScoringProcess:
+        """Raises RewardError and ProcessDiedError where it cannot be started."""
+        if self.process is None or self.process.cause_of_death is not None:
+            self._drop_process()
+            self.process = ScoringProcess(*self._made_of)
+            if self._closed.is_set():  # it was made behind the back of whoever closed
+                self.process.kill()
+            try:
+                self.process.wait_until_ready()
+            except (RewardError, ProcessDiedError):
+                self._drop_process()
+                raise
+        return self.process
+
+    def _replace_dead(self) -> None:
+        if self.process is not None and (cause := self.process.cause_of_death) is not None:
+            _log.warning("scoring process %d died while idle (%s); started anew", self.process.pid, cause)
+            self._drop_process()
+            self._start_idle()
+
+    def _drop_process(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.close()
 
 
-def finite_number(value: object) -> float:
-    """The number as a float, whichever library's it is. Raises ValueError for what is none, or is not finite."""
-    try:
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value)
-    except OverflowError:
-        pass
-    raise ValueError(f"{value!r} is no finite number")
+def _fault(call: Call, problem: str) -> Fault:
+    trajectory, task, _ = call
+    return Fault(task.id, trajectory.index, problem)
 
 
-def finite_score(score: object) -> Score:
-    """The score in floats. Raises ValueError for one without: it could be neither averaged nor kept as JSON."""
-    problem = f"{score!r} is no Score of finite numbers"
-    if not isinstance(score, Score) or not isinstance(score.parts, Mapping):
-        raise ValueError(problem)
-    try:
-        parts = {name: finite_number(value) for name, value in score.parts.items()}
-        return replace(score, total=finite_number(score.total), parts=parts)
-    except ValueError as error:
-        raise ValueError(problem) from error
+def _emptied(trajectory: Trajectory) -> Trajectory:
+    """The episode as if the policy had written nothing: what no reward can fail to answer at once."""
+    turns = tuple(replace(turn, message=replace(turn.message, content="", tool_calls=())) for turn in trajectory.turns)
+    return replace(trajectory, turns=turns)

@@ -41,6 +41,7 @@ METRICS = (
     Metric("reward/turns", "points", "mean sum of the rewards that an environment gave for a reply's turns, if any"),
     Metric("reward/zero_variance_groups", "share", "groups whose rewards are all equal: nothing to learn from"),
     Metric("reward/infrastructure_faults", "count", "replies left out because something broke; never trained as a 0"),
+    Metric("reward/over_limit", "count", "responses over reward.timeout_s or memory_mib, scored as empty ones"),
     Metric("reply/tokens_mean", "tokens", "mean length of what the policy wrote in an episode"),
     Metric("reply/tokens_max", "tokens", "longest of them"),
     Metric("reply/truncated", "share", "replies cut off at the length limit"),

@@ -29,7 +29,7 @@ from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool, OnPublish
-from verl.rollout.scoring import Scorer, ScoringPool
+from verl.rollout.scoring import Scorer
 from verl.services import check_services
 from verl.single_controller.group import Member, WorkerGroup
 from verl.single_controller.ray import Cluster
@@ -40,6 +40,7 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record, services_of_rows, truncating
+from verl.trainer.build_scorer import build_scorer
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, signs_of
@@ -148,9 +149,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
         ) as cluster,
         crash_reported(folder),
-        ScoringPool(
-            config.reward.name, config.reward.options, config.reward.num_workers, config.reward.timeout_s
-        ) as scorer,
+        build_scorer(config.reward, config.trainer.health_timeout_s) as scorer,
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
         workers = start_workers(config, cluster, algorithm, device, total_steps)

@@ -42,8 +42,6 @@ from verl.trainer.rollouts import RewardFaultError
 from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
-_SCORE_TIMEOUT_S = 120.0
-
 
 async def evaluate(config: EvalConfig, console: Console) -> None:
     """Judges the model, and before it the one that it is compared with; writes and prints what was found."""
@@ -174,7 +172,7 @@ def _interaction(player: _Player, play: Play) -> Interaction | None:
 
 
 def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
-    return ScoringPool(play.reward, play.reward_options, config.num_scorers, _SCORE_TIMEOUT_S)
+    return ScoringPool(play.reward, play.reward_options, config.num_scorers)
 
 
 def _runner(player: _Player, play: Play, rollout: GroupRollout, size: int) -> Runner:

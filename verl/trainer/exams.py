@@ -20,7 +20,9 @@ from verl.evaluation.runner import Runner
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
+from verl.rollout.scoring_process import ScoringLimits
 from verl.trainer.build_env import build_interaction, check_tools, opening_of
+from verl.trainer.build_scorer import scoring_limits
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import build_rewards
 
@@ -59,7 +61,7 @@ class Exams:
     exams: Sequence[Exam] = ()
     max_prompt_length: int = 1
     num_scorers: int = 1
-    timeout_s: float = 60.0  # of scoring one reply
+    limits: ScoringLimits = field(default_factory=ScoringLimits)  # of scoring one response
 
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
         """eval/<category>/figure, and of aggregates; eval/<category>/missing where something broke.
@@ -74,7 +76,7 @@ class Exams:
                 play, name = exam.category.play, exam.category.name
                 reward = json.dumps([play.reward, dict(play.reward_options)])
                 if reward not in scorers:
-                    pool = ScoringPool(play.reward, play.reward_options, self.num_scorers, self.timeout_s)
+                    pool = ScoringPool(play.reward, play.reward_options, self.num_scorers, self.limits)
                     scorers[reward] = stack.enter_context(pool)
                 answers[name] = await self._play(exam, replace(rollout, scorer=scorers[reward]))
                 if len(answers[name]) < len(exam.tasks):
@@ -122,8 +124,8 @@ def build_exams(config: Config, chat: ChatCodec) -> Exams:
         for benchmark in benchmarks
         for category in benchmark.categories
     ]
-    reward = config.reward
-    return Exams(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, reward.timeout_s)
+    reward, limits = config.reward, scoring_limits(config.reward, config.trainer.health_timeout_s)
+    return Exams(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, limits)
 
 
 def _interaction(play: Play, config: Config, chat: ChatCodec) -> Interaction | None:

@@ -14,12 +14,12 @@ from rich.markup import escape
 from verl.config.schema import GenerationConfig
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import ScoringPool
 from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of, services_of_rows, truncating
+from verl.trainer.build_scorer import build_scorer
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task
@@ -42,7 +42,7 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     codec, interaction = truncating(config.truncation, lengths[0], codec, interaction)
     reward = config.reward
     await check_services(services_of_rows(interaction, rewards, tasks))
-    with ScoringPool(reward.name, reward.options, reward.num_workers, reward.timeout_s) as scorer:
+    with build_scorer(reward) as scorer:
         async with lone_engine(config, codec, config.env) as (engine, sampling):
             rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
             first = config.seed << 40

@@ -63,6 +63,7 @@ class PPOTrainer:
             **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
             **self.publisher.losses(),
+            "reward/over_limit": sum(bool(score.exceeded) for group in self.groups for score in group.scores),
             **learned,
             **self._timings(samples, computed),
         }

@@ -32,11 +32,11 @@ from verl.evaluation.tables import probe_grids
 from verl.lock import alone_in
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import ScoringPool
 from verl.services import check_services
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record, truncating
+from verl.trainer.build_scorer import build_scorer
 from verl.trainer.evaluate import check_faults, write
 from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.types import Task, TrajectoryGroup
@@ -117,7 +117,7 @@ async def _ask(
         if interaction is not None:
             stack.push_async_callback(interaction.close)
         await check_services([interaction, *rewards.all_of(tasks)])  # before anything that takes long
-        scorer = stack.enter_context(ScoringPool(told.name, told.options, told.num_workers, told.timeout_s))
+        scorer = stack.enter_context(build_scorer(told))
         engine, sampling = await stack.enter_async_context(lone_engine(config, chat, config.env))
         rollout = Shaped(engine, chat, scorer, sampling, interaction, rewards)
         prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]

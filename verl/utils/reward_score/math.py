@@ -1,17 +1,23 @@
 r"""Whether the answer in the last `\boxed{}` of a reply equals the gold one, by math-verify.
 
-A few pairs of harmless texts keep sympy busy for ever (log 2 / (log 2 - log 3) and a wrong integer, say). Equality that
-is not shown within seconds counts as wrong; the alarm behind that works in the main thread of a process alone, which is
-where scoring runs (verl/rollout/scoring.py), and what no alarm interrupts ends at that process's own deadline.
+A few pairs of harmless texts keep sympy busy for ever (log 2 / (log 2 - log 3) and a wrong integer, say), and so do
+deep nesting and large numbers. What is not shown equal in a fixed time counts as wrong. The time is of the processor,
+so that no verdict depends on what else the machine does. The timer works in the main thread of a process alone, which
+is where scoring runs (verl/rollout/scoring.py); the little that it cannot interrupt, such as a power tower of decimals,
+ends at that process's own deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import FrameType
 from typing import Any
 
 from verl.errors import ConfigError
@@ -19,8 +25,12 @@ from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_LONGEST_ANSWER = 300  # characters; this is what bounds parsing, whose time grows much faster than the text
-_SECONDS = 5  # for one comparison
+_LONGEST_ANSWER = 300  # characters
+_DEEPEST_ANSWER = 20  # brackets in brackets
+_ANSWER_S = 0.8  # of processor time, for an answer
+_GOLD_S = 10.0  # to read a gold answer, once
+_AGAIN_S = 0.1  # the timer repeats, for code that swallows what interrupts it
+_WARM_UP = (r"\frac{\sqrt{2}}{3}", "(-1, 2]", r"x^2 + \pi", r"\{1, 2\}")
 
 
 def last_box(reply: str) -> str | None:
@@ -54,9 +64,49 @@ def same_answer(answer: str, gold: str) -> bool:
     answer, gold = _bare(answer), _bare(gold)
     if answer == gold:
         return bool(gold)
-    if len(answer) > _LONGEST_ANSWER:
+    if len(answer) > _LONGEST_ANSWER or _depth(answer) > _DEEPEST_ANSWER:
         return False
-    return _equal(answer, gold) or _same_lists(_parts(answer), _parts(gold))
+    golds = _parts(gold)
+    with _time_limit(_GOLD_S):
+        for each in (gold, *golds):
+            _parsed(each)
+    try:
+        with _time_limit(_ANSWER_S):
+            return _equal(answer, gold) or _same_lists(_parts(answer), golds)
+    except _OutOfTimeError:
+        return False
+
+
+class _OutOfTimeError(BaseException):
+    """No Exception, or what interprets answers would take it for an error of its own."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTimeError in the block after so much processor time of this process; in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _depth(text: str) -> int:
+    """Of brackets of any kind, closed or not."""
+    deepest = depth = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _bare(text: str) -> str:
@@ -91,8 +141,7 @@ def _parts(text: str) -> list[str]:
 
 def _equal(answer: str, gold: str) -> bool:
     _, verify = _math_verify()
-    seconds = _SECONDS if threading.current_thread() is threading.main_thread() else None
-    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=seconds))
+    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
 
 
 @lru_cache(maxsize=4096)  # a gold answer meets the replies of its whole group
@@ -108,6 +157,10 @@ def _math_verify() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(f"rewards of math need math-verify ({error}): pip install math-verify") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every deadline, missed or missing
+    for text in _WARM_UP:  # the first texts of a process take seconds, which are no answer's
+        verify(
+            parse(f"\\boxed{{{text}}}", parsing_timeout=None), parse("$1$", parsing_timeout=None), timeout_seconds=None
+        )
     return parse, verify
 
 

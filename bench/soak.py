@@ -1,0 +1,325 @@
+"""Long runs in which processes are killed: does anything grow, is a step lost or trained twice?
+
+    python bench/soak.py grow [--steps 1000] [--kill scorer,sandbox] [--engine hf] [--seconds 10] [key=value ...]
+    python bench/soak.py break [--steps 200] [--every 20] [--engine hf] [key=value ...]
+
+grow: short steps with a tool call in each episode, while processes of the kinds named are killed at random (seeded).
+Memory, descriptors, threads and sockets of controller and ranks, temporary files and the time of a step are taken at
+every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all.
+
+break: the controller is killed with SIGKILL every so many steps and the same command given again, until all steps are
+done. Every step is in the metrics once, with the figures of a run that nobody broke, and the weights are bit-equal.
+
+A table goes to standard error and JSON to standard output. The exit code is 1 where a bound is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import ROOT, console, machine, versions
+from rich.table import Table
+
+from verl.data.codecs.base import Calls, Parsed
+from verl.data.codecs.tags import TagsCodec
+from verl.tracking.jsonl import read_rows
+from verl.types import ToolCall, ToolSpec
+
+WARM_UP = 100  # steps until everything has been used once
+MAX_GROWTH = 0.05
+KINDS = ("scorer", "sandbox", "engine", "env")
+_POLL_S = 0.05
+_END_S = 60.0  # for a killed run's processes to be gone
+_WORDS = (
+    "recipe=mini_grpo",
+    "reward.name=math",
+    "data.train_batch_size=2",
+    "data.val_files=[]",
+    "data.max_prompt_length=512",
+    "data.max_response_length=64",
+    "actor.ppo_mini_batch_size=2",
+    "rollout.n=2",
+    "env.name=tool",
+    "env.tools=[python]",
+    "env.max_tool_calls=1",
+    "env.max_turn_tokens=16",
+    "sandbox.num_workers=1",
+    "reward.max_fault_share=0.9",  # of four responses one is a quarter
+    "trainer.test_freq=0",
+    "trainer.val_before_train=false",
+    "trainer.num_transcripts_shown=0",
+    "trainer.keep_best=0",
+    "trainer.device=cpu",
+    "trainer.experiment_name=run",
+)
+
+
+class EveryTextCalls(TagsCodec):
+    """A model too small to call a tool calls one with whatever it writes."""
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        return (" ", ">", "e")
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        return Calls((ToolCall("python", {"code": f"print({len(written)} + 1)"}),))
+
+
+@dataclass
+class Soaked:
+    """Figures by name, one a step, and what was killed."""
+
+    steps: list[int] = field(default_factory=list)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    killed: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: int, found: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        for name, value in found.items():
+            self.figures.setdefault(name, []).append(value)
+
+    def growth(self, name: str) -> float:
+        """Share by which the straight line through the figure rises from the end of the warm-up to the last step."""
+        pairs = [(step, value) for step, value in zip(self.steps, self.figures[name], strict=True) if step > self._warm]
+        if len(pairs) < 2:
+            return float("nan")
+        line = statistics.linear_regression(*zip(*pairs, strict=True))
+        first, last = (line.slope * step + line.intercept for step in (pairs[0][0], pairs[-1][0]))
+        return (last - first) / first if first else float(last > first)
+
+    @property
+    def _warm(self) -> int:
+        return min(WARM_UP, self.steps[-1] // 3)
+
+
+def command(folder: Path, steps: int, engine: str, more: Sequence[str]) -> list[str]:
+    """The run's command; its questions are written into the folder."""
+    data = folder / "questions.jsonl"
+    questions = [(f"What is {one} + {two}?", str(one + two)) for one in range(20) for two in range(20)]
+    written = [
+        {
+            "data_source": "soak",
+            "prompt": [{"role": "user", "content": asked}],
+            "reward_model": {"style": "rule", "ground_truth": answer},
+        }
+        for asked, answer in questions
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in written))
+    words = [
+        *_WORDS,
+        f"data.train_files=[{data}]",
+        f"env.codec={Path(__file__).resolve()}:EveryTextCalls",
+        f"rollout.name={engine}",
+    ]
+    words += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}", *more]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+
+
+@contextmanager
+def started(words: Sequence[str], folder: Path) -> Iterator[psutil.Popen]:
+    """The run, with temporary files of its own; ended with the block, with all below it."""
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
+    variables = {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with (folder / "output.txt").open("ab") as output:
+        process = psutil.Popen(
+            words, env=os.environ | variables, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: psutil.Popen) -> None:
+    """Kill it, and wait for what it started."""
+    below = process.children(recursive=True) if process.is_running() else []
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+    process.wait()
+    _, left = psutil.wait_procs(below, _END_S)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Of metrics, those of steps; none while the last one is being written."""
+    with suppress(OSError, ValueError):
+        return [row for row in read_rows(folder / "run" / "metrics.jsonl") if "time/step_s" in row]
+    return []
+
+
+def words_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def victims(controller: psutil.Process, kind: str) -> list[psutil.Process]:
+    """The processes of a kind that live now."""
+    children = controller.children()
+    if kind == "scorer":
+        return [each for each in children if "spawn_main" in words_of(each)]
+    if kind == "sandbox":
+        servers = [each for each in children if "bwrap" in words_of(each) or "/sandbox" in words_of(each)]
+        return [below for server in servers for below in (server, *server.children(recursive=True))]
+    below = controller.children(recursive=True)
+    if kind == "engine":
+        return [each for each in below if "Rollout" in words_of(each) or "VLLM::" in words_of(each)]
+    return [each for each in psutil.process_iter() if "verl.envs.server" in words_of(each)]
+
+
+def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
+    """Of controller and ranks; the processes that are killed are left out, since a fresh one is smaller."""
+    ranks = [each for each in controller.children(recursive=True) if "ray::TrainingRank" in words_of(each)]
+    found = {"temporary files": float(sum(len(files) for _, _, files in os.walk(temporary)))}
+    for name, process in [("controller", controller), *((f"rank {number}", rank) for number, rank in enumerate(ranks))]:
+        with suppress(psutil.Error):
+            found[f"{name} memory, MiB"] = process.memory_full_info().uss / 2**20
+            found[f"{name} descriptors"] = float(process.num_fds())
+            found[f"{name} threads"] = float(process.num_threads())
+            found[f"{name} sockets"] = float(len(process.net_connections("all")))
+    return found
+
+
+def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    draw, soaked = random.Random(options.seed), Soaked()
+    words = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.words])
+    with started(words, folder) as controller:
+        due = float("inf")
+        while controller.poll() is None:
+            time.sleep(_POLL_S)
+            done = rows(folder)
+            if not done:
+                continue
+            if done[-1]["step"] > (soaked.steps[-1] if soaked.steps else 0):
+                with suppress(psutil.Error):
+                    soaked.add(done[-1]["step"], measured(controller, folder / "tmp"))
+                due = min(due, time.monotonic() + options.seconds)
+            if options.kill and time.monotonic() > due:
+                kind = draw.choice(options.kill)
+                if found := victims(controller, kind):
+                    with suppress(psutil.Error):
+                        draw.choice(found).kill()
+                        soaked.killed[kind] += 1
+                due = time.monotonic() + draw.uniform(0.5, 1.5) * options.seconds
+        code = controller.returncode
+    return grown(folder, soaked, options.steps, code)
+
+
+def grown(folder: Path, soaked: Soaked, steps: int, code: int) -> dict[str, Any]:
+    """The table, as people and as machines read it."""
+    done = rows(folder)
+    times = Soaked([row["step"] for row in done], {"step, s": [row["time/step_s"] for row in done]})
+    complete = {name: values for name, values in soaked.figures.items() if len(values) == len(soaked.steps)}
+    soaked.figures = complete
+    figures = {
+        name: {"first": values[0], "last": values[-1], "median": statistics.median(values), "growth": each.growth(name)}
+        for each in (soaked, times)
+        if each.steps
+        for name, values in each.figures.items()
+    }
+    finished = code == 0 and [row["step"] for row in done] == list(range(1, steps + 1))
+    table = Table("", "first", "median", "last", "growth")
+    for name, each in figures.items():
+        shown = (f"{each[column]:.4g}" for column in ("first", "median", "last"))
+        table.add_row(name, *shown, f"{each['growth']:+.2%}")
+    console.print(table)
+    lost = sum(row["reward/infrastructure_faults"] for row in done)
+    console.print(f"{len(done)} steps, exit code {code}, killed {dict(soaked.killed)}, responses lost {lost:g}")
+    met = finished and all(not each["growth"] > MAX_GROWTH for each in figures.values())
+    return {
+        "figures": figures,
+        "killed": soaked.killed,
+        "lost": lost,
+        "steps": len(done),
+        "exit_code": code,
+        "met": met,
+    }
+
+
+def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    more = [f"trainer.save_freq={options.save_freq}", "trainer.keep_last=2", *options.words]
+    whole, cut, kills = folder / "whole", folder / "cut", 0
+    for each in (whole, cut):
+        each.mkdir()
+    with started(command(whole, options.steps, options.engine, more), whole) as run:
+        run.wait()
+    ended = False
+    while not ended:
+        with started(command(cut, options.steps, options.engine, more), cut) as run:
+            while run.poll() is None and len(rows(cut)) < (kills + 1) * options.every:
+                time.sleep(_POLL_S)
+            ended = run.poll() is not None
+            if not ended:
+                run.send_signal(signal.SIGKILL)
+                kills += 1
+        console.print(f"{len(rows(cut))} steps, {kills} kills")
+    one, two = (list(map(figures_of, rows(each))) for each in (whole, cut))
+    same = {
+        "every step once": [row["step"] for row in two] == list(range(1, options.steps + 1)),
+        "figures bit-equal": one == two,
+        "weights bit-equal": weights(whole) == weights(cut),
+    }
+    for name, holds in same.items():
+        console.print(f"{name}: {holds}")
+    return {"kills": kills, "steps": len(two), **same, "met": all(same.values())}
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    timed = ("time", "perf/", "memory/", "tools/seconds")
+    return {name: value for name, value in row.items() if not name.startswith(timed)}
+
+
+def weights(folder: Path) -> str:
+    """A hash of the newest checkpoint's."""
+    checkpoints = folder / "run" / "checkpoints"
+    newest = json.loads((checkpoints / "latest.json").read_text())["folder"]
+    return hashlib.sha256((checkpoints / newest / "hf" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("grow", "break"))
+    parser.add_argument("words", nargs="*", help="key=value of the run's configuration")
+    parser.add_argument("--steps", type=int, help="1000 to grow, 200 to break")
+    parser.add_argument("--kill", type=lambda text: [each for each in text.split(",") if each], default=list(KINDS[:2]))
+    parser.add_argument("--seconds", type=float, default=10.0, help="between two kills, on average")
+    parser.add_argument("--every", type=int, default=20, help="steps between two kills of the controller")
+    parser.add_argument("--save-freq", type=int, default=5)
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if unknown := set(options.kill) - set(KINDS):
+        parser.error(f"--kill {', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends, too
+    options.steps = options.steps or (1000 if options.mode == "grow" else 200)
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    console.print(f"in {folder}")
+    result = (grow if options.mode == "grow" else broken)(folder, options)
+    facts = {"mode": options.mode, "engine": options.engine, "machine": machine(), "versions": versions()}
+    print(json.dumps({**result, **facts}), flush=True)
+    return 0 if result["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""One process that scores, and the thread that watches it: started, asked, killed when it passes a limit.
+
+Limits are counted in ticks in which the process could run: a process that is stopped, or a machine that sleeps, uses up
+nobody's deadline. The time of a response begins when a process that is ready takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.rollout.finite import finite_score
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.rewards import Rewards, build_rewards
+
+_TICK_S = 0.25
+_START_S = 120.0  # to import and build the rewards
+_GONE_S = 5.0  # for a killed process to be gone
+_HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_PR_SET_PDEATHSIG = 1
+
+Call = tuple[Trajectory, Task, int]  # and the step
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringLimits:
+    """What scoring one response may take, and whose fault it is to take more.
+
+    timeout_s: for one response
+    memory_mib: data of the process; None: no limit
+    fault_policy: of a response that passes a limit: "policy", scored as an empty response; "infrastructure", left out
+    health_timeout_s: after which a process that is stopped is given up
+    """
+
+    timeout_s: float = 20.0
+    memory_mib: int | None = 4096
+    fault_policy: str = "policy"
+    health_timeout_s: float = 30.0
+
+
+class RewardError(Exception):
+    """The reward raised, or returned what is no score."""
+
+
+class LimitExceededError(Exception):
+    """Scoring the response takes more time or memory than one response may."""
+
+
+class ProcessDiedError(Exception):
+    """The process is gone; crashed: by a fault of its own code, such as SIGSEGV, rather than a signal from outside."""
+
+    def __init__(self, problem: str, crashed: bool) -> None:
+        super().__init__(problem)
+        self.crashed = crashed
+
+
+class ScoringProcess:
+    """Asked by one thread, its owner, in whose lifetime it lives."""
+
+    def __init__(self, name: str, options: str, limits: ScoringLimits) -> None:
+        """name, options (JSON): of the reward of tasks that name none."""
+        self._limits = limits
+        self._verdict: Exception | None = None  # why it was killed, if the watch did it
+        self._calls = 0
+        self._lock = threading.Lock()  # of the clock
+        self._spent_s, self._allowed_s = 0.0, _START_S
+        self._overrun: Exception = ProcessDiedError(f"did not start within {_START_S:g} s", crashed=False)
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        self._channel, theirs = context.Pipe()
+        arguments = (theirs, name, options, limits.memory_mib)
+        self._process = context.Process(target=_serve, args=arguments, name="verl-scorer")
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self._watcher = threading.Thread(target=self._watch, name="verl-scorer-watch", daemon=True)
+        self._watcher.start()
+
+    def wait_until_ready(self) -> None:
+        """Raises RewardError where the reward cannot be made in it, and ProcessDiedError."""
+        try:
+            problem = self._channel.recv()
+        except (EOFError, OSError):
+            raise self._cause() from None
+        self._set_clock(math.inf)
+        if problem:
+            raise RewardError(problem)
+
+    def score(self, call: Call) -> Score:
+        """The score. Raises RewardError, LimitExceededError and ProcessDiedError."""
+        limit_s = self._limits.timeout_s
+        self._overrun = LimitExceededError(f"the reward did not end within {limit_s:g} s (reward.timeout_s)")
+        self._set_clock(limit_s)
+        self._calls += 1
+        try:
+            self._channel.send((self._calls, call))
+            kind, value = self._answer()
+        except (EOFError, OSError):
+            raise self._cause() from None
+        finally:
+            self._set_clock(math.inf)
+        if kind == "memory":
+            raise LimitExceededError(f"the reward needs more than {self._limits.memory_mib} MiB (reward.memory_mib)")
+        if kind == "raised":
+            raise RewardError(value)
+        score: Score = value
+        return score
+
+    @property
+    def cause_of_death(self) -> str | None:
+        """None while it lives."""
+        return None if self._watcher.is_alive() else str(self._cause())
+
+    def kill(self) -> None:
+        """End it and what it started; whoever waits for its answer raises ProcessDiedError. Safe in any thread."""
+        self._kill_group()
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it, and wait until it is gone."""
+        if self._watcher.is_alive():
+            self.kill()
+            self._watcher.join(_GONE_S)
+        self._channel.close()
+
+    def _set_clock(self, allowed_s: float) -> None:
+        with self._lock:
+            self._spent_s, self._allowed_s = 0.0, allowed_s
+
+    def _answer(self) -> tuple[str, Any]:
+        while True:
+            number, kind, value = self._channel.recv()
+            if number == self._calls:
+                return kind, value
+
+    def _watch(self) -> None:
+        halted_s = 0.0
+        while not wait([self._process.sentinel], _TICK_S):
+            if self._is_halted():
+                halted_s += _TICK_S
+                if halted_s > self._limits.health_timeout_s:
+                    self._give_up(ProcessDiedError(f"was stopped for {halted_s:g} s, and killed", crashed=False))
+            else:
+                halted_s = 0.0
+                self._tick()
+        self._process.join()
+        self._kill_group()  # what it started
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)  # wakes the owner, even if another process holds the other end
+
+    def _is_halted(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() in _HALTED
+        except psutil.Error:
+            return False
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._spent_s += _TICK_S
+            if self._spent_s > self._allowed_s:
+                self._give_up(self._overrun)
+
+    def _give_up(self, verdict: Exception) -> None:
+        self._verdict = self._verdict or verdict
+        self.kill()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _cause(self) -> Exception:
+        self._watcher.join(_GONE_S)  # it alone asks the system how the process ended
+        if self._verdict is not None:
+            return self._verdict
+        code = self._process.exitcode
+        if code is None:
+            return ProcessDiedError("closed its channel", crashed=False)
+        if code >= 0:
+            return ProcessDiedError(f"exit code {code}", crashed=False)
+        hint = ", sent from outside or by the kernel for lack of memory" if -code == signal.SIGKILL else ""
+        return ProcessDiedError(f"{signal.Signals(-code).name}{hint}", crashed=-code in _CRASHES)
+
+
+def _serve(channel: Connection, name: str, options: str, memory_mib: int | None) -> None:
+    """The process: scores until its owner is gone."""
+    _set_apart(memory_mib)
+    pid = os.getpid()
+    try:
+        rewards = build_rewards(name, json.loads(options))
+    except BaseException as error:  # noqa: BLE001  users' code may raise anything
+        channel.send(f"the reward cannot be made in its process: {type(error).__name__}: {error}")
+        return
+    channel.send("")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            number, call = channel.recv()
+            answer = _scored(rewards, call)
+            if os.getpid() != pid:  # a copy that the reward forked: it answers nobody
+                os._exit(0)
+            channel.send((number, *answer))
+
+
+def _set_apart(memory_mib: int | None) -> None:
+    """A group of its own, out of reach of Ctrl-C, which ends as one; the first to be killed when memory runs out.
+
+    The limit is on data, not on address space: much of that is reserved and never used by libraries for GPUs.
+    """
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if memory_mib is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = memory_mib << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _scored(rewards: Rewards, call: Call) -> tuple[str, Any]:
+    """("score", Score), or ("memory" or "raised", why there is none): as text, since an error may not be sendable."""
+    try:
+        return "score", finite_score(rewards.score(*call))
+    except MemoryError:
+        return "memory", ""
+    except BaseException as error:  # noqa: BLE001  users' code may raise anything
+        return "raised", f"the reward raised {type(error).__name__}: {error}"
