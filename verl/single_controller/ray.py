@@ -14,26 +14,36 @@ import asyncio
 import inspect
 import logging
 import os
+import secrets
 import socket
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-# read by Ray: hand tensors over without copies, write no token into the user's home, and leave it to us to tell errors
-_OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled", "RAY_IGNORE_UNHANDLED_ERRORS": "1"})
+from verl.errors import ConfigError
+from verl.scratch import scratch_folder, variables
 
-import ray
+# Read by Ray: hand tensors over without copies, and leave it to us to report errors.
+_OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_OF_CONTROLLER = {**_OF_EVERY_WORKER, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Read by Ray at its import, and named for the systems where it is the default: a Ray that is started here has the
+# loopback address, to which all its sockets are then bound. A node address of 127.0.0.1 alone is replaced by Ray.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+with variables({**_OF_CONTROLLER, **_LOOPBACK}):
+    import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.errors import ConfigError
 from verl.single_controller.group import Seat, WorkerError, task_name
 
+_log = logging.getLogger(__name__)
 # Tensors handed over without copies cannot be written to, which nobody here does.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
 _PLACEMENT_S = 120.0
@@ -78,29 +88,13 @@ class Cluster:
         """
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        variables = {**_OF_EVERY_WORKER, **(environment or {})}
         address = os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
-        join = address != "local"
-        _check_reachable(address)
-        slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
-        try:
-            ray.init(
-                address=address,
-                runtime_env={"env_vars": variables},
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-                **slots,
-            )
-        except Exception as error:
-            if join:
-                raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
-            raise WorkerError(f"Ray did not start on this machine: {error}") from error
-        try:
+        every_worker = {**_OF_EVERY_WORKER, **(environment or {})}
+        with (
+            variables(_OF_CONTROLLER),
+            _joined(address, every_worker) if address != "local" else _own(num_cpus, every_worker),
+        ):
             yield cls(call_timeout_s)
-        finally:
-            ray.shutdown()
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve places. Raises ConfigError if the cluster does not have them."""
@@ -147,6 +141,77 @@ class Cluster:
         seats = [Seat(rank, len(actors), host, port, devices[rank] if devices else ()) for rank in range(len(actors))]
         group.make(factory, seats)
         return group
+
+
+@contextmanager
+def _joined(address: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """A cluster that runs already, with the authentication that it has."""
+    _check_reachable(address)
+    try:
+        _init(address, environment)
+    except Exception as error:
+        raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own(num_cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
+    """A Ray of this run on this machine: behind a token of its own, bound to the loopback address."""
+    with scratch_folder() as folder, _token(folder / "token"):
+        slots = max(num_cpus, os.cpu_count() or 1)
+        try:
+            _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder))
+        except Exception as error:
+            raise WorkerError(f"Ray did not start on this machine: {error}") from error
+        if ray.util.get_node_ip_address() not in ("127.0.0.1", "::1"):  # type: ignore[no-untyped-call]
+            _log.warning(
+                "Ray was imported before verl.single_controller.ray and listens on every address of this machine, "
+                "behind its token alone; import verl first"
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _init(address: str, environment: Mapping[str, str], **options: Any) -> None:
+    ray.init(
+        address=address,
+        runtime_env={"env_vars": dict(environment)},
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        configure_logging=False,
+        **options,
+    )
+
+
+@contextmanager
+def _token(file: Path) -> Iterator[None]:
+    """Ray's authentication of this process and its children: a new token, in a file that only this user can read."""
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32), encoding="ascii")
+    try:
+        with variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": None}):
+            _read_authentication()
+            yield
+    finally:
+        _read_authentication()
+
+
+def _read_authentication() -> None:
+    """Ray keeps what it has once read of these variables and of the token."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _loopback_variables() -> dict[str, str]:
+    """Where gloo and vLLM listen on one machine, unless the user has chosen."""
+    wanted = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 class _Worker:
