@@ -14,15 +14,18 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import secrets
 import socket
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from verl.errors import ConfigError
 from verl.scratch import scratch_folder, variables
@@ -32,16 +35,18 @@ _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VA
 _OF_CONTROLLER = {**_OF_EVERY_WORKER, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 # Read by Ray at its import, and named for the systems where it is the default: a Ray that is started here has the
 # loopback address, to which all its sockets are then bound. A node address of 127.0.0.1 alone is replaced by Ray.
+_LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 with variables({**_OF_CONTROLLER, **_LOOPBACK}):
     import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.group import Seat, WorkerError, task_name
+from verl.single_controller.guard import Guard
 
 _log = logging.getLogger(__name__)
 # Tensors handed over without copies cannot be written to, which nobody here does.
@@ -50,6 +55,7 @@ _PLACEMENT_S = 120.0
 _REACH_S = 5.0  # Ray itself would try an address where nobody listens for more than a minute
 # When one rank dies, the others fail because of it: how long to wait for the death itself to be told.
 _GRACE_S = 5.0
+_LOOK_S = 1.0  # between two looks at Ray's own processes while workers are waited for
 # Coroutines of one worker. Ray's own limit of 1000 is less than the replies that an engine may owe, behind which a word
 # to the engine (interrupt) would then have to wait.
 _SIDE_BY_SIDE = 1_000_000
@@ -71,6 +77,7 @@ class Cluster:
     """A running Ray, started here or joined."""
 
     call_timeout_s: float = 3600.0
+    guard: Guard = field(default_factory=lambda: Guard({}, 0.0))  # of Ray's processes, where they are ours
 
     @classmethod
     @contextmanager
@@ -80,35 +87,38 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         call_timeout_s: float = 3600.0,
         join: bool = False,
+        health_timeout_s: float = 30.0,
     ) -> Iterator[Cluster]:
         """Start a Ray of our own on this machine with at least `num_cpus` slots, or join one that runs already.
 
         A cluster is joined where RAY_ADDRESS is set or `join` asks for it. Raises ConfigError if there is none.
         environment: variables that every worker gets, whatever the cluster was started with.
+        health_timeout_s: how long a process of our own Ray may be stopped before it is an error.
         """
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         address = os.environ.get("RAY_ADDRESS") or ("auto" if join else "local")
         every_worker = {**_OF_EVERY_WORKER, **(environment or {})}
-        with (
-            variables(_OF_CONTROLLER),
-            _joined(address, every_worker) if address != "local" else _own(num_cpus, every_worker),
-        ):
-            yield cls(call_timeout_s)
+        own = _own(num_cpus, every_worker, health_timeout_s) if address == "local" else _joined(address, every_worker)
+        with variables(_OF_CONTROLLER), own as guard:
+            yield cls(call_timeout_s, guard)
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve places. Raises ConfigError if the cluster does not have them."""
         asked = [{"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})} for each in bundles]
         pool: PlacementGroup = placement_group(asked, strategy=strategy)
-        try:
-            ray.get(pool.ready(), timeout=_PLACEMENT_S)
-        except GetTimeoutError as error:
+        ready, deadline = pool.ready(), time.monotonic() + _PLACEMENT_S
+        while not ray.wait([ready], timeout=_LOOK_S)[0]:
+            if (problem := self.guard.look()) is not None:
+                raise WorkerError(problem)
+            if time.monotonic() < deadline:
+                continue
             remove_placement_group(pool)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"the cluster has no room for {asked} within {_PLACEMENT_S:.0f} s; it has {resources}. "
                 "Ask for fewer ranks or engines, or start more nodes"
-            ) from error
+            )
         return pool
 
     def group(
@@ -136,7 +146,7 @@ class Cluster:
             .remote()
             for place in chosen
         ]
-        group = RayGroup(name, actors, self.call_timeout_s)
+        group = RayGroup(name, actors, self.call_timeout_s, self.guard)
         host, port = group.addresses()[0]
         seats = [Seat(rank, len(actors), host, port, devices[rank] if devices else ()) for rank in range(len(actors))]
         group.make(factory, seats)
@@ -144,7 +154,7 @@ class Cluster:
 
 
 @contextmanager
-def _joined(address: str, environment: Mapping[str, str]) -> Iterator[None]:
+def _joined(address: str, environment: Mapping[str, str]) -> Iterator[Guard]:
     """A cluster that runs already, with the authentication that it has."""
     _check_reachable(address)
     try:
@@ -152,29 +162,36 @@ def _joined(address: str, environment: Mapping[str, str]) -> Iterator[None]:
     except Exception as error:
         raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
     try:
-        yield
+        yield Guard({}, 0.0)
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def _own(num_cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
+def _own(num_cpus: int, environment: Mapping[str, str], health_timeout_s: float) -> Iterator[Guard]:
     """A Ray of this run on this machine: behind a token of its own, bound to the loopback address."""
     with scratch_folder() as folder, _token(folder / "token"):
         slots = max(num_cpus, os.cpu_count() or 1)
         try:
-            _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder))
-        except Exception as error:
-            raise WorkerError(f"Ray did not start on this machine: {error}") from error
-        if ray.util.get_node_ip_address() not in ("127.0.0.1", "::1"):  # type: ignore[no-untyped-call]
-            _log.warning(
-                "Ray was imported before verl.single_controller.ray and listens on every address of this machine, "
-                "behind its token alone; import verl first"
-            )
-        try:
-            yield
+            try:
+                _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder))
+            except Exception as error:
+                raise WorkerError(f"Ray did not start on this machine: {error}") from error
+            if ray.util.get_node_ip_address() not in _LOOPBACK_ADDRESSES:  # type: ignore[no-untyped-call]
+                _log.warning(
+                    "Ray was imported before verl.single_controller.ray and listens on every address of this machine, "
+                    "behind its token alone; import verl first"
+                )
+            with Guard(_daemons(), health_timeout_s) as guard:
+                yield guard
         finally:
             ray.shutdown()
+
+
+def _daemons() -> dict[str, psutil.Process]:
+    """Ray's processes that this one has started, by what they are called in messages."""
+    names = {"raylet": "raylet", "gcs_server": "control service of Ray"}
+    return {names[each.name()]: each for each in psutil.Process().children() if each.name() in names}
 
 
 def _init(address: str, environment: Mapping[str, str], **options: Any) -> None:
@@ -249,10 +266,11 @@ class _Worker:
 class RayGroup:
     """A WorkerGroup whose workers are Ray actors."""
 
-    def __init__(self, name: str, actors: Sequence[Any], timeout_s: float) -> None:
+    def __init__(self, name: str, actors: Sequence[Any], timeout_s: float, guard: Guard) -> None:
         self._name = name
         self._actors = actors
         self._timeout_s = timeout_s
+        self._guard = guard
         self._facts: list[dict[str, Any]] = [{} for _ in actors]
         self._facts = self._gather([actor.facts.remote() for actor in actors], "start")
 
@@ -301,16 +319,24 @@ class RayGroup:
         return self._explained(rank, result, task_name(function, args))
 
     def close(self) -> None:
+        if self._guard.look() is not None:
+            return  # they end with Ray, which nobody can ask any more
         for actor in self._actors:
             ray.kill(actor)
 
     async def _explained(self, rank: int, ref: Any, task: str) -> Any:
+        result: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self._timeout_s)
+            with self._guard.cancelling(result):
+                return await asyncio.wait_for(result, self._timeout_s)
+        except asyncio.CancelledError:
+            if self._guard.problem is None:
+                raise
+            raise WorkerError(self._guard.problem) from None
         except TimeoutError as error:
             raise WorkerError(f"{self._name} rank {rank} did not end {task} within {self._timeout_s:.0f} s") from error
         except RayError as error:
-            raise self._failure(rank, task, error) from error
+            raise self._failure(rank, task, error) from _shown(error)
 
     def _ended(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
         """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
@@ -324,7 +350,7 @@ class RayGroup:
             try:
                 results.append(ray.get(ref, timeout=self._timeout_s))
             except RayError as error:
-                raise self._failure(rank, task, error) from error
+                raise self._failure(rank, task, error) from _shown(error)
         return results
 
     def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
@@ -337,34 +363,41 @@ class RayGroup:
         """Until all are there. Raises WorkerError for the first that fails, without waiting for the others."""
         pending, deadline = list(refs), time.monotonic() + self._timeout_s
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
-            if not done:
+            left = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, timeout=min(left, _LOOK_S), fetch_local=False)
+            if not done and (problem := self._guard.look()) is not None:
+                raise WorkerError(problem)
+            if not done and left <= _LOOK_S:
                 late = [rank for rank, ref in enumerate(refs) if ref in pending]
                 raise WorkerError(f"{self._name} ranks {late} did not end {task} within {self._timeout_s:.0f} s")
             for ref in done:
                 error = _error_of(ref)
                 if error is not None:
                     rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
-                    raise self._failure(rank, task, error) from error
+                    raise self._failure(rank, task, error) from _shown(error)
 
     def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
         """A rank that died is the cause of what its neighbours complain of, even if they were heard first."""
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError | OutOfMemoryError):
             return rank, error
         others, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S) if pending else ([], [])
         for ref in others:
             other = _error_of(ref)
-            if isinstance(other, RayActorError):
+            if isinstance(other, RayActorError | OutOfMemoryError):
                 return list(refs).index(ref), other
         return rank, error
 
     def _failure(self, rank: int, task: str, error: RayError) -> Exception:
+        if (problem := self._guard.look()) is not None:
+            return WorkerError(problem)
         cause = _cause(error)
         if isinstance(cause, ConfigError):
             return cause  # the user's to mend; whoever noticed it does not matter
         facts = self._facts[rank]
         place = f" (process {facts['pid']} on node {facts['node'][:8]})" if facts else ""
         who = f"{self._name} rank {rank} of {self.size}{place}"
+        if isinstance(error, OutOfMemoryError):
+            return WorkerError(f"{who} was killed during {task}: {_memory_of(error)}")
         if isinstance(error, RayActorError):
             return WorkerError(f"{who} died during {task}")
         return WorkerError(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
@@ -393,6 +426,21 @@ def _error_of(ref: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _shown(error: RayError) -> RayError | None:
+    """The error as a cause whose traceback helps. That of a kill for memory is pages about other programs."""
+    return None if isinstance(error, OutOfMemoryError) else error
+
+
+def _memory_of(error: OutOfMemoryError) -> str:
+    """How full the memory was, from Ray's message; nothing of it on other programs."""
+    found = re.search(r"([\d.]+) ?GB used / ([\d.]+) ?GB limit", str(error))
+    held = f" ({found[1]} of {found[2]} GB)" if found else ""
+    return (
+        f"the memory of its node was nearly used up{held}, by this run or by another program, and Ray ends a worker "
+        "before the kernel does. Free memory there, or ask for less"
+    )
 
 
 def _cause(error: RayError) -> BaseException:
