@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from verl import watcher
+from verl.errors import ConfigError
 from verl.scratch import scratch_folder, variables
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +157,12 @@ def test_the_folder_is_private_short_and_its_variables_end_with_it(
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     with scratch_folder() as folder:
         assert folder.parent == Path("/tmp")
+
+
+def test_a_place_where_no_folder_can_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/1")
+    with pytest.raises(ConfigError, match=r"in '/proc/1' .*; point TMPDIR to a folder with room"):
+        scratch_folder().__enter__()
 
 
 def test_variables_are_set_and_unset_during_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from verl import watcher
+from verl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _TIDYING_S = 40.0
@@ -41,10 +42,10 @@ def variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
 def scratch_folder() -> Iterator[Path]:
     """A folder that only this user can read, under RAY_TMPDIR or TMPDIR; under /tmp where their paths are too long.
 
-    Its end ends every process that this one has started meanwhile, except this one's own living children.
+    Its end ends every process that this one has started meanwhile, except this one's own living children. Raises
+    ConfigError where no folder can be made.
     """
-    folder = Path(tempfile.mkdtemp(prefix="verl-", dir=_place()))
-    (folder / "tmp").mkdir()
+    folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env={}, cwd="/"
@@ -67,6 +68,18 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     if process.returncode or folder.exists():
         _log.warning("the process that tidies up after the run ended early (exit code %s)", process.returncode)
         watcher.Run(str(folder), os.getpid()).tidy()
+
+
+def _make_folder() -> Path:
+    place = _place()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="verl-", dir=place))
+        (folder / "tmp").mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"no temporary folder can be made in {place!r} ({error}); point TMPDIR to a folder with room"
+        ) from error
+    return folder
 
 
 def _place() -> str:
