@@ -48,7 +48,7 @@ def scratch_folder() -> Iterator[Path]:
     folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env={}, cwd="/"
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/"
     )
     children = {watcher.MARK: str(folder), "TMPDIR": str(folder / "tmp"), **_kept_caches()}
     try:

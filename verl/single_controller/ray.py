@@ -157,14 +157,15 @@ class Cluster:
 def _joined(address: str, environment: Mapping[str, str]) -> Iterator[Guard]:
     """A cluster that runs already, with the authentication that it has."""
     _check_reachable(address)
-    try:
-        _init(address, environment)
-    except Exception as error:
-        raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
-    try:
-        yield Guard({}, 0.0)
-    finally:
-        ray.shutdown()
+    with scratch_folder():
+        try:
+            _init(address, environment)
+        except Exception as error:
+            raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
+        try:
+            yield Guard({}, 0.0)
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
