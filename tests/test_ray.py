@@ -28,7 +28,7 @@ import torch
 from verl.errors import ConfigError
 from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup
 from verl.single_controller.local import LocalGroup
-from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, _shown, ray
+from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
 from verl.workers.rank import _store
 
 BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
@@ -249,7 +249,7 @@ def test_an_actor_that_ray_killed_for_memory_is_one_paragraph_without_the_progra
         r"used up \(22\.91 of 23\.50 GB\), by this run or by another program, .*or ask for less",
         str(error),
     )
-    assert _shown(OutOfMemoryError(report)) is None
+    assert group._shown(OutOfMemoryError(report)) is None
 
 
 def test_ranks_of_one_machine_meet_on_the_loopback_address() -> None:

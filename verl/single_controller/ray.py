@@ -337,7 +337,7 @@ class RayGroup:
         except TimeoutError as error:
             raise WorkerError(f"{self._name} rank {rank} did not end {task} within {self._timeout_s:.0f} s") from error
         except RayError as error:
-            raise self._failure(rank, task, error) from _shown(error)
+            raise self._failure(rank, task, error) from self._shown(error)
 
     def _ended(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
         """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
@@ -351,7 +351,7 @@ class RayGroup:
             try:
                 results.append(ray.get(ref, timeout=self._timeout_s))
             except RayError as error:
-                raise self._failure(rank, task, error) from _shown(error)
+                raise self._failure(rank, task, error) from self._shown(error)
         return results
 
     def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
@@ -375,7 +375,7 @@ class RayGroup:
                 error = _error_of(ref)
                 if error is not None:
                     rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
-                    raise self._failure(rank, task, error) from _shown(error)
+                    raise self._failure(rank, task, error) from self._shown(error)
 
     def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
         """A rank that died is the cause of what its neighbours complain of, even if they were heard first."""
@@ -387,6 +387,11 @@ class RayGroup:
             if isinstance(other, RayActorError | OutOfMemoryError):
                 return list(refs).index(ref), other
         return rank, error
+
+    def _shown(self, error: RayError) -> RayError | None:
+        """The error as a cause, where its traceback says more than the failure. A death has none that does."""
+        told = self._guard.problem is not None or isinstance(error, RayActorError | OutOfMemoryError)
+        return None if told else error
 
     def _failure(self, rank: int, task: str, error: RayError) -> Exception:
         if (problem := self._guard.look()) is not None:
@@ -427,11 +432,6 @@ def _error_of(ref: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
-
-
-def _shown(error: RayError) -> RayError | None:
-    """The error as a cause whose traceback helps. That of a kill for memory is pages about other programs."""
-    return None if isinstance(error, OutOfMemoryError) else error
 
 
 def _memory_of(error: OutOfMemoryError) -> str:
