@@ -77,7 +77,8 @@ def test_the_process_that_died_is_the_one_that_is_reported(
             timeout=240,
             check=False,
         )
-        said = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
+        lines = (line.partition(" ") for line in ended.stdout.splitlines())
+        said = {first: rest for first, _, rest in lines if first in ("pid", "heard", "error")}
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert problem.format(said["pid"]) in said["error"]
         assert float(said["heard"]) < 30
