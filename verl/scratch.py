@@ -23,8 +23,8 @@ from verl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _TIDYING_S = 40.0
-# A unix socket's path has 107 bytes, of which Ray's own part takes 64 and the folder's name 14.
-_LONGEST_PLACE = 107 - 64 - 14
+# A unix socket's path has 107 bytes, of which Ray's own part takes 64 and 2 for its folder, ours 14.
+_LONGEST_PLACE = 107 - 64 - 2 - 14
 
 
 @contextmanager

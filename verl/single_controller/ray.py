@@ -174,8 +174,8 @@ def _own(num_cpus: int, environment: Mapping[str, str], health_timeout_s: float)
     with scratch_folder() as folder, _token(folder / "token"):
         slots = max(num_cpus, os.cpu_count() or 1)
         try:
-            try:
-                _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder))
+            try:  # Ray opens its folder to all users: it gets one inside ours
+                _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder / "r"))
             except Exception as error:
                 raise WorkerError(f"Ray did not start on this machine: {error}") from error
             if ray.util.get_node_ip_address() not in _LOOPBACK_ADDRESSES:  # type: ignore[no-untyped-call]
