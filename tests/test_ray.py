@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import shutil
 import signal
 import socket
+import stat
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import grpc
+import psutil
 import pytest
 import torch
 
@@ -19,7 +30,8 @@ import verl.single_controller.ray
 from verl.errors import ConfigError
 from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup, WorkerLostError
 from verl.single_controller.local import LocalGroup
-from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup
+from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
+from verl.workers.rank import _store
 
 BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
 
@@ -278,3 +290,150 @@ def test_an_address_where_nobody_listens_is_told_at_once(address: str, monkeypat
 
 def broken_factory(seat: Seat) -> None:
     raise KeyError("no such thing")
+
+
+def test_an_actor_that_ray_killed_for_memory_is_one_paragraph_without_the_programs_of_others(group: RayGroup) -> None:
+    report = (
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.1, ID: 5005) "
+        "was 22.91GB used / 23.50GB limit (0.975), which exceeds the threshold\nTop 10 memory users: PID MEM(GB) "
+        "COMMAND\n4711 12.00 python secret.py --password=1234\n"
+    ) + "more\n" * 50
+    error = group._failure(1, "step", OutOfMemoryError(report))
+    assert re.fullmatch(
+        r"tester rank 1 of 2 \(process \d+ on node \w+\) was killed during step: the memory of its node was nearly "
+        r"used up \(22\.91 of 23\.50 GB\), by this run or by another program, .*or ask for less",
+        str(error),
+    )
+    assert group._shown(OutOfMemoryError(report)) is None
+
+
+def test_ranks_of_one_machine_meet_on_the_loopback_address() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = _store(Seat(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+    store.set("a", "b")
+    assert [host for host, other, _ in listening([psutil.Process()]) if other == port] == ["127.0.0.1"]
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str]]:
+    """(address, port, process name) of every TCP socket that is listened at."""
+    return [
+        (each.laddr.ip.removeprefix("::ffff:"), each.laddr.port, process.name())
+        for process in processes
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+
+
+def of_the_run() -> list[tuple[str, int, str]]:
+    return listening([psutil.Process(), *psutil.Process().children(recursive=True)])
+
+
+def test_every_socket_of_a_run_listens_on_the_loopback_address(group: RayGroup) -> None:
+    sockets = of_the_run()
+    assert {"gcs_server", "raylet"} <= {name for _, _, name in sockets}
+    assert len(sockets) >= 6 and {host for host, _, _ in sockets} <= {"127.0.0.1", "::1"}
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[list[str]]:
+    """How to run a command in a network namespace whose address is 198.18.77.2, and where this machine is ..1."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("a network namespace needs root and iproute2 (apt-get install iproute2)")
+    name = f"verl{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+    try:
+        for words in (
+            f"link add {name}a type veth peer name {name}b netns {name}",
+            f"addr add 198.18.77.1/30 dev {name}a",
+            f"link set {name}a up",
+            f"-n {name} addr add 198.18.77.2/30 dev {name}b",
+            f"-n {name} link set {name}b up",
+        ):
+            subprocess.run(["ip", *words.split()], check=True)
+        yield ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+CONNECT = """
+import json, socket, sys
+def answers(port):
+    try:
+        socket.create_connection(("198.18.77.1", port), timeout=5).close()
+        return True
+    except OSError:
+        return False
+print(json.dumps([port for port in json.loads(sys.argv[1]) if answers(port)]))
+"""
+
+
+def test_from_another_address_no_socket_of_a_run_answers(group: RayGroup, elsewhere: list[str]) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as control:
+        open_port = control.getsockname()[1]
+        ports = json.dumps([open_port, *(port for _, port, _ in of_the_run() if port != open_port)])
+        command = [*elsewhere, sys.executable, "-c", CONNECT, ports]
+        assert json.loads(subprocess.run(command, capture_output=True, check=True).stdout) == [open_port]
+
+
+def test_the_token_is_for_this_user_alone(cluster: Cluster) -> None:
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    assert len(token.read_text()) == 64 and not token.is_relative_to(Path.home())
+
+
+INTRUDER = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+@ray.remote(num_cpus=0)
+def intrude():
+    open(sys.argv[2], "w").close()
+ray.get(intrude.remote(), timeout=60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_token", ["none", "wrong", "right"])
+def test_nobody_runs_anything_without_the_token(with_token: str, cluster: Cluster, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    variables |= {
+        "none": {"RAY_AUTH_MODE": "disabled"},
+        "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        "right": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": os.environ["RAY_AUTH_TOKEN_PATH"]},
+    }[with_token]
+    mark, address = tmp_path / "mark", ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", INTRUDER.replace("sys.argv[2]", repr(str(mark))), address]
+    ended = subprocess.run(command, env=variables, capture_output=True, timeout=200, check=False)
+    assert (ended.returncode == 0, mark.exists()) == (with_token == "right", with_token == "right"), ended.stderr
+
+
+@pytest.mark.parametrize("token", [None, "0" * 64])
+def test_raw_calls_without_the_token_are_refused(token: str | None, group: RayGroup) -> None:
+    calls = (
+        "CoreWorkerService/PushTask",
+        "NodeManagerService/RequestWorkerLease",
+        "InternalKVGcsService/InternalKVGet",
+    )
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    refused = set()
+    for _, port, name in of_the_run():
+        for call in calls:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(f"/ray.rpc.{call}")(b"", timeout=20, metadata=metadata)
+            if error.value.code() is grpc.StatusCode.UNAUTHENTICATED:
+                refused.add(name)
+    assert {"gcs_server", "raylet"} <= refused and any(name.startswith("ray::_Worker") for name in refused)
+
+
+def test_the_agents_answer_nobody_without_the_token(group: RayGroup) -> None:
+    answers = set()
+    for _, port, name in of_the_run():
+        if "RuntimeEnvAgent" in name:
+            url = f"http://127.0.0.1:{port}/get_or_create_runtime_env"
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(urllib.request.Request(url, data=b"", method="POST"), timeout=20)
+            answers.add(error.value.code)
+    assert answers == {401}

@@ -15,21 +15,34 @@ import inspect
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# read by Ray: hand tensors over without copies, write no token into the user's home, and leave it to us to tell errors
-_OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-os.environ.update({**_OF_EVERY_WORKER, "RAY_AUTH_MODE": "disabled", "RAY_IGNORE_UNHANDLED_ERRORS": "1"})
+import psutil
 
-import ray
+from verl.errors import ConfigError, EngineLostError
+from verl.scratch import scratch_folder, variables
+from verl.signals import kept_signals
+
+# Read by Ray: hand tensors over without copies, and leave it to us to report errors.
+_OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_OF_CONTROLLER = {**_OF_EVERY_WORKER, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Read by Ray at its import, and named for the systems where it is the default: a Ray that is started here has the
+# loopback address, to which all its sockets are then bound. A node address of 127.0.0.1 alone is replaced by Ray.
+_LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+with variables({**_OF_CONTROLLER, **_LOOPBACK}):
+    import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import (
     GetTimeoutError,
     OutOfMemoryError,
@@ -41,11 +54,11 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.errors import ConfigError, EngineLostError
-from verl.signals import kept_signals
 from verl.single_controller.group import Seat, WorkerError, WorkerLostError, task_name
+from verl.single_controller.guard import Guard
 from verl.single_controller.process_watch import StopWatch, machine, statuses
 
+_log = logging.getLogger(__name__)
 # Tensors handed over without copies cannot be written to, which nobody here does.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
 _PLACEMENT_S = 120.0
@@ -81,6 +94,7 @@ class Cluster:
     call_timeout_s: float = 3600.0
     health_timeout_s: float = 30.0  # until a stopped worker counts as lost
     num_gpus: float | None = None  # of one that was joined; None: of one on this machine, which knows its own
+    guard: Guard = field(default_factory=lambda: Guard({}, 0.0))  # of Ray's processes, where they are ours
 
     @classmethod
     @contextmanager
@@ -96,49 +110,34 @@ class Cluster:
 
         A cluster is joined where RAY_ADDRESS is set or `join` asks for it. Raises ConfigError if there is none.
         environment: variables that every worker gets, whatever the cluster was started with.
+        health_timeout_s: how long a process of our own Ray may be stopped before it is an error.
         """
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        variables = {**_OF_EVERY_WORKER, **(environment or {})}
         address = _address(join)
-        join = address != "local"
-        _check_reachable(address)
-        slots: dict[str, Any] = {} if join else {"num_cpus": max(num_cpus, os.cpu_count() or 1)}
-        try:
-            with kept_signals():
-                ray.init(
-                    address=address,
-                    runtime_env={"env_vars": variables},
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    **slots,
-                )
-        except Exception as error:
-            if join:
-                raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
-            raise WorkerError(f"Ray did not start on this machine: {error}") from error
-        try:
+        every_worker = {**_OF_EVERY_WORKER, **(environment or {})}
+        own = _own(num_cpus, every_worker, health_timeout_s) if address == "local" else _joined(address, every_worker)
+        with variables(_OF_CONTROLLER), own as guard:
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            yield cls(call_timeout_s, health_timeout_s, resources.get("GPU", 0.0) if join else None)
-        finally:
-            with kept_signals():
-                ray.shutdown()
+            num_gpus = None if address == "local" else resources.get("GPU", 0.0)
+            yield cls(call_timeout_s, health_timeout_s, num_gpus, guard)
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve places. Raises ConfigError if the cluster does not have them."""
         asked = [{"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})} for each in bundles]
         pool: PlacementGroup = placement_group(asked, strategy=strategy)
-        try:
-            ray.get(pool.ready(), timeout=_PLACEMENT_S)
-        except GetTimeoutError as error:
+        ready, deadline = pool.ready(), time.monotonic() + _PLACEMENT_S
+        while not ray.wait([ready], timeout=_LOOK_S)[0]:
+            if (problem := self.guard.look()) is not None:
+                raise WorkerError(problem)
+            if time.monotonic() < deadline:
+                continue
             remove_placement_group(pool)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"the cluster has no room for {asked} within {_PLACEMENT_S:.0f} s; it has {resources}. "
                 "Ask for fewer ranks or engines, or start more nodes"
-            ) from error
+            )
         return pool
 
     def group(
@@ -170,11 +169,96 @@ class Cluster:
             )
 
         size = len(chosen)
-        group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s)
+        group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s, self.guard)
         host, port = group.addresses()[0]
         seats = [Seat(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
         group.make(factory, seats)
         return group
+
+
+@contextmanager
+def _joined(address: str, environment: Mapping[str, str]) -> Iterator[Guard]:
+    """A cluster that runs already, with the authentication that it has."""
+    _check_reachable(address)
+    with scratch_folder():
+        try:
+            _init(address, environment)
+        except Exception as error:
+            raise ConfigError(f"no Ray cluster to join ({error}); start one with `ray start --head`") from error
+        try:
+            yield Guard({}, 0.0)
+        finally:
+            _shutdown()
+
+
+@contextmanager
+def _own(num_cpus: int, environment: Mapping[str, str], health_timeout_s: float) -> Iterator[Guard]:
+    """A Ray of this run on this machine: behind a token of its own, bound to the loopback address."""
+    with scratch_folder() as folder, _token(folder / "token"):
+        slots = max(num_cpus, os.cpu_count() or 1)
+        try:
+            try:  # Ray opens its folder to all users: it gets one inside ours
+                _init("local", {**_loopback_variables(), **environment}, num_cpus=slots, _temp_dir=str(folder / "r"))
+            except Exception as error:
+                raise WorkerError(f"Ray did not start on this machine: {error}") from error
+            if ray.util.get_node_ip_address() not in _LOOPBACK_ADDRESSES:  # type: ignore[no-untyped-call]
+                _log.warning(
+                    "Ray was imported before verl.single_controller.ray and listens on every address of this machine, "
+                    "behind its token alone; import verl first"
+                )
+            with Guard(_daemons(), health_timeout_s) as guard:
+                yield guard
+        finally:
+            _shutdown()
+
+
+def _daemons() -> dict[str, psutil.Process]:
+    """Ray's processes that this one has started, by what they are called in messages."""
+    names = {"raylet": "raylet", "gcs_server": "control service of Ray"}
+    return {names[each.name()]: each for each in psutil.Process().children() if each.name() in names}
+
+
+def _init(address: str, environment: Mapping[str, str], **options: Any) -> None:
+    with kept_signals():
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": dict(environment)},
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+            **options,
+        )
+
+
+def _shutdown() -> None:
+    with kept_signals():
+        ray.shutdown()
+
+
+@contextmanager
+def _token(file: Path) -> Iterator[None]:
+    """Ray's authentication of this process and its children: a new token, in a file that only this user can read."""
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32), encoding="ascii")
+    try:
+        with variables({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_TOKEN": None}):
+            _read_authentication()
+            yield
+    finally:
+        _read_authentication()
+
+
+def _read_authentication() -> None:
+    """Ray keeps what it has once read of these variables and of the token."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _loopback_variables() -> dict[str, str]:
+    """Where gloo and vLLM listen on one machine, unless the user has chosen."""
+    wanted = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 class _Worker:
@@ -221,13 +305,20 @@ class RayGroup:
     """A WorkerGroup whose workers are Ray actors. A worker that stays stopped is killed, and so found dead."""
 
     def __init__(
-        self, name: str, spawn: Callable[[int], Any], size: int, timeout_s: float, health_timeout_s: float = 30.0
+        self,
+        name: str,
+        spawn: Callable[[int], Any],
+        size: int,
+        timeout_s: float,
+        health_timeout_s: float,
+        guard: Guard,
     ) -> None:
         """spawn: starts the actor of a rank in its place"""
         self._name = name
         self._spawn = spawn
         self._actors = [spawn(rank) for rank in range(size)]
         self._timeout_s = timeout_s
+        self._guard = guard
         self._facts: list[dict[str, Any]] = [{} for _ in self._actors]
         self._facts = self._gather([actor.facts.remote() for actor in self._actors], "start")
         self._homes = self.nodes  # where workers are, and others in their places will be
@@ -300,6 +391,8 @@ class RayGroup:
 
     def close(self) -> None:
         self._closed.set()
+        if self._guard.look() is not None:
+            return  # they end with Ray, which nobody can ask any more
         for actor in self._actors:
             ray.kill(actor)
 
@@ -324,12 +417,18 @@ class RayGroup:
     async def _explained(self, rank: int, ref: Any, task: str, timeout_s: float | None = None) -> Any:
         facts = self._facts[rank]  # another process may be in its place by the time that this one fails
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        result: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
+            with self._guard.cancelling(result):
+                return await asyncio.wait_for(result, timeout_s)
+        except asyncio.CancelledError:
+            if self._guard.problem is None:
+                raise
+            raise WorkerError(self._guard.problem) from None
         except TimeoutError as error:
             raise WorkerError(f"{self._name} rank {rank} did not end {task} within {timeout_s:.0f} s") from error
         except RayError as error:
-            raise self._failure(rank, task, error, facts) from error
+            raise self._failure(rank, task, error, facts) from self._shown(error)
 
     def _ended(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
         """References to the results, none of which is brought here. Raises WorkerError as `_wait` does."""
@@ -343,7 +442,7 @@ class RayGroup:
             try:
                 results.append(ray.get(ref, timeout=self._timeout_s))
             except RayError as error:
-                raise self._failure(rank, task, error) from error
+                raise self._failure(rank, task, error) from self._shown(error)
         return results
 
     def _gather(self, refs: Sequence[Any], task: str) -> list[Any]:
@@ -356,34 +455,46 @@ class RayGroup:
         """Until all are there. Raises WorkerError for the first that fails, without waiting for the others."""
         pending, deadline = list(refs), time.monotonic() + self._timeout_s
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
-            if not done:
+            left = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, timeout=min(left, _LOOK_S), fetch_local=False)
+            if not done and (problem := self._guard.look()) is not None:
+                raise WorkerError(problem)
+            if not done and left <= _LOOK_S:
                 late = [rank for rank, ref in enumerate(refs) if ref in pending]
                 raise WorkerError(f"{self._name} ranks {late} did not end {task} within {self._timeout_s:.0f} s")
             for ref in done:
                 error = _error_of(ref)
                 if error is not None:
                     rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
-                    raise self._failure(rank, task, error) from error
+                    raise self._failure(rank, task, error) from self._shown(error)
 
     def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
         """A rank that died is the cause of what its neighbours complain of, even if they were heard first."""
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError | OutOfMemoryError):
             return rank, error
         others, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S) if pending else ([], [])
         for ref in others:
             other = _error_of(ref)
-            if isinstance(other, RayActorError):
+            if isinstance(other, RayActorError | OutOfMemoryError):
                 return list(refs).index(ref), other
         return rank, error
 
+    def _shown(self, error: RayError) -> RayError | None:
+        """The error as a cause, where its traceback says more than the failure. A death has none that does."""
+        told = self._guard.problem is not None or isinstance(error, RayActorError | OutOfMemoryError)
+        return None if told else error
+
     def _failure(self, rank: int, task: str, error: RayError, facts: Mapping[str, Any] | None = None) -> Exception:
+        if (problem := self._guard.look()) is not None:
+            return WorkerError(problem)
         cause = _cause(error)
         if isinstance(cause, ConfigError):
             return cause  # the user's to mend; whoever noticed it does not matter
         facts = self._facts[rank] if facts is None else facts
         place = f" (process {facts['pid']} on node {facts['node'][:8]})" if facts else ""
         who = f"{self._name} rank {rank} of {self.size}{place}"
+        if isinstance(error, OutOfMemoryError):
+            return WorkerLostError(f"{who} was killed during {task}: {_memory_of(error)}")
         if isinstance(error, RayActorError):
             reason = self._reasons.get(facts["pid"]) if facts else None
             return WorkerLostError(f"{who} {reason} (during {task})" if reason else f"{who} died during {task}")
@@ -457,6 +568,16 @@ def _error_of(ref: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _memory_of(error: OutOfMemoryError) -> str:
+    """How full the memory was, from Ray's message; nothing of it on other programs."""
+    found = re.search(r"([\d.]+) ?GB used / ([\d.]+) ?GB limit", str(error))
+    held = f" ({found[1]} of {found[2]} GB)" if found else ""
+    return (
+        f"the memory of its node was nearly used up{held}, by this run or by another program, and Ray ends a worker "
+        "before the kernel does. Free memory there, or ask for less"
+    )
 
 
 def _cause(error: RayError) -> BaseException:

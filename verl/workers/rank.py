@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.single_controller.group import Seat
@@ -114,6 +116,17 @@ def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
     return TrainingRank(spec, policy, reference, critic)
 
 
+def _store(seat: Seat, timeout: timedelta) -> TCPStore:
+    """Where the ranks meet. On one machine rank 0 listens on loopback alone; torch would on every address."""
+    listening = None
+    if seat.rank == 0 and seat.host in ("127.0.0.1", "::1"):
+        family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
+        listening = socket.create_server((seat.host, seat.port), family=family).detach()
+    return TCPStore(
+        seat.host, seat.port, seat.size, seat.rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening
+    )
+
+
 def join(spec: RankSpec, seat: Seat) -> DeviceMesh:
     """Threads, seeds, the process group and the mesh over it."""
     torch.manual_seed(spec.seed + seat.rank)
@@ -123,13 +136,13 @@ def join(spec: RankSpec, seat: Seat) -> DeviceMesh:
         torch.set_num_threads(spec.num_threads)
     else:
         torch.cuda.set_device(0)  # Ray shows each rank its own device alone
-    address = f"[{seat.host}]" if ":" in seat.host else seat.host
+    timeout = timedelta(seconds=spec.timeout_s)
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"tcp://{address}:{seat.port}",
+        store=_store(seat, timeout),
         rank=seat.rank,
         world_size=seat.size,
-        timeout=timedelta(seconds=spec.timeout_s),
+        timeout=timeout,
     )
     per_node = spec.ranks_per_node
     if per_node is None or per_node >= seat.size:

@@ -1,0 +1,152 @@
+"""The process that tidies up after a run, however the run ends. Started by `verl/scratch.py`, as a file of its own.
+
+It waits until the controller has ended, with a word or without. Then it ends every process of the run, removes the
+shared memory that they left and the run's folder. A process belongs to the run if it carries the folder's name in its
+environment, or descends from one that does. Standard library alone: it lives as long as the run, in some 10 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Set
+from contextlib import suppress
+
+MARK = "VERL_RUN_FOLDER"
+PERIOD_S = 2.0  # between two looks at what belongs to the run, which take some 10 ms
+_TRACKER_S = 3.0  # for Python's resource trackers, which remove what their dead processes registered
+_END_S = 20.0
+# Of multiprocessing, of its shared memory, of torch and of NCCL. Nothing else there is touched: datasets may lie there.
+_SHARED_MEMORY, _SHARED_NAMES = "/dev/shm/", ("sem.mp-", "psm_", "torch_", "nccl-")
+_KILLED = """
+The controller (process {pid}) has ended without tidying up: it was killed (kill -9, the kernel's out-of-memory killer,
+a scheduler). Its other processes have been ended and its temporary files removed. The same command, given again, goes
+on from the last checkpoint.
+"""
+
+
+class Run:
+    """The processes of one run, and the shared memory that they have mapped."""
+
+    def __init__(self, folder: str, controller: int) -> None:
+        self._folder = folder
+        self._entry = f"{MARK}={folder}\0".encode()
+        self._controller = controller
+        self._since = _process_table()[os.getpid()][1]
+        self._known: set[tuple[int, int]] = set()  # (process id, start)
+        self._foreign: set[tuple[int, int]] = set()  # looked at before, and not of this run
+        self._mapped: set[int] = set()  # inodes
+
+    def look(self) -> None:
+        """Take note of what is there: what a killed process had mapped cannot be asked afterwards."""
+        self._members()
+        there = set(_shared_files())
+        for pid, _ in self._known:
+            self._mapped |= _mapped_by(pid, there)
+
+    def tidy(self) -> None:
+        """End the processes, except the controller and its children; then remove what is left of all."""
+        self.look()
+        started = time.monotonic()
+        while (members := self._members()) and time.monotonic() < started + _END_S:
+            patient = time.monotonic() < started + _TRACKER_S
+            for pid, _ in members:
+                if not (patient and _is_tracker(pid)):
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        left = {inode: path for inode, path in _shared_files().items() if inode in self._mapped}
+        in_use = {inode for pid in _processes() for inode in _mapped_by(pid, left.keys())}
+        for inode in left.keys() - in_use:
+            with suppress(OSError):
+                os.unlink(left[inode])
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _members(self) -> set[tuple[int, int]]:
+        """Processes of the run that are alive, without the controller and its children while that is alive."""
+        table = _process_table()
+        above = {pid: _ancestors(pid, table) for pid in table}
+        alive = {(pid, start) for pid, (_, start) in table.items()}
+        marked = {each for each in alive - self._known - self._foreign if self._entry in _read(each[0], "environ")}
+        family = {pid for pid, _ in self._known | marked}
+        for pid, start in alive - self._known:
+            of_controller = self._controller in above[pid] and start >= self._since
+            belongs = (pid, start) in marked or of_controller or bool(family & above[pid])
+            (self._known if belongs else self._foreign).add((pid, start))
+        self._foreign &= alive
+        self._known = {each for each in self._known & alive if each[0] not in (self._controller, os.getpid())}
+        return {(pid, start) for pid, start in self._known if self._controller not in above[pid]}
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """(parent, start in ticks since boot) of every process that runs, by process id."""
+    table = {}
+    for pid in _processes():
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
+        if fields and fields[0] not in (b"Z", b"X"):
+            table[pid] = int(fields[1]), int(fields[19])
+    return table
+
+
+def _ancestors(pid: int, table: dict[int, tuple[int, int]]) -> set[int]:
+    found: set[int] = set()
+    while pid in table and (pid := table[pid][0]) and pid not in found:
+        found.add(pid)
+    return found
+
+
+def _processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _read(pid: int, file: str) -> bytes:
+    with suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:  # of another user, or gone
+        return opened.read()
+    return b""
+
+
+def _is_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+
+
+def _shared_files() -> dict[int, str]:
+    """What a crash may leave in shared memory, of this user: paths by inode."""
+    found = {}
+    with suppress(OSError):
+        for entry in os.scandir(_SHARED_MEMORY):
+            with suppress(OSError):
+                if entry.name.startswith(_SHARED_NAMES) and entry.stat().st_uid == os.getuid():
+                    found[entry.inode()] = entry.path
+    return found
+
+
+def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
+    """Which of these files in shared memory a process has mapped. Names would not do: glibc renames semaphores."""
+    if not inodes:
+        return set()
+    lines = (line.split() for line in _read(pid, "maps").splitlines() if _SHARED_MEMORY.encode() in line)
+    return {int(fields[4]) for fields in lines} & inodes
+
+
+def main(folder: str, controller: int) -> int:
+    """Wait for the controller's end and tidy up. Standard input: a byte when it ends in order."""
+    run = Run(folder, controller)
+    ended = False
+    # The pipe alone is not enough: a process that the controller forked may hold its other end.
+    while os.getppid() == controller and not ended:
+        run.look()
+        ended = bool(select.select([0], [], [], PERIOD_S)[0])
+    in_order = ended and os.read(0, 1) != b""
+    run.tidy()
+    if not in_order:
+        with suppress(OSError):
+            os.write(2, _KILLED.format(pid=controller).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
