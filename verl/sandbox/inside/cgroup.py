@@ -12,6 +12,7 @@ from typing import Any
 
 MIB = 1024 * 1024
 UNLIMITED = 1 << 62  # bytes
+MOST_PROCESSES = 1 << 22  # the kernel takes no larger limit
 RESIDUE = 32 * MIB  # of ended executions, from which on the kernel is asked to free it
 SIZE = 1 << 12  # of what these files hold
 
@@ -42,7 +43,7 @@ class Cgroup:
             self._reclaim(used)
             used = int(self._read("memory_used"))
         self._write("memory_max", used + limits["memory_mib"] * MIB)
-        self._write("processes_max", limits["processes"] + 1)  # this one
+        self._write("processes_max", min(limits["processes"] + 1, MOST_PROCESSES))  # this one, too
         self._oom_kills = self._count_oom_kills()
 
     def end(self) -> None:
