@@ -119,7 +119,8 @@ def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
     """What the policy of a training acts in, as `build_interaction` makes it."""
     data = config.data
     lengths = (data.max_prompt_length, data.max_response_length)
-    return build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template)
+    silent_s = config.trainer.health_timeout_s
+    return build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template, silent_s)
 
 
 @contextmanager

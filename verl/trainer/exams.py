@@ -131,7 +131,8 @@ def build_exams(config: Config, chat: ChatCodec) -> Exams:
 def _interaction(play: Play, config: Config, chat: ChatCodec) -> Interaction | None:
     env, lengths = exam_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
     template = config.data.prompt_template if play.handled else None
-    made = build_interaction(env, config.sandbox if env.tools else SandboxConfig(), chat, *lengths, template)
+    sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
+    made = build_interaction(env, sandbox, chat, *lengths, template, silent_s)
     if play.handled and made is not None:
         check_tools(chat, made.dialogue.codec)
     return made
