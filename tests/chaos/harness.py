@@ -40,6 +40,7 @@ START_S = 240.0  # until a run is where it is to be broken
 RUN_S = 300.0  # for a run from start to end
 TRACEBACK = "Traceback (most recent call last)"
 _TIMED = ("time", "perf/", "memory/", "tools/python_session/seconds", "tools/look/seconds")
+_COUNTS = ("rollout/engine_restarts", "rollout/requests_retried")  # of what was healed
 
 SETUPS: Mapping[str, Sequence[str]] = {
     "hf": ("rollout.name=hf",),
@@ -307,9 +308,9 @@ def servers(setup: str) -> Iterator[list[str]]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Rows of metrics, without what depends on the machine's speed."""
+    """Rows of metrics, without what depends on the machine's speed and counts of what was healed."""
     rows = read_rows(out / "run" / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(_TIMED)} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith((*_TIMED, *_COUNTS))} for row in rows]
 
 
 def weights(out: Path) -> str:
