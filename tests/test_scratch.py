@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from verl import watcher
 from verl.errors import ConfigError
+from verl.sandbox.cgroups import find_cgroups
 from verl.scratch import scratch_folder, variables
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +132,38 @@ def test_nothing_is_left_of_a_run_whose_watcher_was_killed(run: Any) -> None:
         daemon = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE)
         watcher_of(os.getpid()).kill()
     assert running([int(daemon.stdout)]) == [] and not folder.exists()
+
+
+def test_cgroups_of_a_killed_run_are_gone() -> None:
+    cgroups = find_cgroups()
+    if cgroups is None:
+        pytest.skip("no cgroup can be made here")
+    code = """
+        import sys, time
+        from verl.sandbox.cgroups import CgroupPool, find_cgroups
+        from verl.scratch import scratch_folder
+        with scratch_folder():
+            pool = CgroupPool(find_cgroups())
+            pool.make()
+            print(pool._name, flush=True)
+            time.sleep(600)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    folders = cgroups.folders(process.stdout.readline().strip())
+    assert all(folder.is_dir() for folder in folders)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_own_children_and_the_shared_memory_of_others_stay() -> None:

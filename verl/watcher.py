@@ -22,6 +22,7 @@ _TRACKER_S = 3.0  # for Python's resource trackers, which remove what their dead
 _END_S = 20.0
 # Of multiprocessing, of its shared memory, of torch and of NCCL. Nothing else there is touched: datasets may lie there.
 _SHARED_MEMORY, _SHARED_NAMES = "/dev/shm/", ("sem.mp-", "psm_", "torch_", "nccl-")
+_CGROUPS = "verl-sandbox"
 _KILLED = """
 The controller (process {pid}) has ended without tidying up: it was killed (kill -9, the kernel's out-of-memory killer,
 a scheduler). Its other processes have been ended and its temporary files removed. The same command, given again, goes
@@ -132,6 +133,18 @@ def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
     return {int(fields[4]) for fields in lines} & inodes
 
 
+def _remove_cgroups(controller: int) -> None:
+    """Those of the controller's sandboxes (verl/sandbox/cgroups.py), as soon as their processes are gone."""
+    name, deadline = f"{_CGROUPS}-{controller}-", time.monotonic() + _TRACKER_S
+    for place, folders, _ in os.walk("/sys/fs/cgroup"):
+        for pool in (f"{place}/{each}" for each in folders if each.startswith(name)):
+            while os.path.isdir(pool) and time.monotonic() < deadline:
+                for inner, _, _ in os.walk(pool, topdown=False):
+                    with suppress(OSError):
+                        os.rmdir(inner)
+                time.sleep(0.05)
+
+
 def main(folder: str, controller: int) -> int:
     """Wait for the controller's end and tidy up. Standard input: a byte when it ends in order."""
     run = Run(folder, controller)
@@ -143,6 +156,7 @@ def main(folder: str, controller: int) -> int:
     in_order = ended and os.read(0, 1) != b""
     run.tidy()
     if not in_order:
+        _remove_cgroups(controller)
         with suppress(OSError):
             os.write(2, _KILLED.format(pid=controller).encode())
     return 0
