@@ -160,14 +160,19 @@ def with_tools(calls: tuple[ToolCall, ...]) -> tuple[tuple[ToolCall, ...], list[
     return named, offered(types)
 
 
+def can_be_xml(calls: tuple[ToolCall, ...]) -> bool:
+    """Whether no argument holds a tag that the format itself uses, which has no escapes."""
+    texts = [value for call in calls for value in call.arguments.values() if isinstance(value, str)]
+    return not any(tag in value for tag in ("</parameter>", "<think>", "</think>") for value in texts)
+
+
 @pytest.mark.parametrize("name", STRUCTURED)
 @settings(deadline=None, max_examples=60)
 @given(calls=CALLS)
 def test_rendered_calls_are_read_back(name: str, calls: tuple[ToolCall, ...]) -> None:
     codec = codec_of(name)
     calls, tools = with_tools(calls)
-    texts = [value for call in calls for value in call.arguments.values() if isinstance(value, str)]
-    assume(name != "xml" or not any(tag in value for tag in ("</parameter>", "</think>") for value in texts))
+    assume(name != "xml" or can_be_xml(calls))
     text = codec.render(calls)
     for written in (text, f"<think>I could {text}</think>\n{text}", f"so {text}</think>\n{text}"):
         assert json.dumps(as_told(codec.parse(written, tools))) == json.dumps(as_told(Calls(calls)))
@@ -181,6 +186,7 @@ def test_rendered_calls_are_read_back(name: str, calls: tuple[ToolCall, ...]) ->
 def test_the_beginning_of_calls_is_never_other_calls(name: str, calls: tuple[ToolCall, ...]) -> None:
     codec = codec_of(name)
     calls, tools = with_tools(calls)
+    assume(name != "xml" or can_be_xml(calls))
     text = codec.render(calls)
     for length in range(len(text)):
         parsed = codec.parse(text[:length], tools)

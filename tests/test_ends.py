@@ -131,9 +131,9 @@ deadline.END_S = 2.0
 def run(words, console):
     child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
     child.send_signal(signal.SIGSTOP)
-    print(child.pid, flush=True)
     try:
         with crash_reported(Path(sys.argv[1])):
+            print(child.pid, flush=True)
             {work}
     finally:
         {hang}

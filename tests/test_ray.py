@@ -229,6 +229,7 @@ def test_a_worker_that_stays_stopped_is_lost_and_one_that_goes_on_in_time_is_not
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
     assert group.call(rank_of) == [0, 1]
+    time.sleep(3)  # until it has been seen to go on
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(

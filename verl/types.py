@@ -140,7 +140,7 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
-    exceeded: str = ""
+    exceeded: str = field(default="", repr=False)
 
 
 class ToolStatus(StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.deadline import begin_end
 
@@ -30,7 +30,7 @@ def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iter
             begin_end(exit_code_of(error), f"{type(error).__name__}: {error}")
             if where is not None:
                 error.add_note(where())
-            if not isinstance(error, ConfigError | DataError):
+            if not isinstance(error, ConfigError | DataError | ServiceDownError):  # whose message says it all
                 error.add_note(_written(folder, error))
         raise
 
