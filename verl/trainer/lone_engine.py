@@ -9,6 +9,7 @@ from dataclasses import replace
 from verl.config.schema import Config, EnvConfig, LoneEngineConfig, RolloutConfig
 from verl.data.chat import ChatCodec
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
+from verl.scratch import scratch_folder
 from verl.single_controller.group import Seat
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.threads import num_threads
@@ -50,7 +51,6 @@ async def lone_engine(
     )
     assert config.model.path is not None
     check_weights(config.model.path)
-    engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
     sampling = Sampling(
         reply_length,
         config.temperature,
@@ -58,7 +58,9 @@ async def lone_engine(
         codec.stop_token_ids,
         **{name: getattr(config, name) for name in TRUNCATION},
     )
-    try:
-        yield engine, sampling
-    finally:
-        await engine.close()
+    with scratch_folder():  # vLLM leaves files behind where its owner is killed
+        engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
+        try:
+            yield engine, sampling
+        finally:
+            await engine.close()
