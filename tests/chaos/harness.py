@@ -39,7 +39,7 @@ MAX_LINES = 25
 START_S = 240.0  # until a run is where it is to be broken
 RUN_S = 300.0  # for a run from start to end
 TRACEBACK = "Traceback (most recent call last)"
-_TIMED = ("time", "perf/", "memory/", "tools/python_session/seconds", "tools/look/seconds")
+_TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
 _COUNTS = ("rollout/engine_restarts", "rollout/requests_retried")  # of what was healed
 
 SETUPS: Mapping[str, Sequence[str]] = {
@@ -310,7 +310,7 @@ def servers(setup: str) -> Iterator[list[str]]:
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Rows of metrics, without what depends on the machine's speed and counts of what was healed."""
     rows = read_rows(out / "run" / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith((*_TIMED, *_COUNTS))} for row in rows]
+    return [{key: value for key, value in row.items() if not _TIMED.match(key) and key not in _COUNTS} for row in rows]
 
 
 def weights(out: Path) -> str:
