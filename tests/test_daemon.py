@@ -137,3 +137,51 @@ def test_a_command_runs_outside_the_main_thread(capsys: pytest.CaptureFixture[st
 
     assert asyncio.run(apart()) == 4
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_an_interrupt_that_meets_a_task_lets_all_others_tidy_up(depth: int) -> None:
+    tidied: list[str] = []
+
+    async def leaf(interrupts: bool) -> None:
+        try:
+            await asyncio.sleep(0.01)
+            if interrupts:
+                raise KeyboardInterrupt
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.01)
+            tidied.append("leaf")
+
+    async def nested(level: int) -> None:
+        try:
+            work = (leaf(True), leaf(False)) if level == 0 else (nested(level - 1), leaf(False))
+            await asyncio.gather(*map(asyncio.ensure_future, work))
+        finally:
+            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            tidied.append(f"level {level}")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(nested(depth))
+    assert sorted(tidied) == sorted(["leaf"] * (depth + 2) + [f"level {level}" for level in range(depth + 1)])
+
+
+def test_a_second_interrupt_ends_the_tidying_up() -> None:
+    async def work() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            await asyncio.sleep(0.01)
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            raise KeyboardInterrupt("a second one")
+
+    async def main() -> None:
+        await asyncio.gather(work(), stubborn())
+
+    with pytest.raises(KeyboardInterrupt, match="a second one"):
+        run_async(main())

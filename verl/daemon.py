@@ -75,8 +75,30 @@ def _run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.Abstr
             loop.default_exception_handler(context)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.get_loop().set_exception_handler(report)
-        return runner.run(main)
+        loop = runner.get_loop()
+        loop.set_exception_handler(report)
+        try:
+            return runner.run(main)
+        except KeyboardInterrupt as interrupt:
+            _end_tasks(loop, interrupt)
+            raise
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop, interrupt: KeyboardInterrupt) -> None:
+    """Cancel all tasks and let them tidy up. Raises a second interrupt.
+
+    asyncio does so, too, but stops where an interrupt that met a task reaches those who wait for it: each raises it
+    out of the loop once more.
+    """
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            if not task.cancelling():  # what tidies up is left to it
+                task.cancel()
+        try:
+            loop.run_until_complete(asyncio.wait(tasks))
+        except KeyboardInterrupt as again:
+            if again is not interrupt:
+                raise
 
 
 def _run_in_thread(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> _T:

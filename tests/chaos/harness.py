@@ -356,6 +356,8 @@ def run_case(lab: Lab, case: Case) -> Result:
                 result.facts["resumed_from"] = saved
                 check_resumed(result, lab, where, words, saved, out)
             check_outcome(result, case, out, unbroken)
+            if result.problems:
+                (lab.folder / f"{case.name}.txt").write_text(ended.text)
         finally:
             shutil.rmtree(out, ignore_errors=True)
     return result
