@@ -158,7 +158,9 @@ class EnginePool:
             raise _ReplacedError from error
 
     def _lose(self, rank: int, cause: Exception) -> None:
-        _log.warning("%s\nAnother engine takes its place, and is asked again what this one was asked", cause)
+        first, *others = str(cause).splitlines() or [repr(cause)]
+        last = f" ({others[-1].strip()})" if others else ""  # of a log, whose middle helps nobody on a console
+        _log.warning("%s%s\nAnother engine takes its place, and is asked again what this one was asked", first, last)
         self._losses[rank] += 1
         self._lost[rank] = cause
         self._ready.discard(rank)
