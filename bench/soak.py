@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -46,6 +47,7 @@ WARM_UP = 100  # steps until everything has been used once
 MAX_GROWTH = 0.05
 KINDS = ("scorer", "sandbox", "engine", "env")
 _POLL_S = 0.05
+_TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
 _END_S = 60.0  # for a killed run's processes to be gone
 _WORDS = (
     "recipe=mini_grpo",
@@ -181,17 +183,22 @@ def victims(controller: psutil.Process, kind: str) -> list[psutil.Process]:
     if kind == "sandbox":
         servers = [each for each in children if "bwrap" in words_of(each) or "/sandbox" in words_of(each)]
         return [below for server in servers for below in (server, *server.children(recursive=True))]
-    below = controller.children(recursive=True)
     if kind == "engine":
-        return [each for each in below if "Rollout" in words_of(each) or "VLLM::" in words_of(each)]
+        engines = workers(controller)[1:]
+        return [process for engine in engines for process in (engine, *engine.children(recursive=True))]
     return [each for each in psutil.process_iter() if "verl.envs.server" in words_of(each)]
 
 
+def workers(controller: psutil.Process) -> list[psutil.Process]:
+    """The rank, which is started first and lives throughout, then the engine, which may be a later one."""
+    below = controller.children(recursive=True)
+    return sorted((each for each in below if "ray::_Worker" in words_of(each)), key=psutil.Process.create_time)
+
+
 def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
-    """Of controller and ranks; the processes that are killed are left out, since a fresh one is smaller."""
-    ranks = [each for each in controller.children(recursive=True) if "ray::TrainingRank" in words_of(each)]
+    """Of controller and rank; the processes that are killed are left out, since a fresh one is smaller."""
     found = {"temporary files": float(sum(len(files) for _, _, files in os.walk(temporary)))}
-    for name, process in [("controller", controller), *((f"rank {number}", rank) for number, rank in enumerate(ranks))]:
+    for name, process in zip(("controller", "rank"), (controller, *workers(controller)), strict=False):
         with suppress(psutil.Error):
             found[f"{name} memory, MiB"] = process.memory_full_info().uss / 2**20
             found[f"{name} descriptors"] = float(process.num_fds())
@@ -286,8 +293,7 @@ def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What does not depend on the clock."""
-    timed = ("time", "perf/", "memory/", "tools/seconds")
-    return {name: value for name, value in row.items() if not name.startswith(timed)}
+    return {name: value for name, value in row.items() if not _TIMED.match(name)}
 
 
 def weights(folder: Path) -> str:
