@@ -39,8 +39,10 @@ _OF_CONTROLLER = {**_OF_EVERY_WORKER, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 # loopback address, to which all its sockets are then bound. A node address of 127.0.0.1 alone is replaced by Ray.
 _LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# Also read at import: what Ray is not to print. When a raylet dies, two other processes print the end of its log.
+_UNPRINTED = {"RAY_DEDUP_LOGS_SKIP_REGEX": os.environ.get("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")}
 
-with variables({**_OF_CONTROLLER, **_LOOPBACK}):
+with variables({**_OF_CONTROLLER, **_LOOPBACK, **_UNPRINTED}):
     import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import (
