@@ -1,9 +1,11 @@
 """Long runs in which processes are killed: does anything grow, is a step lost or trained twice?
 
-    python bench/soak.py grow [--steps 1000] [--kill scorer,sandbox] [--engine hf] [--seconds 10] [key=value ...]
+    python bench/soak.py grow [--steps 1000] [--kill scorer,sandbox,..] [--engine hf] [--seconds 10] [key=value ...]
     python bench/soak.py break [--steps 200] [--every 20] [--engine hf] [key=value ...]
 
-grow: short steps with a tool call in each episode, while processes of the kinds named are killed at random (seeded).
+grow: short steps with a tool call in each episode, while processes of the kinds named are killed at random (seeded):
+scorers, sandbox workers, engines, and one of two environment servers, which play every other task and are started
+again by this script, as a service manager would.
 Memory, descriptors, threads and sockets of controller and ranks, temporary files and the time of a step are taken at
 every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all.
 
@@ -22,6 +24,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,12 +43,15 @@ from rich.table import Table
 
 from verl.data.codecs.base import Calls, Parsed
 from verl.data.codecs.tags import TagsCodec
+from verl.envs.base import Observation, StepResult
+from verl.envs.remote import RemoteFactory
 from verl.tracking.jsonl import read_rows
-from verl.types import ToolCall, ToolSpec
+from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 WARM_UP = 100  # steps until everything has been used once
 MAX_GROWTH = 0.05
 KINDS = ("scorer", "sandbox", "engine", "env")
+_SERVERS = "SOAK_SERVERS"  # the variable that has the addresses of environment servers
 _POLL_S = 0.05
 _TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
 _END_S = 60.0  # for a killed run's processes to be gone
@@ -83,6 +89,79 @@ class EveryTextCalls(TagsCodec):
         return Calls((ToolCall("python", {"code": f"print({len(written)} + 1)"}),))
 
 
+class Echo:
+    """The environment that servers serve: answers a call with its code."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def reset(self) -> Observation:
+        return Observation(self._task.prompt, (ToolSpec("python", "", {"type": "object", "properties": {}}),))
+
+    async def step(self, message: Message) -> StepResult:
+        said = str(message.tool_calls[0].arguments["code"]) if message.tool_calls else ""
+        use = ToolUse("python", ToolStatus.SUCCESS, 0.0)
+        return StepResult((Message("tool", said, tool="python"),), tool_uses=(use,))
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+class Served(RemoteFactory):
+    """Echo on the environment servers."""
+
+    def __init__(self) -> None:
+        super().__init__(os.environ[_SERVERS].split())
+
+
+class Servers:
+    """Two environment servers, each started again when it has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ports = [_free_port() for _ in range(2)]
+        self.processes = [self._start(port) for port in self._ports]
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def wait(self) -> None:
+        """Until both listen."""
+        for port in self._ports:
+            while not _listens(port):
+                time.sleep(_POLL_S)
+
+    def restart(self) -> None:
+        """Those that have ended."""
+        pairs = zip(self.processes, self._ports, strict=True)
+        self.processes = [process if process.poll() is None else self._start(port) for process, port in pairs]
+
+    def close(self) -> None:
+        for process in self.processes:
+            end(process)
+
+    def _start(self, port: int) -> psutil.Popen:
+        words = [sys.executable, "-m", "verl.envs.server", "--env", f"{Path(__file__).resolve()}:Echo"]
+        with (self._folder / "servers.txt").open("ab") as output:
+            return psutil.Popen([*words, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _variables() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "bench")]), "OMP_NUM_THREADS": "1"}
+
+
 @dataclass
 class Soaked:
     """Figures by name, one a step, and what was killed."""
@@ -110,17 +189,18 @@ class Soaked:
         return min(WARM_UP, self.steps[-1] // 3)
 
 
-def command(folder: Path, steps: int, engine: str, more: Sequence[str]) -> list[str]:
-    """The run's command; its questions are written into the folder."""
+def command(folder: Path, steps: int, engine: str, more: Sequence[str], served: bool = False) -> list[str]:
+    """The run's command; its questions are written into the folder. served: every other one is for the servers."""
     data = folder / "questions.jsonl"
-    questions = [(f"What is {one} + {two}?", str(one + two)) for one in range(20) for two in range(20)]
     written = [
         {
             "data_source": "soak",
-            "prompt": [{"role": "user", "content": asked}],
-            "reward_model": {"style": "rule", "ground_truth": answer},
+            "prompt": [{"role": "user", "content": f"What is {one} + {two}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(one + two)},
+            **({"env": f"{Path(__file__).resolve()}:Served"} if served and (one + two) % 2 else {}),
         }
-        for asked, answer in questions
+        for one in range(20)
+        for two in range(20)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in written))
     words = [
@@ -134,16 +214,13 @@ def command(folder: Path, steps: int, engine: str, more: Sequence[str]) -> list[
 
 
 @contextmanager
-def started(words: Sequence[str], folder: Path) -> Iterator[psutil.Popen]:
-    """The run, with temporary files of its own; ended with the block, with all below it."""
+def started(words: Sequence[str], folder: Path, servers: Sequence[str] = ()) -> Iterator[psutil.Popen]:
+    """The run, with temporary files of its own; ended with the block, with all below it. servers: their URLs."""
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
-    variables = {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    variables = _variables() | {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), _SERVERS: " ".join(servers)}
     with (folder / "output.txt").open("ab") as output:
-        process = psutil.Popen(
-            words, env=os.environ | variables, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT
-        )
+        process = psutil.Popen(words, env=variables, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
     try:
         yield process
     finally:
@@ -186,7 +263,7 @@ def victims(controller: psutil.Process, kind: str) -> list[psutil.Process]:
     if kind == "engine":
         engines = workers(controller)[1:]
         return [process for engine in engines for process in (engine, *engine.children(recursive=True))]
-    return [each for each in psutil.process_iter() if "verl.envs.server" in words_of(each)]
+    return []
 
 
 def workers(controller: psutil.Process) -> list[psutil.Process]:
@@ -208,22 +285,29 @@ def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
 
 
 def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    draw, soaked = random.Random(options.seed), Soaked()
-    words = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.words])
-    with started(words, folder) as controller:
-        due = float("inf")
+    draw, soaked, served = random.Random(options.seed), Soaked(), "env" in options.kill
+    words = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.words], served)
+    with ExitStack() as stack:
+        servers = Servers(folder) if served else None
+        if servers is not None:
+            stack.callback(servers.close)
+            servers.wait()
+        controller = stack.enter_context(started(words, folder, servers.urls if servers else ()))
+        due, metrics, size = float("inf"), folder / "run" / "metrics.jsonl", 0
         while controller.poll() is None:
             time.sleep(_POLL_S)
-            done = rows(folder)
-            if not done:
-                continue
-            if done[-1]["step"] > (soaked.steps[-1] if soaked.steps else 0):
+            done = []
+            if metrics.exists() and metrics.stat().st_size != size:
+                size, done = metrics.stat().st_size, rows(folder)
+            if done and done[-1]["step"] > (soaked.steps[-1] if soaked.steps else 0):
                 with suppress(psutil.Error):
                     soaked.add(done[-1]["step"], measured(controller, folder / "tmp"))
                 due = min(due, time.monotonic() + options.seconds)
+            if servers is not None:
+                servers.restart()
             if options.kill and time.monotonic() > due:
                 kind = draw.choice(options.kill)
-                if found := victims(controller, kind):
+                if found := servers.processes if servers and kind == "env" else victims(controller, kind):
                     with suppress(psutil.Error):
                         draw.choice(found).kill()
                         soaked.killed[kind] += 1

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 import httpx2
 import pytest
@@ -23,7 +24,10 @@ from starlette.types import Message, Scope
 from tests.conftest import ROOT
 from tests.service import free_port, wait_for
 from verl import serving
+from verl.envs import server as env_server
+from verl.envs.tools import retrieval_server
 from verl.errors import ConfigError, ServiceDownError
+from verl.sandbox import server as sandbox_server
 from verl.sandbox.client import RemoteSandbox
 from verl.services import TOKEN_VARIABLE, check_urls, service_headers
 from verl.serving import MIB, Gate, ServingConfig, find_token, new_app
@@ -234,6 +238,8 @@ SMALL = """
 import argparse, resource, sys
 from tests.test_serving import app
 from verl import serving
+from verl.envs import server as env_server
+from verl.envs.tools import retrieval_server
 serving.HEADER_S = serving.BODY_S = serving.WRITE_S = float(sys.argv[3])
 if sys.argv[4] != "0":
     serving.NUM_DESCRIPTORS = int(sys.argv[4])
@@ -353,3 +359,24 @@ def test_numbers_that_json_cannot_hold_and_huge_inputs_are_refused_without_being
     for body in ("[NaN]", "NaN", "[Infinity, -Infinity]", json.dumps(["x" * 100_000] * 100)):
         answer = asyncio.run(post(body))
         assert answer.status_code == 422 and answer.json()["detail"][0]["msg"] and len(answer.text) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("server", "word", "problem"),
+    [
+        (sandbox_server, "--max-timeout-s=nan", "'nan' is not a positive number"),
+        (sandbox_server, "--max-timeout-s=inf", "'inf' is not a positive number"),
+        (sandbox_server, "--workers=0", "'0' is not a whole number of at least 1"),
+        (sandbox_server, "--max-body-mib=-1", "'-1' is not a whole number of at least 1"),
+        (env_server, "--max-episodes=0", "'0' is not a whole number of at least 1"),
+        (env_server, "--idle-s=0", "'0' is not a positive number"),
+        (retrieval_server, "--topk=1e3", "'1e3' is not a whole number of at least 1"),
+    ],
+)
+def test_a_limit_that_limits_nothing_or_everything_is_refused(
+    server: ModuleType, word: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        server.main([word])
+    assert raised.value.code == 2
+    assert f"argument {word.partition('=')[0]}: {problem}" in capsys.readouterr().err

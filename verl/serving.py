@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hmac
 import ipaddress
+import math
 import os
 import resource
 import secrets
@@ -72,8 +73,23 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
     )
     parser.add_argument("--no-token", action="store_true", help="anybody who reaches the port may ask")
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="in the Host header, too")
-    parser.add_argument("--max-body-mib", type=int, default=max_body_mib, help="of one request")
-    parser.add_argument("--max-requests", type=int, default=1024, help="being answered at a time")
+    parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="of one request")
+    parser.add_argument("--max-requests", type=positive_int, default=1024, help="being answered at a time")
+
+
+def positive_int(text: str) -> int:
+    """A whole number of a command line, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number of a command line, for argparse."""
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)) and number > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:

@@ -28,7 +28,7 @@ from verl.envs.tools.text import utf8
 from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
-from verl.serving import add_serving_arguments, new_app, serve, serving_config
+from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
@@ -204,8 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)
-    parser.add_argument("--idle-s", type=float, default=1800.0, help="close episodes that nobody used for so long")
-    parser.add_argument("--max-episodes", type=int, default=MAX_EPISODES, help="open at a time")
+    parser.add_argument(
+        "--idle-s", type=positive_float, default=1800.0, help="close episodes that nobody used for so long"
+    )
+    parser.add_argument("--max-episodes", type=positive_int, default=MAX_EPISODES, help="open at a time")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

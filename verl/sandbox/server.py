@@ -32,7 +32,7 @@ from verl.sandbox.protocol import (
     limits_of,
     run_result,
 )
-from verl.serving import add_serving_arguments, new_app, serve, serving_config
+from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 
 log = logging.getLogger(__name__)
 
@@ -147,13 +147,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 for isolation that is not to be had here, or an address."""
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
-    parser.add_argument("--workers", type=int, default=2, help="executions at a time")
+    parser.add_argument("--workers", type=positive_int, default=2, help="executions at a time")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
     parser.add_argument(
-        "--memory-mib", type=int, default=Limits().memory_mib, help="of an execution that asks for none"
+        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="of an execution that asks for none"
     )
-    parser.add_argument("--max-timeout-s", type=float, default=LARGEST.wall_s, help="that a request may ask for")
-    parser.add_argument("--max-memory-mib", type=int, default=LARGEST.memory_mib, help="that a request may ask for")
+    parser.add_argument(
+        "--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="that a request may ask for"
+    )
+    parser.add_argument(
+        "--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="that a request may ask for"
+    )
     parser.add_argument("--require-cgroup", action="store_true", help="do not serve where no cgroup can be made")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.search import MAX_QUERY_CHARS, Retriever
 from verl.errors import VerlError
-from verl.serving import add_serving_arguments, new_app, serve, serving_config
+from verl.serving import add_serving_arguments, new_app, positive_int, serve, serving_config
 
 MAX_QUERIES = 1024
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)
-    parser.add_argument("--topk", type=int, default=3, help="for requests that do not say theirs")
+    parser.add_argument("--topk", type=positive_int, default=3, help="for requests that do not say theirs")
     words = parser.parse_args(argv)
     try:
         retriever = Bm25Retriever(words.corpus)
