@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -50,6 +51,10 @@ from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 WARM_UP = 100  # steps until everything has been used once
 MAX_GROWTH = 0.05
+MIN_SAMPLED = 0.8  # of the steps after the warm-up: a figure that was taken less often is not judged, and not met
+_OF_EACH = ("memory, MiB", "descriptors", "threads", "sockets")
+SAMPLED = ("temporary files", *(f"{who} {what}" for who in ("controller", "rank") for what in _OF_EACH))
+STEP_TIME = "step, s"
 KINDS = ("scorer", "sandbox", "engine", "env")
 _SERVERS = "SOAK_SERVERS"  # the variable that has the addresses of environment servers
 _POLL_S = 0.05
@@ -164,29 +169,31 @@ def _variables() -> dict[str, str]:
 
 @dataclass
 class Soaked:
-    """Figures by name, one a step, and what was killed."""
+    """(step, value) of every figure where it could be taken, and what was killed."""
 
-    steps: list[int] = field(default_factory=list)
-    figures: dict[str, list[float]] = field(default_factory=dict)
+    last: int = 0  # the last step
+    figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     killed: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: int, found: Mapping[str, float]) -> None:
-        self.steps.append(step)
+        self.last = max(self.last, step)
         for name, value in found.items():
-            self.figures.setdefault(name, []).append(value)
+            self.figures.setdefault(name, []).append((step, value))
 
-    def growth(self, name: str) -> float:
-        """Share by which the straight line through the figure rises from the end of the warm-up to the last step."""
-        pairs = [(step, value) for step, value in zip(self.steps, self.figures[name], strict=True) if step > self._warm]
-        if len(pairs) < 2:
-            return float("nan")
+    def growth(self, name: str) -> float | None:
+        """Share by which the straight line through the figure rises from the end of the warm-up to the last step.
+
+        None for one that is no finite number, or that was taken at fewer than MIN_SAMPLED of these steps.
+        """
+        warm = min(WARM_UP, self.last // 3)
+        pairs = [(step, value) for step, value in self.figures.get(name, ()) if step > warm]
+        if len(pairs) < max(2, MIN_SAMPLED * (self.last - warm)):
+            return None
         line = statistics.linear_regression(*zip(*pairs, strict=True))
-        first, last = (line.slope * step + line.intercept for step in (pairs[0][0], pairs[-1][0]))
-        return (last - first) / first if first else float(last > first)
-
-    @property
-    def _warm(self) -> int:
-        return min(WARM_UP, self.steps[-1] // 3)
+        first, last = (line.slope * step + line.intercept for step in (warm + 1, self.last))
+        if not (math.isfinite(first) and math.isfinite(last)):
+            return None
+        return (last - first) / first if first > 0 else float(last > first)
 
 
 def command(folder: Path, steps: int, engine: str, more: Sequence[str], served: bool = False) -> list[str]:
@@ -273,10 +280,13 @@ def workers(controller: psutil.Process) -> list[psutil.Process]:
 
 
 def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
-    """Of controller and rank; the processes that are killed are left out, since a fresh one is smaller."""
+    """Of controller and rank; the processes that are killed are left out, since a fresh one is smaller.
+
+    A figure that cannot be taken now is left out, and counted as missing in the end.
+    """
     found = {"temporary files": float(sum(len(files) for _, _, files in os.walk(temporary)))}
-    for name, process in zip(("controller", "rank"), (controller, *workers(controller)), strict=False):
-        with suppress(psutil.Error):
+    with suppress(psutil.Error):
+        for name, process in (("controller", controller), *(("rank", each) for each in workers(controller)[:1])):
             found[f"{name} memory, MiB"] = process.memory_full_info().uss / 2**20
             found[f"{name} descriptors"] = float(process.num_fds())
             found[f"{name} threads"] = float(process.num_threads())
@@ -299,9 +309,8 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             done = []
             if metrics.exists() and metrics.stat().st_size != size:
                 size, done = metrics.stat().st_size, rows(folder)
-            if done and done[-1]["step"] > (soaked.steps[-1] if soaked.steps else 0):
-                with suppress(psutil.Error):
-                    soaked.add(done[-1]["step"], measured(controller, folder / "tmp"))
+            if done and done[-1]["step"] > soaked.last:
+                soaked.add(done[-1]["step"], measured(controller, folder / "tmp"))
                 due = min(due, time.monotonic() + options.seconds)
             if servers is not None:
                 servers.restart()
@@ -317,34 +326,35 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def grown(folder: Path, soaked: Soaked, steps: int, code: int) -> dict[str, Any]:
-    """The table, as people and as machines read it."""
+    """The table, as people and as machines read it. Met where every figure was taken, and none has grown."""
     done = rows(folder)
-    times = Soaked([row["step"] for row in done], {"step, s": [row["time/step_s"] for row in done]})
-    complete = {name: values for name, values in soaked.figures.items() if len(values) == len(soaked.steps)}
-    soaked.figures = complete
-    figures = {
-        name: {"first": values[0], "last": values[-1], "median": statistics.median(values), "growth": each.growth(name)}
-        for each in (soaked, times)
-        if each.steps
-        for name, values in each.figures.items()
-    }
+    for row in done:
+        soaked.add(row["step"], {STEP_TIME: row["time/step_s"]})
     finished = code == 0 and [row["step"] for row in done] == list(range(1, steps + 1))
-    table = Table("", "first", "median", "last", "growth")
+    figures = {name: _summary(soaked, name) for name in (*SAMPLED, STEP_TIME)}
+    table = Table("", "samples", "first", "median", "last", "growth")
     for name, each in figures.items():
-        shown = (f"{each[column]:.4g}" for column in ("first", "median", "last"))
-        table.add_row(name, *shown, f"{each['growth']:+.2%}")
+        shown = ("" if each[column] is None else f"{each[column]:.4g}" for column in ("first", "median", "last"))
+        growth = "not judged" if each["growth"] is None else f"{each['growth']:+.2%}"
+        table.add_row(name, str(each["samples"]), *shown, growth)
     console.print(table)
     lost = sum(row["reward/infrastructure_faults"] for row in done)
     console.print(f"{len(done)} steps, exit code {code}, killed {dict(soaked.killed)}, responses lost {lost:g}")
-    met = finished and all(not each["growth"] > MAX_GROWTH for each in figures.values())
+    flat = all(each["growth"] is not None and each["growth"] <= MAX_GROWTH for each in figures.values())
     return {
         "figures": figures,
         "killed": soaked.killed,
         "lost": lost,
         "steps": len(done),
         "exit_code": code,
-        "met": met,
+        "met": finished and flat,
     }
+
+
+def _summary(soaked: Soaked, name: str) -> dict[str, Any]:
+    values = [value for _, value in soaked.figures.get(name, ()) if math.isfinite(value)]
+    first, last, median = (values[0], values[-1], statistics.median(values)) if values else (None, None, None)
+    return {"samples": len(values), "first": first, "last": last, "median": median, "growth": soaked.growth(name)}
 
 
 def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -268,3 +268,53 @@ def test_growth_is_that_of_a_straight_line_after_the_warm_up(monkeypatch: pytest
         soaked.add(step, {"flat": 10.0, "rises": 100.0 + max(0, step - 100) / 10, "first steps": min(step, 100)})
     assert abs(soaked.growth("flat")) < 1e-9 and abs(soaked.growth("first steps")) < 1e-9
     assert 0.19 < soaked.growth("rises") < 0.21
+
+
+def soak_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("soak")
+
+
+def soaked_run(soak: Any, folder: Path, dropped: frozenset[tuple[str, int]] = frozenset(), **memory: float) -> Any:
+    """What `grown` says of 300 steps at which all is flat, but a rank's memory at the steps named s<step>."""
+    (folder / "run").mkdir(exist_ok=True)
+    rows = [{"step": step, "time/step_s": 1.0, "reward/infrastructure_faults": 0.0} for step in range(1, 301)]
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    soaked = soak.Soaked()
+    for step in range(1, 301):
+        found = dict.fromkeys(soak.SAMPLED, 10.0)
+        found["rank memory, MiB"] = memory.get(f"s{step}", 10.0)
+        soaked.add(step, {name: value for name, value in found.items() if (name, step) not in dropped})
+    return soak.grown(folder, soaked, 300, 0)
+
+
+def test_memory_that_grows_is_found_with_samples_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    soak, name = soak_module(monkeypatch), "rank memory, MiB"
+    assert soaked_run(soak, tmp_path)["met"]
+    rising = {f"s{step}": 10.0 * step for step in range(1, 301)}
+    missed = soaked_run(soak, tmp_path, frozenset({(name, 150)}), **rising)
+    assert not missed["met"]
+    assert missed["figures"][name]["growth"] > 1.9 and missed["figures"][name]["samples"] == 299
+
+
+def test_a_figure_with_few_samples_or_none_meets_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    soak, name = soak_module(monkeypatch), "rank sockets"
+    one_in_ten = frozenset((name, step) for step in range(1, 301) if step % 10 == 0)
+    assert soaked_run(soak, tmp_path, one_in_ten)["met"]
+    late = frozenset((name, step) for step in range(250, 301))
+    none = frozenset((name, step) for step in range(1, 301))
+    for dropped in (late, none):
+        result = soaked_run(soak, tmp_path, dropped)
+        assert not result["met"] and result["figures"][name]["growth"] is None
+        json.dumps(result, allow_nan=False)
+
+
+def test_a_figure_that_rises_from_nothing_or_is_no_number_meets_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    soak, name = soak_module(monkeypatch), "rank memory, MiB"
+    from_nothing = {f"s{step}": float(step > 290) for step in range(1, 301)}  # its line begins below zero
+    assert soaked_run(soak, tmp_path, **from_nothing)["figures"][name]["growth"] == 1.0
+    assert soaked_run(soak, tmp_path, **dict.fromkeys(from_nothing, 0.0))["met"]
+    no_number = soaked_run(soak, tmp_path, s200=float("nan"))
+    assert not no_number["met"] and no_number["figures"][name]["growth"] is None
