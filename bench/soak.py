@@ -3,11 +3,13 @@
     python bench/soak.py grow [--steps 1000] [--kill scorer,sandbox,..] [--engine hf] [--seconds 10] [key=value ...]
     python bench/soak.py break [--steps 200] [--every 20] [--engine hf] [key=value ...]
 
-grow: short steps with a tool call in each episode, while processes of the kinds named are killed at random (seeded):
-scorers, sandbox workers, engines, and one of two environment servers, which play every other task and are started
-again by this script, as a service manager would.
-Memory, descriptors, threads and sockets of controller and ranks, temporary files and the time of a step are taken at
-every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all.
+grow: short steps with a tool call in each episode, while processes of the kinds named (all, if none are) are killed at
+random (seeded): scorers, sandbox workers and engines, which the run itself makes anew, and one of two environment
+servers, which play every other task and which this script starts again, as a service manager would. Between two engines
+there is a step.
+Memory, descriptors, threads and sockets of controller and rank, temporary files and the time of a step are taken at
+every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all. A figure that was
+taken at fewer than four fifths of these steps is not judged, and the bound counts as broken.
 
 break: the controller is killed with SIGKILL every so many steps and the same command given again, until all steps are
 done. Every step is in the metrics once, with the figures of a run that nobody broke, and the weights are bit-equal.
@@ -296,6 +298,7 @@ def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
 
 def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     draw, soaked, served = random.Random(options.seed), Soaked(), "env" in options.kill
+    engine_lost_at = 0  # in which step; the fourth loss without a step between ends a run
     words = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.words], served)
     with ExitStack() as stack:
         servers = Servers(folder) if served else None
@@ -314,12 +317,14 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 due = min(due, time.monotonic() + options.seconds)
             if servers is not None:
                 servers.restart()
-            if options.kill and time.monotonic() > due:
-                kind = draw.choice(options.kill)
+            kinds = [kind for kind in options.kill if kind != "engine" or soaked.last > engine_lost_at]
+            if kinds and time.monotonic() > due:
+                kind = draw.choice(kinds)
                 if found := servers.processes if servers and kind == "env" else victims(controller, kind):
                     with suppress(psutil.Error):
                         draw.choice(found).kill()
                         soaked.killed[kind] += 1
+                        engine_lost_at = soaked.last if kind == "engine" else engine_lost_at
                 due = time.monotonic() + draw.uniform(0.5, 1.5) * options.seconds
         code = controller.returncode
     return grown(folder, soaked, options.steps, code)
@@ -402,7 +407,12 @@ def main() -> int:
     parser.add_argument("mode", choices=("grow", "break"))
     parser.add_argument("words", nargs="*", help="key=value of the run's configuration")
     parser.add_argument("--steps", type=int, help="1000 to grow, 200 to break")
-    parser.add_argument("--kill", type=lambda text: [each for each in text.split(",") if each], default=list(KINDS[:2]))
+    parser.add_argument(
+        "--kill",
+        type=lambda text: [each for each in text.split(",") if each],
+        default=list(KINDS),
+        help=f"kinds of processes, all by default: {','.join(KINDS)}; '' for none",
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="between two kills, on average")
     parser.add_argument("--every", type=int, default=20, help="steps between two kills of the controller")
     parser.add_argument("--save-freq", type=int, default=5)

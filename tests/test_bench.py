@@ -318,3 +318,21 @@ def test_a_figure_that_rises_from_nothing_or_is_no_number_meets_nothing(
     assert soaked_run(soak, tmp_path, **dict.fromkeys(from_nothing, 0.0))["met"]
     no_number = soaked_run(soak, tmp_path, s200=float("nan"))
     assert not no_number["met"] and no_number["figures"][name]["growth"] is None
+
+
+def test_a_soak_kills_processes_of_all_kinds_unless_it_is_told_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    soak, kills = soak_module(monkeypatch), []
+    monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
+
+    def grow(folder: Path, options: Any) -> dict[str, Any]:
+        kills.append(options.kill)
+        return {"met": True}
+
+    monkeypatch.setattr(soak, "grow", grow)
+    monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
+    for words in ([], ["--kill", "env,scorer"], ["--kill", ""]):
+        monkeypatch.setattr(sys, "argv", ["soak.py", "grow", *words])
+        assert soak.main() == 0
+    assert kills == [["scorer", "sandbox", "engine", "env"], ["env", "scorer"], []]
