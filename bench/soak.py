@@ -20,14 +20,11 @@ A table goes to standard error and JSON to standard output. The exit code is 1 w
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import random
-import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -44,12 +41,12 @@ import psutil
 from common import ROOT, console, machine, versions
 from rich.table import Table
 
-from verl.data.codecs.base import Calls, Parsed
-from verl.data.codecs.tags import TagsCodec
-from verl.envs.base import Observation, StepResult
+from tests.chaos.outcome import metrics, weights
+from tests.chaos.parts import AlwaysCalls, LookEnv
+from tests.chaos.processes import sandboxes, scorers
+from tests.service import free_port, wait_for
 from verl.envs.remote import RemoteFactory
 from verl.tracking.jsonl import read_rows
-from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 WARM_UP = 100  # steps until everything has been used once
 MAX_GROWTH = 0.05
@@ -60,7 +57,6 @@ STEP_TIME = "step, s"
 KINDS = ("scorer", "sandbox", "engine", "env")
 _SERVERS = "SOAK_SERVERS"  # the variable that has the addresses of environment servers
 _POLL_S = 0.05
-_TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
 _END_S = 60.0  # for a killed run's processes to be gone
 _WORDS = (
     "recipe=mini_grpo",
@@ -86,32 +82,16 @@ _WORDS = (
 )
 
 
-class EveryTextCalls(TagsCodec):
+class EveryTextCalls(AlwaysCalls):
     """A model too small to call a tool calls one with whatever it writes."""
 
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        return (" ", ">", "e")
-
-    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        return Calls((ToolCall("python", {"code": f"print({len(written)} + 1)"}),))
+    call_s = 0.0
 
 
-class Echo:
-    """The environment that servers serve: answers a call with its code."""
+class Echo(LookEnv):
+    """The environment that servers serve."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    async def reset(self) -> Observation:
-        return Observation(self._task.prompt, (ToolSpec("python", "", {"type": "object", "properties": {}}),))
-
-    async def step(self, message: Message) -> StepResult:
-        said = str(message.tool_calls[0].arguments["code"]) if message.tool_calls else ""
-        use = ToolUse("python", ToolStatus.SUCCESS, 0.0)
-        return StepResult((Message("tool", said, tool="python"),), tool_uses=(use,))
-
-    async def close(self) -> None:
-        """Holds nothing."""
+    call_s = 0.0
 
 
 class Served(RemoteFactory):
@@ -126,7 +106,7 @@ class Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = [_free_port() for _ in range(2)]
+        self._ports = [free_port() for _ in range(2)]
         self.processes = [self._start(port) for port in self._ports]
 
     @property
@@ -134,10 +114,9 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def wait(self) -> None:
-        """Until both listen."""
-        for port in self._ports:
-            while not _listens(port):
-                time.sleep(_POLL_S)
+        """Until both answer."""
+        for process, url in zip(self.processes, self.urls, strict=True):
+            wait_for(f"{url}/health", process)
 
     def restart(self) -> None:
         """Those that have ended."""
@@ -152,17 +131,6 @@ class Servers:
         words = [sys.executable, "-m", "verl.envs.server", "--env", f"{Path(__file__).resolve()}:Echo"]
         with (self._folder / "servers.txt").open("ab") as output:
             return psutil.Popen([*words, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _variables() -> dict[str, str]:
@@ -261,18 +229,12 @@ def words_of(process: psutil.Process) -> str:
     return ""
 
 
-def victims(controller: psutil.Process, kind: str) -> list[psutil.Process]:
-    """The processes of a kind that live now."""
-    children = controller.children()
-    if kind == "scorer":
-        return [each for each in children if "spawn_main" in words_of(each)]
-    if kind == "sandbox":
-        servers = [each for each in children if "bwrap" in words_of(each) or "/sandbox" in words_of(each)]
-        return [below for server in servers for below in (server, *server.children(recursive=True))]
+def victims(controller: psutil.Process, kind: str) -> list[int]:
+    """Ids of the processes of a kind that live now."""
     if kind == "engine":
         engines = workers(controller)[1:]
-        return [process for engine in engines for process in (engine, *engine.children(recursive=True))]
-    return []
+        return [each.pid for engine in engines for each in (engine, *engine.children(recursive=True))]
+    return scorers(controller.pid) if kind == "scorer" else sandboxes(controller.pid)
 
 
 def workers(controller: psutil.Process) -> list[psutil.Process]:
@@ -306,12 +268,12 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             stack.callback(servers.close)
             servers.wait()
         controller = stack.enter_context(started(words, folder, servers.urls if servers else ()))
-        due, metrics, size = float("inf"), folder / "run" / "metrics.jsonl", 0
+        due, written, size = float("inf"), folder / "run" / "metrics.jsonl", 0
         while controller.poll() is None:
             time.sleep(_POLL_S)
             done = []
-            if metrics.exists() and metrics.stat().st_size != size:
-                size, done = metrics.stat().st_size, rows(folder)
+            if written.exists() and written.stat().st_size != size:
+                size, done = written.stat().st_size, rows(folder)
             if done and done[-1]["step"] > soaked.last:
                 soaked.add(done[-1]["step"], measured(controller, folder / "tmp"))
                 due = min(due, time.monotonic() + options.seconds)
@@ -320,9 +282,10 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             kinds = [kind for kind in options.kill if kind != "engine" or soaked.last > engine_lost_at]
             if kinds and time.monotonic() > due:
                 kind = draw.choice(kinds)
-                if found := servers.processes if servers and kind == "env" else victims(controller, kind):
-                    with suppress(psutil.Error):
-                        draw.choice(found).kill()
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    own = [each.pid for each in servers.processes] if servers and kind == "env" else None
+                    if found := own or victims(controller, kind):
+                        psutil.Process(draw.choice(found)).kill()
                         soaked.killed[kind] += 1
                         engine_lost_at = soaked.last if kind == "engine" else engine_lost_at
                 due = time.monotonic() + draw.uniform(0.5, 1.5) * options.seconds
@@ -379,7 +342,7 @@ def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 run.send_signal(signal.SIGKILL)
                 kills += 1
         console.print(f"{len(rows(cut))} steps, {kills} kills")
-    one, two = (list(map(figures_of, rows(each))) for each in (whole, cut))
+    one, two = metrics(whole), metrics(cut)
     same = {
         "every step once": [row["step"] for row in two] == list(range(1, options.steps + 1)),
         "figures bit-equal": one == two,
@@ -388,18 +351,6 @@ def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for name, holds in same.items():
         console.print(f"{name}: {holds}")
     return {"kills": kills, "steps": len(two), **same, "met": all(same.values())}
-
-
-def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What does not depend on the clock."""
-    return {name: value for name, value in row.items() if not _TIMED.match(name)}
-
-
-def weights(folder: Path) -> str:
-    """A hash of the newest checkpoint's."""
-    checkpoints = folder / "run" / "checkpoints"
-    newest = json.loads((checkpoints / "latest.json").read_text())["folder"]
-    return hashlib.sha256((checkpoints / newest / "hf" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def main() -> int:

@@ -27,11 +27,9 @@ from tests.chaos.harness import (
     Result,
     check_resumed,
     differing,
-    metrics,
-    newest,
     place,
-    weights,
 )
+from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.place import Place
 from tests.service import free_port
 from verl.tracking.jsonl import read_rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.cases import TARGETS, Case, End
+from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.parts import points
 from tests.chaos.place import Place
 from tests.conftest import ROOT
@@ -39,8 +39,6 @@ MAX_LINES = 25
 START_S = 240.0  # until a run is where it is to be broken
 RUN_S = 300.0  # for a run from start to end
 TRACEBACK = "Traceback (most recent call last)"
-_TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
-_COUNTS = ("rollout/engine_restarts", "rollout/requests_retried")  # of what was healed
 
 SETUPS: Mapping[str, Sequence[str]] = {
     "hf": ("rollout.name=hf",),
@@ -305,24 +303,6 @@ def servers(setup: str) -> Iterator[list[str]]:
         for process in started:
             process.kill()
             process.wait()
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """Rows of metrics, without what depends on the machine's speed and counts of what was healed."""
-    rows = read_rows(out / "run" / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not _TIMED.match(key) and key not in _COUNTS} for row in rows]
-
-
-def weights(out: Path) -> str:
-    """A hash of the last model."""
-    file = out / "run" / "checkpoints" / f"step-{STEPS:06d}" / "hf" / "model.safetensors"
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def newest(out: Path) -> int:
-    """The step of the newest checkpoint, 0 if there is none."""
-    pointer = out / "run" / "checkpoints" / "latest.json"
-    return int(json.loads(pointer.read_text())["step"]) if pointer.exists() else 0
 
 
 def server_pids(urls: Sequence[str]) -> list[int]:

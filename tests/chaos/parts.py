@@ -28,8 +28,9 @@ def reward(reply: str, answer: str) -> float:
 
 
 class AlwaysCalls:
-    """Whatever the policy writes up to a vowel is a call of the first tool."""
+    """Whatever the policy writes up to a vowel is a call of the first tool, which takes call_s seconds."""
 
+    call_s = CALL_S
     template_tools = False
     final_stop_strings = _PAUSES
     turns_per_call = 1
@@ -43,7 +44,7 @@ class AlwaysCalls:
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         (argument,) = list(tools[0].parameters["properties"])[:1]
-        text = f"import time; time.sleep({CALL_S}); print({len(written)})" if argument == "code" else written
+        text = f"import time; time.sleep({self.call_s}); print({len(written)})" if argument == "code" else written
         return Calls((ToolCall(tools[0].name, {argument: text}),))
 
     def observation(self, results: Sequence[Message], written: str) -> str:
@@ -54,7 +55,9 @@ class AlwaysCalls:
 
 
 class LookEnv:
-    """Counts the characters that it is shown."""
+    """Counts the characters that it is shown, in call_s seconds."""
+
+    call_s = CALL_S
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -63,9 +66,9 @@ class LookEnv:
         return Observation(self._task.prompt, (_LOOK,))
 
     async def step(self, message: Message) -> StepResult:
-        await asyncio.sleep(CALL_S)
+        await asyncio.sleep(self.call_s)
         seen = str(len(str(message.tool_calls[0].arguments))) if message.tool_calls else "nothing"
-        use = ToolUse(_LOOK.name, ToolStatus.SUCCESS, CALL_S)
+        use = ToolUse(_LOOK.name, ToolStatus.SUCCESS, self.call_s)
         return StepResult((Message("tool", seen, tool=_LOOK.name),), tool_uses=(use,))
 
     async def close(self) -> None:

@@ -15,11 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.chaos.processes import below, children, sandboxes, scorers
 
 WAIT_S = 300.0  # for the harness; one that is gone must not leave a run behind
 
@@ -56,26 +56,15 @@ class Stop:
     def _pids(self) -> dict[str, list[int]]:
         """By target. The first is the process itself, more are those in which it does its work."""
         me, engines = os.getpid(), self.workers.engines.pids
-        own = [each for each in _below(me) if each["ppid"] == me]
-        boxes = [each["pid"] for each in own if each["name"] == "bwrap"]
         return {
             "controller": [me],
             "rank": self.workers.trainer.pids,
             "engine": engines,
-            "engine core": [each["pid"] for pid in engines for each in _below(pid) if "EngineCore" in each["name"]],
-            "scorer": [each["pid"] for each in own if "spawn_main" in " ".join(each["cmdline"] or ())],
-            "sandbox worker": [pid for box in boxes for pid in (box, *(each["pid"] for each in _below(box)))],
-            "raylet": [each["pid"] for each in own if each["name"] == "raylet"],
+            "engine core": [each["pid"] for pid in engines for each in below(pid) if "EngineCore" in each["name"]],
+            "scorer": scorers(me),
+            "sandbox worker": sandboxes(me),
+            "raylet": [each["pid"] for each in children(me) if each["name"] == "raylet"],
         }
-
-
-def _below(pid: int) -> list[dict[str, Any]]:
-    """The processes below one, without those that end meanwhile."""
-    found = []
-    for each in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            found.append(each.as_dict(["pid", "ppid", "name", "cmdline"]))
-    return found
 
 
 def before(stop: Stop, owner: Any, name: str, point: str, next_step: bool = True) -> None:
