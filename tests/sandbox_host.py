@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 
@@ -26,3 +27,16 @@ def need_bubblewrap() -> None:
         if REQUIRED:
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+def foreign_call(number: int) -> str:
+    """Code that makes the call of this number of 32-bit x86 by int 0x80. Skips the test on any other machine."""
+    if platform.machine() != "x86_64":
+        pytest.skip("32-bit calls by int 0x80 are of x86_64")
+    instructions = b"\xb8" + number.to_bytes(4, "little") + b"\xcd\x80\xc3"  # mov eax, number; int 0x80; ret
+    return f"""
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write({instructions!r})
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
+"""

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.sandbox_host import need_bubblewrap
+from tests.sandbox_host import foreign_call, need_bubblewrap
 from tests.sandbox_probes import PROBES, REFUSED
 from tests.test_sandbox import search
 from verl.errors import DataError
@@ -59,15 +59,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_int_0x80_with_the_number_of_ptrace_is_killed_by_sigsys(pool: Pool) -> None:
-    if platform.machine() != "x86_64":
-        pytest.skip("32-bit calls by int 0x80 are of x86_64")
-    code = """
-import ctypes, mmap
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-page.write(bytes.fromhex("b81a000000cd80c3"))  # mov eax, 26 (ptrace); int 0x80; ret
-print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
-"""
-    done = pool.run(code)
+    done = pool.run(foreign_call(26))  # ptrace
     assert (done.status, done.return_code, done.stdout) == (Status.ERROR, -31, "")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sandbox_host import need_bubblewrap
+from tests.sandbox_host import foreign_call, need_bubblewrap
 from tests.sandbox_probes import PROBES, REFUSED, Probe
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.fork_server import Isolation
@@ -222,15 +222,7 @@ def test_an_answer_that_the_code_prints_stays_its_output(inside: Place) -> None:
 
 
 def test_calls_of_a_foreign_architecture_end_the_process(inside: Place) -> None:
-    if platform.machine() != "x86_64":
-        pytest.skip("32-bit calls by int 0x80 are of x86_64")
-    code = """
-import ctypes, mmap
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20 (getpid); int 0x80; ret
-print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
-"""
-    done = inside.run(code)
+    done = inside.run(foreign_call(20))  # getpid
     assert done.status is Status.ERROR
     assert done.return_code is not None and done.return_code < 0
     assert done.stdout == ""

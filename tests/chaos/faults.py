@@ -25,6 +25,7 @@ from tests.chaos.harness import (
     Ended,
     Lab,
     Result,
+    Running,
     check_resumed,
     differing,
     place,
@@ -96,12 +97,7 @@ def disk_full(lab: Lab, result: Result) -> None:
         out.mkdir()
         inside = where.mount(out, "size=64m")
         words = lab.words("hf", out)
-        running = lab.start(where, words, "update")
-        running.reached()
-        with _filled(inside):
-            running.struck = time.monotonic()
-            running.go()
-            ended = running.ended()
+        ended = _ended_filled(lab.start(where, words, "update"), inside)
         _check_refused(result, ended, (1, 2), str(out), "Free some space")
         result.need(not (left := where.leftovers()), f"left: {'; '.join(left[:6])}")
         where.clear()
@@ -109,13 +105,15 @@ def disk_full(lab: Lab, result: Result) -> None:
         _check_equal(result, inside, lab.baseline("hf"))
 
 
-@contextmanager
-def _filled(folder: Path) -> Iterator[None]:
-    """No space is left on the folder's disk inside."""
+def _ended_filled(running: Running, folder: Path) -> Ended:
+    """How a run ends if no space is left on the folder's disk from its point on; there is space again afterwards."""
+    running.reached()
     file = folder / "filling"
     subprocess.run(["dd", "if=/dev/zero", f"of={file}", "bs=64k"], check=False, capture_output=True)
     try:
-        yield
+        running.struck = time.monotonic()
+        running.go()
+        return running.ended()
     finally:
         file.unlink(missing_ok=True)
 
@@ -135,12 +133,7 @@ def tmpdir_full(lab: Lab, result: Result) -> None:
     with _outputs() as (where, out):
         temporary = where.mount(where.tmp, "size=64m")
         words = lab.words("hf", out)
-        running = lab.start(where, words, "rollout")
-        running.reached()
-        with _filled(temporary):
-            running.struck = time.monotonic()
-            running.go()
-            ended = running.ended()
+        ended = _ended_filled(lab.start(where, words, "rollout"), temporary)
         _told(result, ended)
         if ended.code != 0:
             _check_refused(result, ended, (1, 2), str(where.tmp))
