@@ -20,6 +20,7 @@ from verl.tracking.jsonl import read_rows
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "chaos"
 BEGIN, END = "<!-- chaos table: begin -->", "<!-- chaos table: end -->"
+_RUN = ("verl", "tests")  # what decides a result
 _HEAD = ("case", "expected", "result", "exit", "reported after", "lines", "resumed from", "bit-equal")
 
 
@@ -46,14 +47,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @cache
 def commit() -> str:
-    """The commit that is checked out, and a hash of what differs from it in what the suite runs."""
-    described = _git("rev-parse", "--short=12", "HEAD").strip()
-    changed = _git("diff", "HEAD", "--", "verl", "tests")
-    return f"{described}+{sha256(changed.encode()).hexdigest()[:8]}" if changed else described
+    """`described` of this checkout, as it was when it was first asked."""
+    return described(ROOT)
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def described(checkout: Path) -> str:
+    """The commit that is checked out, and a hash of what differs from it or is new in what the suite runs."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=checkout, capture_output=True, check=True).stdout
+
+    name = git("rev-parse", "--short=12", "HEAD").decode().strip()
+    changed = git("diff", "--binary", "HEAD", "--", *_RUN)
+    new = git("ls-files", "-z", "--others", "--exclude-standard", "--", *_RUN).decode().split("\0")[:-1]
+    for path in new:
+        content = (checkout / path).read_bytes() if (checkout / path).is_file() else b""
+        changed += f"{path}\0{len(content)}\0".encode() + content
+    return f"{name}+{sha256(changed).hexdigest()[:8]}" if changed else name
 
 
 def passed(results: Path, name: str) -> bool:

@@ -43,6 +43,30 @@ def test_expectations_by_target_and_signal() -> None:
     assert ends["raylet-KILL-shutdown-hf"] == (End.UNHARMED, 0)
 
 
+def test_what_git_does_not_know_yet_is_a_part_of_the_commit(tmp_path: Path) -> None:
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        for folder in ("verl", "tests", "docs"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "known.py").write_text("1")
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("*.pyc")
+    (tmp_path / "verl" / "cache.pyc").write_bytes(b"\xff")
+    (tmp_path / "docs" / "new.md").write_text("not run")
+    names = [results.described(tmp_path)]
+    assert "+" not in names[0]
+    for name, content in (
+        ("verl/new.py", b"1"),
+        ("verl/new.py", b"2"),
+        ("tests/no text", b"\xff"),
+        ("verl/known.py", b"2"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        names.append(results.described(tmp_path))
+    assert len(set(names)) == 5 and all(name.startswith(f"{names[0]}+") for name in names[1:])
+    (tmp_path / "verl" / "known.py").write_bytes(b"1")
+    assert results.described(tmp_path) == names[3]
+
+
 def test_every_fault_is_written_out() -> None:
     assert tuple(FAULTS) == NAMES
 
