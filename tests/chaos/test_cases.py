@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.chaos import results
@@ -92,7 +91,7 @@ def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last
 def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
     with place(shm_mib=1) as where:
         own = where.environment({})
-        script = "touch /dev/shm/left $TMPDIR/left; mount -t tmpfs none /mnt; exec sleep 100"
+        script = "touch /dev/shm/left $TMPDIR/left; mount -t tmpfs none /mnt; sleep 99 & exec sleep 100"
         process = subprocess.Popen([*where.enter, "sh", "-c", script], env=own)
         try:
             while "/mnt" not in where.mounts():
@@ -101,8 +100,9 @@ def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
         finally:
             process.kill()
             process.wait()
-        assert [each for each in left if "sleep" in each] and "mount /mnt" in left
+        assert [each for each in left if "sleep 99" in each] and [each for each in left if "sleep 100" in each]
+        assert "mount /mnt" in left
         assert "/dev/shm/left" in left and str(where.tmp / "left") in left
         assert not Path("/dev/shm/left").exists() and not os.path.ismount("/mnt")
-    assert not where.tmp.exists()
-    assert not [each for each in psutil.process_iter() if each.pid in (process.pid,)]
+        assert len(where.alive()) == 1  # what the shell had started ends with the place
+    assert not where.tmp.exists() and not where.alive()
