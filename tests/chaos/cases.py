@@ -36,10 +36,13 @@ POINTS = (
 )
 
 
+WATCHED = "has ended without tidying up"  # what the watcher says of a controller that was killed
+
+
 class End(StrEnum):
     """What has to come of a case."""
 
-    KILLED = "killed"  # exit -9, no report: nobody is left to make one
+    KILLED = "killed"  # exit -9, reported by the watcher that outlives the controller
     FAILED = "failed"  # exit 1, one report that names the culprit
     TERMINATED = "terminated"  # exit 143, 129 or 130, reported
     HEALED = "healed"  # exit 0 by itself after a report, the end bit-equal: what was lost is asked again

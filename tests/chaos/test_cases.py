@@ -12,8 +12,9 @@ import pytest
 from tests.chaos import results
 from tests.chaos.cases import CASES, FAULTS, POINTS, SIGNALS, TARGETS, End
 from tests.chaos.faults import NAMES
-from tests.chaos.harness import place
+from tests.chaos.harness import Baseline, Ended, Result, check_end, place
 from tests.chaos.place import possible
+from verl import watcher
 
 
 def test_every_target_meets_every_signal_and_every_point_is_met() -> None:
@@ -64,6 +65,41 @@ def test_what_git_does_not_know_yet_is_a_part_of_the_commit(tmp_path: Path) -> N
     assert len(set(names)) == 5 and all(name.startswith(f"{names[0]}+") for name in names[1:])
     (tmp_path / "verl" / "known.py").write_bytes(b"1")
     assert results.described(tmp_path) == names[3]
+
+
+def problems_of(name: str, code: int, *said: tuple[float, str], unbroken_lines: int = 12) -> list[str]:
+    result, case = Result(), next(case for case in CASES if case.name == name)
+    check_end(result, case, Ended(code, list(said), 100.0), Baseline(Path(), [], "", unbroken_lines))
+    return result.problems
+
+
+def test_a_report_comes_within_the_health_timeout_and_ten_seconds_of_slack() -> None:
+    def reported(at: float) -> list[str]:
+        return problems_of("rank-KILL-update-hf", 1, (-3.0, "step 1"), (at, "trainer rank 0 (process 7) died"))
+
+    assert not reported(0.5) and not reported(40.0)
+    (problem,) = reported(40.1)
+    assert "reported after 40.1 s, more than 40 s" in problem
+    (problem,) = problems_of("rank-KILL-update-hf", 1, (0.5, "something died"))
+    assert "does not name the rank" in problem
+
+
+def test_of_a_controller_that_was_killed_the_watcher_tells() -> None:
+    told = watcher._KILLED.format(pid=7).splitlines()
+    assert not problems_of("controller-KILL-update-hf", -9, *((1.0, line) for line in told))
+    (problem,) = problems_of("controller-KILL-update-hf", -9, (1.0, "Killed"))
+    assert "does not name the controller" in problem
+
+
+def test_a_report_has_25_lines_and_a_run_that_goes_on_as_many_more_than_an_unbroken_one() -> None:
+    def said(count: int) -> list[tuple[float, str]]:
+        return [(1.0, f"rollout rank 0 died, trainer rank 0 died, {number}") for number in range(count)]
+
+    assert not problems_of("rank-KILL-update-hf", 1, *said(25))
+    assert problems_of("rank-KILL-update-hf", 1, *said(26)) == ["26 lines after the crash"]
+    for name in ("engine-KILL-rollout-hf", "controller-STOP-rollout-hf"):
+        assert not problems_of(name, 0, (-9.0, "start"), *said(36))
+        assert problems_of(name, 0, (-9.0, "start"), *said(37)) == ["26 lines more than a run that nothing breaks"]
 
 
 def test_every_fault_is_written_out() -> None:
