@@ -122,21 +122,26 @@ sys.exit(told([], '', Config, save))
 
 
 HANGS = """
-import os, signal, subprocess, sys, threading, time
+import os, psutil, signal, subprocess, sys, threading, time
 from verl.config.schema import Config
 from verl.trainer import command, deadline
+from verl.scratch import scratch_folder
 from verl.trainer.crash import crash_reported
 from pathlib import Path
 deadline.END_S = 2.0
+def watcher_of(folder):
+    (found,) = (each.pid for each in psutil.Process().children() if str(folder) in each.cmdline())
+    return found
 def run(words, console):
-    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
-    child.send_signal(signal.SIGSTOP)
-    try:
-        with crash_reported(Path(sys.argv[1])):
-            print(child.pid, flush=True)
-            {work}
-    finally:
-        {hang}
+    with scratch_folder() as folder:
+        child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+        child.send_signal(signal.SIGSTOP)
+        try:
+            with crash_reported(Path(sys.argv[1])):
+                print(child.pid, folder, flush=True)
+                {work}
+        finally:
+            {hang}
 """
 
 
@@ -147,21 +152,22 @@ def run(words, console):
         ("time.sleep(100)", "time.sleep(1000)", 143),
         ("raise RuntimeError('the cause')", "child.wait()", 1),
         ("raise RuntimeError('the cause')", "threading.Thread(target=time.sleep, args=(1000,)).start()", 1),
+        ("raise RuntimeError('the cause')", "os.kill(watcher_of(folder), signal.SIGSTOP)", 1),
     ],
 )
-def test_an_end_that_hangs_is_cut_short_and_its_processes_are_killed(
-    work: str, hang: str, code: int, tmp_path: Path
-) -> None:
+def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str, code: int, tmp_path: Path) -> None:
     source = HANGS.format(work=work, hang=hang) + "sys.exit(command.told([], '', Config, run))"
     process = start_code(source, str(tmp_path))
     assert process.stdout is not None
-    child = psutil.Process(int(process.stdout.readline()))
+    pid, folder = process.stdout.readline().split()
+    child = psutil.Process(int(pid))
     if code == 143:
         process.send_signal(signal.SIGTERM)
     said = ended(process, 60)
     assert process.returncode == code and "what hangs was killed" in said, said
     assert ("RuntimeError: the cause" in said) == (code == 1)
     child.wait(10)
+    assert not Path(folder).exists()  # its watcher holds standard error until it has tidied up
 
 
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
