@@ -121,6 +121,44 @@ sys.exit(told([], '', Config, save))
         out.unlink(missing_ok=True)
 
 
+KEPT = """
+import os, signal, sys, time
+from pathlib import Path
+from verl.config.schema import Config
+from verl.lock import alone_in
+from verl.signals import kept_signals
+from verl.trainer.command import told
+def start():  # as Ray does
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+def end(seconds=0.5):
+    os.kill(os.getpid(), signal.{signal})
+    time.sleep(seconds)
+def run(words, console):
+    with alone_in(Path(sys.argv[1])):
+        assert len(os.listdir("/proc/self/task")) > 1  # the kernel gives the signal to a thread that does not block it
+        with kept_signals():
+            {work}
+            print("waited", flush=True)
+        print("went on", flush=True)
+        return 0
+"""
+
+
+@pytest.mark.parametrize("work", ["end()", "end(); start()", "start(); end()", "start(); end(0.0)"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_library_starts_ends_the_command_in_order(
+    work: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    source = KEPT.format(work=work, signal=number.name) + "sys.exit(told([], '', Config, run))"
+    process = start_code(source, str(tmp_path))
+    said = ended(process, 30)
+    code, word = CODES[number]
+    assert process.returncode == code and word in said and f"{number.name}: stopping: " in said, said
+    assert "went on" not in said
+    if number == signal.SIGHUP or not work.startswith("start"):  # of which the library's handler knows nothing
+        assert said.startswith("waited\n")
+
+
 HANGS = """
 import os, psutil, signal, subprocess, sys, threading, time
 from verl.config.schema import Config
