@@ -208,6 +208,35 @@ def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str
     assert not Path(folder).exists()  # its watcher holds standard error until it has tidied up
 
 
+UNBUILT = """
+import sys, time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.trainer import build, command, deadline
+deadline.END_S = deadline.REGULAR_END_S = 2.0
+def fail(*_):
+    raise RuntimeError("the cause")
+build.Cluster = SimpleNamespace(start=lambda *_: nullcontext(SimpleNamespace(num_gpus=0)))
+build.build_scorer = lambda *_: nullcontext()
+build.start_workers = lambda *_: SimpleNamespace(close=lambda: time.sleep(1000))
+build.build_trainer = fail
+def run(words, console):
+    config = load_config(sys.argv[2:])
+    with build.built(config, build.load_inputs(config), Path(sys.argv[1]), console):
+        return 0
+sys.exit(command.told([], "", Config, run))
+"""
+
+
+def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path, tmp_path: Path) -> None:
+    process = start_code(UNBUILT, str(tmp_path), *run_words(model, tmp_path, "hf", 1))
+    said = ended(process, 120)
+    assert process.returncode == 1 and "RuntimeError: the cause" in said and "what hangs was killed" in said, said
+
+
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(arguments: Words, console: Console) -> int:
         with crash_reported(tmp_path), crash_reported(tmp_path, lambda: "It failed in step 3, update."):
