@@ -265,6 +265,20 @@ def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.Captur
     assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
 
 
+def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path):
+            error = LookupError("what users' code raises")
+            error.add_note("a user's note")
+            raise error
+
+    assert told([], "", Config, fail) == 1
+    (path,) = (tmp_path / "logs").glob("crash-*.txt")
+    assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the workers' last words: {path}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["TMPDIR", "outputs"])
 def test_a_full_disk_is_one_line_before_anything_starts(place: str, model: Path, tmp_path: Path) -> None:
