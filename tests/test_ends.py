@@ -27,6 +27,8 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.errors import DataError
+from verl.files import check_temporary
 from verl.signals import Ended, ending_on_signals
 from verl.single_controller.group import WorkerError
 from verl.tracking.timers import PhaseTimer
@@ -277,6 +279,14 @@ def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
     assert told([], "", Config, fail) == 1
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the workers' last words: {path}\n")
+
+
+@pytest.mark.parametrize("place", ["/proc/1", "/nowhere"])
+def test_a_temporary_folder_that_cannot_be_written_to_is_told(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_temporary()
+    monkeypatch.setenv("TMPDIR", place)
+    with pytest.raises(DataError, match=f"{place}.*cannot be written"):
+        check_temporary()
 
 
 @pytest.mark.slow
