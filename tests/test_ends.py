@@ -27,6 +27,8 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.errors import DataError
+from verl.files import check_temporary
 from verl.signals import Ended, ending_on_signals
 from verl.single_controller.group import WorkerError
 from verl.tracking.timers import PhaseTimer
@@ -121,22 +123,65 @@ sys.exit(told([], '', Config, save))
         out.unlink(missing_ok=True)
 
 
+KEPT = """
+import os, signal, sys, time
+from pathlib import Path
+from verl.config.schema import Config
+from verl.lock import alone_in
+from verl.signals import kept_signals
+from verl.trainer.command import told
+def start():  # as Ray does
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+def end(seconds=0.5):
+    os.kill(os.getpid(), signal.{signal})
+    time.sleep(seconds)
+def run(words, console):
+    with alone_in(Path(sys.argv[1])):
+        assert len(os.listdir("/proc/self/task")) > 1  # the kernel gives the signal to a thread that does not block it
+        with kept_signals():
+            {work}
+            print("waited", flush=True)
+        print("went on", flush=True)
+        return 0
+"""
+
+
+@pytest.mark.parametrize("work", ["end()", "end(); start()", "start(); end()", "start(); end(0.0)"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_library_starts_ends_the_command_in_order(
+    work: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    source = KEPT.format(work=work, signal=number.name) + "sys.exit(told([], '', Config, run))"
+    process = start_code(source, str(tmp_path))
+    said = ended(process, 30)
+    code, word = CODES[number]
+    assert process.returncode == code and word in said and f"{number.name}: stopping: " in said, said
+    assert "went on" not in said
+    if number == signal.SIGHUP or not work.startswith("start"):  # of which the library's handler knows nothing
+        assert said.startswith("waited\n")
+
+
 HANGS = """
-import os, signal, subprocess, sys, threading, time
+import os, psutil, signal, subprocess, sys, threading, time
 from verl.config.schema import Config
 from verl.trainer import command, deadline
+from verl.scratch import scratch_folder
 from verl.trainer.crash import crash_reported
 from pathlib import Path
 deadline.END_S = 2.0
+def watcher_of(folder):
+    (found,) = (each.pid for each in psutil.Process().children() if str(folder) in each.cmdline())
+    return found
 def run(words, console):
-    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
-    child.send_signal(signal.SIGSTOP)
-    try:
-        with crash_reported(Path(sys.argv[1])):
-            print(child.pid, flush=True)
-            {work}
-    finally:
-        {hang}
+    with scratch_folder() as folder:
+        child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+        child.send_signal(signal.SIGSTOP)
+        try:
+            with crash_reported(Path(sys.argv[1])):
+                print(child.pid, folder, flush=True)
+                {work}
+        finally:
+            {hang}
 """
 
 
@@ -147,21 +192,51 @@ def run(words, console):
         ("time.sleep(100)", "time.sleep(1000)", 143),
         ("raise RuntimeError('the cause')", "child.wait()", 1),
         ("raise RuntimeError('the cause')", "threading.Thread(target=time.sleep, args=(1000,)).start()", 1),
+        ("raise RuntimeError('the cause')", "os.kill(watcher_of(folder), signal.SIGSTOP)", 1),
     ],
 )
-def test_an_end_that_hangs_is_cut_short_and_its_processes_are_killed(
-    work: str, hang: str, code: int, tmp_path: Path
-) -> None:
+def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str, code: int, tmp_path: Path) -> None:
     source = HANGS.format(work=work, hang=hang) + "sys.exit(command.told([], '', Config, run))"
     process = start_code(source, str(tmp_path))
     assert process.stdout is not None
-    child = psutil.Process(int(process.stdout.readline()))
+    pid, folder = process.stdout.readline().split()
+    child = psutil.Process(int(pid))
     if code == 143:
         process.send_signal(signal.SIGTERM)
     said = ended(process, 60)
     assert process.returncode == code and "what hangs was killed" in said, said
     assert ("RuntimeError: the cause" in said) == (code == 1)
     child.wait(10)
+    assert not Path(folder).exists()  # its watcher holds standard error until it has tidied up
+
+
+UNBUILT = """
+import sys, time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.trainer import build, command, deadline
+deadline.END_S = deadline.REGULAR_END_S = 2.0
+def fail(*_):
+    raise RuntimeError("the cause")
+build.Cluster = SimpleNamespace(start=lambda *_: nullcontext(SimpleNamespace(num_gpus=0)))
+build.build_scorer = lambda *_: nullcontext()
+build.start_workers = lambda *_: SimpleNamespace(close=lambda: time.sleep(1000))
+build.build_trainer = fail
+def run(words, console):
+    config = load_config(sys.argv[2:])
+    with build.built(config, build.load_inputs(config), Path(sys.argv[1]), console):
+        return 0
+sys.exit(command.told([], "", Config, run))
+"""
+
+
+def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path, tmp_path: Path) -> None:
+    process = start_code(UNBUILT, str(tmp_path), *run_words(model, tmp_path, "hf", 1))
+    said = ended(process, 120)
+    assert process.returncode == 1 and "RuntimeError: the cause" in said and "what hangs was killed" in said, said
 
 
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +265,28 @@ def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.Captur
     assert told([], "", Config, fail) == 1
     said = capsys.readouterr().out
     assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
+
+
+def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Words, console: Console) -> int:
+        with crash_reported(tmp_path):
+            error = LookupError("what users' code raises")
+            error.add_note("a user's note")
+            raise error
+
+    assert told([], "", Config, fail) == 1
+    (path,) = (tmp_path / "logs").glob("crash-*.txt")
+    assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the workers' last words: {path}\n")
+
+
+@pytest.mark.parametrize("place", ["/proc/1", "/nowhere"])
+def test_a_temporary_folder_that_cannot_be_written_to_is_told(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_temporary()
+    monkeypatch.setenv("TMPDIR", place)
+    with pytest.raises(DataError, match=f"{place}.*cannot be written"):
+        check_temporary()
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_nothing_is_left_of_a_run_that_is_killed_and_one_paragraph_says_so(run: 
     wait_until_gone(facts)
     _, said = process.communicate(timeout=30)
     assert said.count("\n\n") == 0 and f"The controller (process {process.pid}) has ended without" in said
-    assert "goes\non from the last checkpoint" in said
+    assert "goes on from the last checkpoint" in said
     assert running([watching.pid]) == []
 
 

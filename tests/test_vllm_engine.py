@@ -31,6 +31,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnPublish
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
+from verl.scratch import scratch_folder
 from verl.single_controller.local import LocalGroup
 from verl.transfer.bucket import Layout, Outlet
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
@@ -338,6 +339,20 @@ def test_the_plan_knows_how_many_sequences_vllm_decodes_at_once(
 
 def test_its_sockets_lie_in_its_own_folder_which_goes_with_it(runner: Runner) -> None:
     assert any(path.is_socket() for path in Path(runner.engine._folder.name).iterdir())
+
+
+def test_its_folder_lies_in_the_scratch_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is removed after kill -9, too."""
+    folders: list[Path] = []
+
+    def refuse(settings: VLLMSettings, folder: Path) -> None:
+        folders.append(folder)
+        raise EngineError("not started")
+
+    monkeypatch.setattr("verl.rollout.vllm_engine._start_vllm", refuse)
+    with scratch_folder() as scratch, pytest.raises(EngineError, match="not started"):
+        asyncio.run(VLLMEngine.start(settings(tmp_path)))
+    assert folders[0].is_relative_to(scratch)
 
 
 def test_the_environment_is_left_as_it_was(runner: Runner) -> None:

@@ -48,18 +48,23 @@ def full(folder: Path) -> OSError | None:
 
     Tried, not calculated: quotas count as well.
     """
+    error = _tried(folder)
+    return error if error is not None and error.errno in _FULL else None
+
+
+def check_temporary() -> None:
+    """Raises DataError if the folder for temporary files cannot be written to, or that of shared memory is full."""
+    named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # Python alone would go round TMPDIR in silence
+    for folder, reason in ((named, _tried(named)), (_SHARED_MEMORY, full(_SHARED_MEMORY))):
+        if reason is not None:
+            raise unwritable(folder, reason) from reason
+
+
+def _tried(folder: Path) -> OSError | None:
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(_PROBE_BYTES))
             os.fsync(file.fileno())
     except OSError as error:
-        return error if error.errno in _FULL else None
+        return error
     return None
-
-
-def check_temporary() -> None:
-    """Raises DataError if the folder for temporary files, or that of shared memory, is full."""
-    named = os.environ.get("TMPDIR") or tempfile.gettempdir()  # Python alone would go round a full TMPDIR in silence
-    for folder in (Path(named), _SHARED_MEMORY):
-        if (reason := full(folder)) is not None:
-            raise unwritable(folder, reason) from reason

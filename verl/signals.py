@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 # Ctrl-C is not among those that wait: whoever starts processes keeps it from them by their process groups
@@ -69,18 +69,41 @@ def kept_signals() -> Iterator[None]:
 
     Signals of schedulers wait meanwhile and handlers are put back. Processes that are started inside do not get them:
     a signal to a whole process group or container is for this process, which ends what it started in order.
+
+    The mask is for these processes. Here another thread may get the signal, and the handler then runs in the main
+    thread all the same. So it only notes the signal, which is given again after the block. A handler of the library's
+    that leaves the block by `sys.exit(number)`, as Ray's does, counts as such a note.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in _OF_SCHEDULERS}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_SCHEDULERS)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    def give_again() -> None:
+        for number in set(came):
+            signal.raise_signal(number)
+
+    with ExitStack() as after:  # every step of it, also where a signal raises meanwhile
+        after.callback(give_again)
+        after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_SCHEDULERS)
+        for number in _OF_SCHEDULERS:
+            handler = signal.getsignal(number)
+            after.callback(signal.signal, number, handler)
+            if handler != signal.SIG_IGN:
+                signal.signal(number, note)
+        try:
+            try:
+                yield
+            finally:
+                for number in _OF_SCHEDULERS:
+                    signal.signal(number, note)
+        except SystemExit as end:
+            came += [number for number in _OF_SCHEDULERS if number == end.code]
+            raise
 
 
 class StopRequest:

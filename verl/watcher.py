@@ -25,8 +25,8 @@ _SHARED_MEMORY, _SHARED_NAMES = "/dev/shm/", ("sem.mp-", "psm_", "torch_", "nccl
 _CGROUPS = "verl-sandbox"
 _KILLED = """
 The controller (process {pid}) has ended without tidying up: it was killed (kill -9, the kernel's out-of-memory killer,
-a scheduler). Its other processes have been ended and its temporary files removed. The same command, given again, goes
-on from the last checkpoint.
+a scheduler), or its end hung and was cut short. Its other processes have been ended and its temporary files removed.
+The same command, given again, goes on from the last checkpoint.
 """
 
 

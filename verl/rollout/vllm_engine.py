@@ -97,7 +97,8 @@ class VLLMEngine:
     @classmethod
     async def start(cls, settings: VLLMSettings) -> VLLMEngine:
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
-        folder = tempfile.TemporaryDirectory(prefix="verl-vllm-")
+        # Named, because Python has looked for its temporary folder before a scratch folder (verl/scratch.py) came.
+        folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
         started: list[AsyncLLM] = []  # not a result: a thread's result lives on, and so would vLLM after `close`
         try:
             await asyncio.to_thread(lambda: started.append(_start_vllm(settings, Path(folder.name))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,7 @@ from verl.single_controller.ray import Cluster
 from verl.tracking.console import Display
 from verl.tracking.flops import DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import Run, build_trackers
+from verl.tracking.tracker import Run, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
 from verl.trainer.build_env import build_interaction, opening_of, prompt_record, services_of_rows, truncating
@@ -154,7 +154,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
         workers = start_workers(config, cluster, algorithm, device, total_steps)
-        try:
+        with ending(folder, trackers, workers):
             trainer = build_trainer(
                 config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
             )
@@ -194,10 +194,15 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 recorder if config.trainer.record else None,
                 train_tasks=inputs.train_tasks,
             )
-        finally:
-            trackers.close()
-            begin_end(0, regular=True)
-            workers.close()
+
+
+@contextmanager
+def ending(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup) -> Iterator[None]:
+    """Close both with the block. The time for the end runs from an error on, or from when the trackers are closed."""
+    with closing(workers):
+        with closing(trackers), crash_reported(folder):
+            yield
+        begin_end(0, regular=True)
 
 
 def build_trainer(

@@ -21,11 +21,10 @@ from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
-from verl.trainer.build import load_codec
+from verl.trainer.build import ending, load_codec
 from verl.trainer.build_workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.crash import crash_reported
-from verl.trainer.deadline import begin_end
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, made_with
@@ -79,16 +78,12 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
-        try:
+        with ending(folder, trackers, workers):
             made = SFTRun(
                 settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
             )
             with crash_reported(folder, made.where), made.listening(trainer.save_on_signal, console):
                 yield made
-        finally:
-            trackers.close()
-            begin_end(0, regular=True)
-            workers.close()
 
 
 def _load(

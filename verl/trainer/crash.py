@@ -16,6 +16,12 @@ from verl.trainer.deadline import begin_end
 LOGS = "logs"
 
 
+class _Note(str):
+    """One of `crash_reported`. Libraries and users' code may give errors notes of their own."""
+
+    __slots__ = ()
+
+
 @contextmanager
 def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iterator[None]:
     """Give an error that leaves the block notes for the console, and write `<folder>/logs/crash-<time>.txt`.
@@ -29,9 +35,9 @@ def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iter
         if not is_reported(error):
             begin_end(exit_code_of(error), f"{type(error).__name__}: {error}")
             if where is not None:
-                error.add_note(where())
+                error.add_note(_Note(where()))
             if not isinstance(error, ConfigError | DataError | ServiceDownError):  # whose message says it all
-                error.add_note(_written(folder, error))
+                error.add_note(_Note(_written(folder, error)))
         raise
 
 
@@ -48,7 +54,7 @@ def goes_on_from(store: CheckpointStore) -> str:
 
 def is_reported(error: BaseException) -> bool:
     """Whether an error has been through `crash_reported`."""
-    return bool(getattr(error, "__notes__", ()))
+    return any(isinstance(note, _Note) for note in getattr(error, "__notes__", ()))
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""An end that ends: what hangs while a command tidies up is killed."""
+"""An end that ends: what hangs while a command tidies up is killed, and its watcher (verl/watcher.py) tidies up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 import psutil
+
+from verl import watcher
 
 END_S = 30.0  # of a run that failed or was stopped
 REGULAR_END_S = 90.0  # of one that has done all it should
@@ -57,7 +59,10 @@ class Deadline:
             os.write(1, "".join(f"{line}\n" for line in lines if line).encode(errors="replace"))
         for process in {*started, *_family()}:
             with suppress(psutil.Error):
-                process.kill()
+                if watcher.__file__ in process.cmdline():
+                    process.resume()  # it removes what is left, as soon as this process is gone
+                else:
+                    process.kill()
         os._exit(self._code)
 
 
