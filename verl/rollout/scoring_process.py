@@ -166,7 +166,7 @@ class ScoringProcess:
     def _is_halted(self) -> bool:
         try:
             return psutil.Process(self.pid).status() in _HALTED
-        except psutil.Error:
+        except (psutil.Error, OSError):  # no file can be opened any more: the clock runs on
             return False
 
     def _tick(self) -> None:
