@@ -285,12 +285,23 @@ HALF_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n12345"
 WHOLE = HALF_HEAD + b"content-length: 1\r\n\r\n1"
 
 
+NO_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n"
+
+
 @pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY, WHOLE + HALF_HEAD, WHOLE + HALF_BODY])
 def test_a_request_that_does_not_end_ends_its_connection(sent: bytes) -> None:
     with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
         slow.sendall(sent)
         time.sleep(0.5)
         slow.sendall(b"p")  # a byte now and then wins no time
+        assert closed_within(slow, 20.0)
+
+
+@pytest.mark.parametrize("sent", [WHOLE + NO_BODY, WHOLE + WHOLE + NO_BODY])
+def test_a_second_request_that_came_with_the_first_has_no_more_time_than_any(sent: bytes) -> None:
+    """Its head is read when the first is answered, and nothing comes after it."""
+    with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
+        slow.sendall(sent)
         assert closed_within(slow, 20.0)
 
 

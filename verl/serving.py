@@ -261,6 +261,10 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._bound_request()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # reads a request that came with the one before, whose answer it waited for
+        self._bound_request()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._request_timer = _restart(self._request_timer)
         self._write_timer = _restart(self._write_timer)
