@@ -114,6 +114,23 @@ def test_a_token_is_made_beyond_loopback_and_taken_where_it_is_given(
     assert not capsys.readouterr().err
 
 
+def test_servers_that_make_the_same_token_file_at_a_time_have_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServingConfig("0.0.0.0", 0, token_file=tmp_path / "token")
+    others: list[str | None] = []
+
+    def made_while_another_starts(num_bytes: int) -> str:
+        if not others:
+            others.append("")
+            others[0] = find_token(config)
+        return f"token-{len(list(tmp_path.iterdir()))}"
+
+    monkeypatch.setattr(serving.secrets, "token_urlsafe", made_while_another_starts)
+    assert find_token(config) == others[0] != ""
+    assert list(tmp_path.iterdir()) == [tmp_path / "token"]
+
+
 def test_tokens_that_no_header_can_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "words").write_text("two words")
