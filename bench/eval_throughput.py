@@ -47,6 +47,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.rollout.engine import Sampling
     from verl.rollout.group import GroupRollout
     from verl.rollout.scoring import ScoringPool
+    from verl.rollout.scoring_process import ScoringLimits
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
     from verl.utils.reward_score.rewards import build_rewards
 
@@ -60,7 +61,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
         )
         others = set(psutil.Process().children(recursive=True))
         play = category.play
-        with ScoringPool(play.reward, play.reward_options, 1, 60.0) as scorer:
+        with ScoringPool(play.reward, play.reward_options, 1, ScoringLimits(timeout_s=60.0)) as scorer:
             sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
             rollout = GroupRollout(engine, chat, scorer, sampling)
             playing = Runner(rollout, chat.task_prompt_ids, build_rewards(play.reward), MAX_PROMPT_LENGTH)

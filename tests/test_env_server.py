@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.episodes import Played, call, calls, play, say
+from verl.envs import server as env_server
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.remote import Batcher, RemoteFactory
-from verl.envs.server import build_app
+from verl.envs.server import Episodes, build_app
 from verl.envs.wire import MAX_ITEMS, Answer, CreateRequest, Step, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
@@ -424,6 +425,37 @@ def test_a_step_that_hangs_does_not_hold_up_the_verdict_of_an_environment_withou
             await remote.close()
 
         asyncio.run(ask())
+
+
+def test_an_episode_that_never_closes_does_not_stop_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unclosable:
+        async def reset(self) -> Observation:
+            return Observation(())
+
+        async def step(self, message: Message) -> StepResult:
+            raise NotImplementedError
+
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    class Factory:
+        def __call__(self, task: Task) -> Unclosable:
+            return Unclosable()
+
+        async def close(self) -> None:
+            pass
+
+    async def scene() -> None:
+        episodes = Episodes(Factory(), idle_s=0.1, max_episodes=10)
+        reaping = asyncio.create_task(episodes.reap())
+        for _ in range(2):
+            await episodes.create(Task("t", (), "", "x"), 1)
+            while len(episodes):
+                await asyncio.sleep(0.02)
+        reaping.cancel()
+
+    monkeypatch.setattr(env_server, "CLOSE_S", 0.1)
+    asyncio.run(asyncio.wait_for(scene(), 20))
 
 
 def test_requests_that_are_not_in_the_protocol_are_refused() -> None:

@@ -38,8 +38,9 @@ from verl.evaluation.tables import comparison_grid, result_grid
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
+from verl.rollout.scoring_process import ScoringLimits
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.evaluate import caveats, check_faults
+from verl.trainer.evaluate import _scorer, caveats, check_faults
 from verl.trainer.main_eval import main
 from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
@@ -356,6 +357,44 @@ def test_a_folder_goes_on_after_a_category_with_a_few_faults(
     for _ in range(2):
         assert main(words(model, tmp_path, "max_fault_share=0.2")) == 0
         assert result(tmp_path)["categories"]["test.parquet"]["missing"] == 1
+
+
+@pytest.mark.parametrize("policy", ["policy", "infrastructure"])
+def test_the_limits_of_a_reward_can_be_set(
+    policy: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "slow.py"
+    reward.write_text("import time\n\ndef judge(reply, answer):\n    time.sleep(600 if reply else 0)\n    return -1\n")
+    limits = ("reward_timeout_s=0.5", "reward_memory_mib=null", f"reward_fault_policy={policy}")
+    given = words(model, tmp_path, f"reward={reward}:judge", *limits, "limit=1", "max_fault_share=1")
+    assert main(given) == 0
+    (settings,) = tmp_path.glob("*/settings.json")
+    told = json.loads(settings.read_text())
+    assert (told["reward_timeout_s"], told["reward_memory_mib"], told["reward_fault_policy"]) == (0.5, None, policy)
+    rows = [row for path in tmp_path.glob("*/answers/*.jsonl") for row in _lines(path)]
+    exceeded = "the reward did not end within 0.5 s (reward_timeout_s)"
+    assert [json.loads(row)["exceeded"] for row in rows] == ([exceeded] if policy == "policy" else [])
+    assert ("not answered, left out" in capsys.readouterr().out) == (policy == "infrastructure")
+
+
+def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ScoringLimits] = []
+    monkeypatch.setattr("verl.trainer.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
+    asked = EvalConfig(reward_timeout_s=7.0, reward_memory_mib=8192, reward_fault_policy="infrastructure")
+    for config in (EvalConfig(), asked):
+        _scorer(config, Play("math"))
+    assert made == [
+        ScoringLimits(120.0, 4096, "policy", keys="reward_"),
+        ScoringLimits(7.0, 8192, "infrastructure", keys="reward_"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("reward_timeout_s", 0.0), ("reward_memory_mib", 1), ("reward_fault_policy", "none")]
+)
+def test_limits_of_a_reward_that_are_none_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be"):
+        EvalConfig(**{key: value})
 
 
 def test_benchmarks_by_name_category_and_file() -> None:

@@ -22,7 +22,7 @@ from verl.envs.registry import build_tasks
 from verl.envs.remote import RemoteFactory
 from verl.envs.tools.http_retriever import HttpRetriever
 from verl.errors import ServiceDownError
-from verl.health import HealthWatch
+from verl.health import TICKS, HealthWatch
 from verl.sandbox.client import RemoteSandbox
 
 TIMEOUT_S = 1.5
@@ -38,6 +38,7 @@ class Server:
         self.on.set()
         self.worked = asyncio.Event()
         self.status = 200
+        self.latency_s = 0.0
         self.asked = 0
 
     async def answer(self, request: httpx2.Request) -> httpx2.Response:
@@ -45,6 +46,7 @@ class Server:
             await self.worked.wait()
         else:
             self.asked += 1
+            await asyncio.sleep(self.latency_s)
         await self.on.wait()
         return httpx2.Response(self.status)
 
@@ -116,6 +118,18 @@ def test_a_gateway_before_a_server_that_is_gone_is_no_answer() -> None:
             server.status = 503
             with pytest.raises(ServiceDownError, match="answers 503"):
                 await work(watch, client)
+
+    run(scene())
+
+
+def test_a_gateway_that_takes_its_time_wins_none() -> None:
+    async def scene() -> None:
+        async with watched() as (server, watch, client):
+            server.status, server.latency_s = 502, 0.8 * TIMEOUT_S / TICKS
+            began = time.monotonic()
+            with pytest.raises(ServiceDownError, match="answers 502"):
+                await work(watch, client)
+            assert time.monotonic() - began < 1.3 * TIMEOUT_S  # a busy machine is late
 
     run(scene())
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -60,3 +61,9 @@ def test_how_a_child_ended_is_told_and_left_to_be_collected() -> None:
             assert child.wait() == returned
         assert end_of_child(child.pid) == ""
     assert oom_kills() >= 0
+
+
+def test_kills_for_lack_of_memory_are_none_where_the_kernel_counts_none(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\n")
+    assert oom_kills(tmp_path / "vmstat") == 3
+    assert oom_kills(tmp_path / "nowhere") == 0

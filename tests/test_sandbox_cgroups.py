@@ -128,6 +128,17 @@ def test_no_cgroup_where_none_is_mounted(fake: Fake) -> None:
     assert find_cgroups(fake.proc) is None
 
 
+def test_no_cgroup_where_the_kernel_has_none(tmp_path: Path) -> None:
+    assert find_cgroups(tmp_path) is None
+
+
+def test_a_mount_of_nothing_is_read(fake: Fake) -> None:
+    own = of_version_2(fake)
+    with (fake.proc / "mountinfo").open("a") as file:
+        file.write("\n31 20 0:2 / /mnt rw - tmpfs  rw")
+    assert find_cgroups(fake.proc) == Cgroups(2, {"unified": own})
+
+
 @pytest.mark.parametrize("has_unified", [True, False])
 def test_version_1_with_the_freezer_of_version_2_beside_it(fake: Fake, has_unified: bool) -> None:
     for name in ("memory", "pids", "cpuacct", "unified"):

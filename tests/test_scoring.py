@@ -79,7 +79,8 @@ def scores(pool: ScoringPool, *replies: str) -> list[Score | Fault]:
     task = Task("t", (Message("user", "?"),), "yes", "rlla")
 
     async def together() -> list[Score | Fault]:
-        return await asyncio.gather(*(pool.score(as_trajectory(task, reply), task, 0) for reply in replies))
+        scoring = asyncio.gather(*(pool.score(as_trajectory(task, reply), task, 0) for reply in replies))
+        return await asyncio.wait_for(scoring, 100)
 
     return asyncio.run(together())
 
@@ -184,6 +185,34 @@ def test_a_process_that_dies_idle_is_made_anew_with_a_line_in_the_log(
             + "); started anew"
         ]
         assert scores(pool, "yes") == [Score(1.0, {"score": 1.0})]
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(11, "no process"), RuntimeError("can't start new thread")])
+def test_a_machine_that_can_start_no_process_loses_responses_but_no_worker(
+    file: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
+        assert totals(pool, "yes") == [1.0]
+        with monkeypatch.context() as patch:
+            patch.setattr("verl.rollout.scoring.ScoringProcess", refuse)
+            os.kill(*pool.pids, signal.SIGKILL)
+            until(lambda: not pool.pids)
+            (fault,) = scores(pool, "yes")
+            assert isinstance(fault, Fault) and f"cannot be started ({error})" in fault.problem
+        assert totals(pool, "yes") == [1.0]
+
+
+def test_a_process_whose_state_cannot_be_read_has_its_deadline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: psutil.Process) -> str:
+        raise OSError(24, "Too many open files")
+
+    with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
+        assert totals(pool, "yes") == [1.0]
+        monkeypatch.setattr(psutil.Process, "status", fail)
+        assert totals(pool, "hang") == [-1.0]
 
 
 def test_a_response_whose_process_is_killed_is_scored_once_more(file: Path, tmp_path: Path) -> None:

@@ -114,6 +114,23 @@ def test_a_token_is_made_beyond_loopback_and_taken_where_it_is_given(
     assert not capsys.readouterr().err
 
 
+def test_servers_that_make_the_same_token_file_at_a_time_have_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServingConfig("0.0.0.0", 0, token_file=tmp_path / "token")
+    others: list[str | None] = []
+
+    def made_while_another_starts(num_bytes: int) -> str:
+        if not others:
+            others.append("")
+            others[0] = find_token(config)
+        return f"token-{len(list(tmp_path.iterdir()))}"
+
+    monkeypatch.setattr(serving.secrets, "token_urlsafe", made_while_another_starts)
+    assert find_token(config) == others[0] != ""
+    assert list(tmp_path.iterdir()) == [tmp_path / "token"]
+
+
 def test_tokens_that_no_header_can_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "words").write_text("two words")
@@ -285,12 +302,23 @@ HALF_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n12345"
 WHOLE = HALF_HEAD + b"content-length: 1\r\n\r\n1"
 
 
+NO_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n"
+
+
 @pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY, WHOLE + HALF_HEAD, WHOLE + HALF_BODY])
 def test_a_request_that_does_not_end_ends_its_connection(sent: bytes) -> None:
     with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
         slow.sendall(sent)
         time.sleep(0.5)
         slow.sendall(b"p")  # a byte now and then wins no time
+        assert closed_within(slow, 20.0)
+
+
+@pytest.mark.parametrize("sent", [WHOLE + NO_BODY, WHOLE + WHOLE + NO_BODY])
+def test_a_second_request_that_came_with_the_first_has_no_more_time_than_any(sent: bytes) -> None:
+    """Its head is read when the first is answered, and nothing comes after it."""
+    with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
+        slow.sendall(sent)
         assert closed_within(slow, 20.0)
 
 

@@ -61,16 +61,18 @@ class HealthWatch:
         """As long as somebody waits or the server is gone. A tick in which our own loop was held up is one tick."""
         tick_s = self._timeout_s / TICKS
         num_silent = 0
+        loop = asyncio.get_running_loop()
         probe: asyncio.Task[str] | None = None
         try:
             await asyncio.sleep(tick_s)  # most requests are answered by then
             while self._waiting or self.problem:
+                tick_end = loop.time() + tick_s
                 probe = probe or asyncio.create_task(self._ask())
                 _, unanswered = await asyncio.wait({probe}, timeout=tick_s)
                 problem = "no answer" if unanswered else probe.result()
                 if not unanswered:
                     probe = None
-                    await asyncio.sleep(tick_s)
+                    await asyncio.sleep(max(0.0, tick_end - loop.time()))
                 num_silent = num_silent + 1 if problem else 0
                 if not problem and self.problem:
                     log.warning("%s answers again", self._service)

@@ -16,6 +16,7 @@ import resource
 import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -261,6 +262,10 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._bound_request()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # reads a request that came with the one before, whose answer it waited for
+        self._bound_request()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._request_timer = _restart(self._request_timer)
         self._write_timer = _restart(self._write_timer)
@@ -343,14 +348,24 @@ def find_token(config: ServingConfig) -> str | None:
 
 def _token_in(file: Path) -> str:
     try:
-        with (
-            suppress(FileExistsError),
-            os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new,
-        ):
-            new.write(secrets.token_urlsafe(32) + "\n")
+        if not file.exists():
+            _make_token(file)
         return checked_token(file.read_text().strip(), f"--token-file {file}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file {file} cannot be used ({error}); name another file") from error
+
+
+def _make_token(file: Path) -> None:
+    """Appears whole, or is another server's that starts at the same time."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as new:
+            new.write(secrets.token_urlsafe(32) + "\n")
+        with suppress(FileExistsError):
+            file.hardlink_to(unfinished)
+    finally:
+        unfinished.unlink()
 
 
 def _is_address(host: str) -> bool:

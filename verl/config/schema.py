@@ -410,11 +410,15 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "reward.", "num_workers")
-        _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
-        if self.memory_mib is not None:
-            _at_least(_LEAST_SCORING_MIB, self, "reward.", "memory_mib")
-        _one_of(("policy", "infrastructure"), "reward.fault_policy", self.fault_policy)
+        _check_scoring_limits("reward.", self.timeout_s, self.memory_mib, self.fault_policy)
         _require(0 <= self.max_fault_share <= 1, "reward.max_fault_share", "between 0 and 1", self.max_fault_share)
+
+
+def _check_scoring_limits(prefix: str, timeout_s: float, memory_mib: int | None, fault_policy: str) -> None:
+    _require(timeout_s > 0, f"{prefix}timeout_s", "positive", timeout_s)
+    least = _LEAST_SCORING_MIB
+    _require(memory_mib is None or memory_mib >= least, f"{prefix}memory_mib", f"at least {least}", memory_mib)
+    _one_of(("policy", "infrastructure"), f"{prefix}fault_policy", fault_policy)
 
 
 def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
@@ -709,6 +713,9 @@ class EvalConfig(LoneEngineConfig):
     reward: str = "rlla"  # of data files; benchmarks have their own
     reward_options: dict[str, Any] = field(default_factory=dict)
     num_scorers: int = 1  # processes that score
+    reward_timeout_s: float = 120.0  # for one answer
+    reward_memory_mib: int | None = 4096  # data of a process that scores; null: no limit
+    reward_fault_policy: str = "policy"  # of an answer over these limits: policy (as empty) | infrastructure (missing)
     max_fault_share: float = 0.1  # of a category's tasks that may fail for no fault of the model before the run stops
     bootstrap: int = 2000  # resamples behind an interval
     allow_train_overlap: bool = False  # judge by tasks that the model was trained on, too
@@ -716,6 +723,7 @@ class EvalConfig(LoneEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least(1, self, "", "limit", "max_tool_calls", "max_concurrent", "num_scorers", "bootstrap")
+        _check_scoring_limits("reward_", self.reward_timeout_s, self.reward_memory_mib, self.reward_fault_policy)
         _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
         _require(self.n <= 256, "n", "at most 256", self.n)
         if self.n > 1 and self.temperature == 0:

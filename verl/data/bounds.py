@@ -6,14 +6,12 @@ It runs in Jinja's sandbox, which keeps it from the interpreter, but lets it loo
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.timer import raising_after
 
 RENDER_S = 10.0  # for one rendering; templates that are in use take a millisecond
 FREE_CHARS = 1_000_000
@@ -27,20 +25,8 @@ class RenderTimeoutError(Exception):
 @contextmanager
 def render_deadline(seconds: float = RENDER_S) -> Iterator[None]:
     """Raises RenderTimeoutError inside of the block. In the main thread alone, where a signal can break off a loop."""
-    if threading.current_thread() is not threading.main_thread():
+    with raising_after(seconds, lambda: RenderTimeoutError(f"it did not end within {seconds:g} s")):
         yield
-        return
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise RenderTimeoutError(f"it did not end within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def check_growth(text: str, source: Sequence[Any], where: str) -> None:

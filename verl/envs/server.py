@@ -33,6 +33,7 @@ from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
 MAX_EPISODES = 65_536
+CLOSE_S = 60.0  # for an environment to close; what it still holds then is lost
 _LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class Episodes:
     async def _close_one(self, episode: Episode) -> None:
         async with episode.turn:
             try:
-                await episode.env.close()
+                async with asyncio.timeout(CLOSE_S):
+                    await episode.env.close()
             except Exception:  # noqa: BLE001  anybody's code; the reaper and the other episodes go on
                 _log.exception("an environment could not be closed")
 

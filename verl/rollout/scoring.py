@@ -210,7 +210,10 @@ class _Worker(threading.Thread):
         """Raises RewardError and ProcessDiedError where it cannot be started."""
         if self.process is None or self.process.cause_of_death is not None:
             self._drop_process()
-            self.process = ScoringProcess(*self._made_of)
+            try:
+                self.process = ScoringProcess(*self._made_of)
+            except (OSError, RuntimeError) as error:  # no process, thread, memory or file is left; it may pass
+                raise ProcessDiedError(f"cannot be started ({error})", crashed=False) from error
             if self._closed.is_set():  # it was made behind the back of whoever closed
                 self.process.kill()
             try:

@@ -45,12 +45,14 @@ class ScoringLimits:
     memory_mib: data of the process; None: no limit
     fault_policy: of a response that passes a limit: "policy", scored as an empty response; "infrastructure", left out
     health_timeout_s: after which a process that is stopped is given up
+    keys: how the keys begin that set these limits, for messages
     """
 
     timeout_s: float = 20.0
     memory_mib: int | None = 4096
     fault_policy: str = "policy"
     health_timeout_s: float = 30.0
+    keys: str = "reward."
 
 
 class RewardError(Exception):
@@ -103,8 +105,8 @@ class ScoringProcess:
 
     def score(self, call: Call) -> Score:
         """The score. Raises RewardError, LimitExceededError and ProcessDiedError."""
-        limit_s = self._limits.timeout_s
-        self._overrun = LimitExceededError(f"the reward did not end within {limit_s:g} s (reward.timeout_s)")
+        limit_s, memory_mib, keys = self._limits.timeout_s, self._limits.memory_mib, self._limits.keys
+        self._overrun = LimitExceededError(f"the reward did not end within {limit_s:g} s ({keys}timeout_s)")
         self._set_clock(limit_s)
         self._calls += 1
         try:
@@ -115,7 +117,7 @@ class ScoringProcess:
         finally:
             self._set_clock(math.inf)
         if kind == "memory":
-            raise LimitExceededError(f"the reward needs more than {self._limits.memory_mib} MiB (reward.memory_mib)")
+            raise LimitExceededError(f"the reward needs more than {memory_mib} MiB ({keys}memory_mib)")
         if kind == "raised":
             raise RewardError(value)
         score: Score = value
@@ -166,7 +168,7 @@ class ScoringProcess:
     def _is_halted(self) -> bool:
         try:
             return psutil.Process(self.pid).status() in _HALTED
-        except psutil.Error:
+        except (psutil.Error, OSError):  # no file can be opened any more: the clock runs on
             return False
 
     def _tick(self) -> None:

@@ -16,7 +16,7 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ import psutil
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_extension import WeightReceiver
+from verl.scratch import variables
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.transfer.bucket import Layout, Offer, all_names
 from verl.transfer.gpu import Meeting
@@ -351,7 +352,7 @@ class VLLMEngine:
 
 def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
     """vLLM's processes, with the model loaded."""
-    with _starting, _environment(_log_variables(settings, folder)):
+    with _starting, variables(_log_variables(settings, folder)):
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
@@ -363,7 +364,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             raise ConfigError("rollout.kv_cache_gib: a CPU engine must be told how much memory its KV cache may take")
         arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
         try:
-            with _environment(_process_variables(settings, on_cpu, folder)):
+            with variables(_process_variables(settings, on_cpu, folder)):
                 # The context of offline batches: its defaults of sequences and tokens are the device's, those of the
                 # context that an AsyncLLM has by itself are the same small ones (128, 2048) on every device.
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
@@ -395,20 +396,6 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for a while: as long as vLLM is imported, or its processes are started."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-            if name in before:
-                os.environ[name] = before[name]
 
 
 def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:

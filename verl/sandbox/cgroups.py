@@ -201,7 +201,10 @@ class CgroupPool:
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     """Where this process can make cgroups with limits; None where it cannot. Removes what killed pools have left."""
-    mounts = _own_folders(proc)
+    try:
+        mounts = _own_folders(proc)
+    except OSError:  # a kernel without cgroups
+        return None
     for top in {mounts[name][0] for name in ("unified", *HIERARCHIES) if name in mounts}:
         _remove_stale(top)
     return next(filter(_works, (*_of_version_2(mounts), *_of_version_1(mounts))), None)
@@ -217,7 +220,7 @@ def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         root, point = (_unescape(field) for field in before.split()[3:5])
-        kind, _, options = after.split()[:3]
+        kind, _, options = after.split(" ")[:3]  # the one between may be empty
         for name in ["unified"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []:
             if name in own and Path(own[name]).is_relative_to(root):
                 found[name] = Path(point), Path(point) / Path(own[name]).relative_to(root)

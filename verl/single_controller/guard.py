@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import psutil
 
+from verl.single_controller.process_watch import StopWatch
+
 _PERIOD_S = 1.0
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -23,8 +23,7 @@ class Guard:
         """stopped_s: how long a process may be stopped (SIGSTOP)"""
         self.problem: str | None = None
         self._processes = dict(processes)
-        self._stopped_s = stopped_s
-        self._stopped_at: dict[str, float] = {}
+        self._stops = StopWatch(stopped_s)
         self._awaited: set[asyncio.Future[object]] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -42,7 +41,7 @@ class Guard:
         """The problem, found now or before."""
         with self._lock:
             if self.problem is None and not self._closed.is_set():
-                self.problem = self._found(time.monotonic())
+                self.problem = self._found()
                 if self.problem is not None:
                     self._end_all()
             return self.problem
@@ -64,17 +63,18 @@ class Guard:
         while self.look() is None and not self._closed.wait(_PERIOD_S):
             pass
 
-    def _found(self, now: float) -> str | None:
-        for name, process in self._processes.items():
-            who = f"the {name} (process {process.pid}) of this machine"
-            status = _status(process)
+    def _found(self) -> str | None:
+        statuses = {name: _status(process) for name, process in self._processes.items()}
+        for name, status in statuses.items():
             if status in _ENDED:
-                return f"{who} died: killed from outside, or by the kernel for want of memory"
-            if status not in _STOPPED:
-                self._stopped_at.pop(name, None)
-            elif now - self._stopped_at.setdefault(name, now) > self._stopped_s:
-                return f"{who} has been stopped for more than {self._stopped_s:g} s (trainer.health_timeout_s)"
+                return f"{self._who(name)} died: killed from outside, or by the kernel for want of memory"
+        for name in self._stops.lost(statuses):
+            limit = f"{self._stops.timeout_s:g} s (trainer.health_timeout_s)"
+            return f"{self._who(name)} has been stopped for more than {limit}"
         return None
+
+    def _who(self, name: str) -> str:
+        return f"the {name} (process {self._processes[name].pid}) of this machine"
 
     def _end_all(self) -> None:
         for process in self._processes.values():

@@ -45,9 +45,12 @@ def end_of_child(pid: int) -> str:
     return f"was killed by {signal.Signals(end.si_status).name}"
 
 
-def oom_kills() -> int:
-    """Processes that the kernel of this machine has killed for lack of memory since it started."""
-    lines = Path("/proc/vmstat").read_text().splitlines()
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel of this machine has killed for lack of memory since it started; 0 if it tells none."""
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 

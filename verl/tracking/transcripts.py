@@ -73,6 +73,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "replies": _messages(_replies(trajectory)),
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
+            **({"exceeded": score.exceeded} if score.exceeded else {}),
             "reward": reward,
             "turn_rewards": [turn.reward for turn in trajectory.turns],
             "stop_reason": trajectory.stop_reason,

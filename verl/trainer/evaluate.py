@@ -34,6 +34,7 @@ from verl.rollout.engine import TRUNCATION
 from verl.rollout.episode import Interaction
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
+from verl.rollout.scoring_process import ScoringLimits
 from verl.services import check_services
 from verl.trainer.build import load_codec
 from verl.trainer.build_env import build_interaction, check_tools, opening_of, prompt_record
@@ -41,6 +42,8 @@ from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
 from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
+
+_LIMITS = ("reward_timeout_s", "reward_memory_mib", "reward_fault_policy")  # of scoring one answer
 
 
 async def evaluate(config: EvalConfig, console: Console) -> None:
@@ -172,7 +175,10 @@ def _interaction(player: _Player, play: Play) -> Interaction | None:
 
 
 def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
-    return ScoringPool(play.reward, play.reward_options, config.num_scorers)
+    limits = ScoringLimits(
+        config.reward_timeout_s, config.reward_memory_mib, config.reward_fault_policy, keys="reward_"
+    )
+    return ScoringPool(play.reward, play.reward_options, config.num_scorers, limits)
 
 
 def _runner(player: _Player, play: Play, rollout: GroupRollout, size: int) -> Runner:
@@ -213,6 +219,7 @@ def _settings(player: _Player) -> dict[str, Any]:
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
         **{name: getattr(config, name) for name in TRUNCATION},
+        **{name: getattr(config, name) for name in _LIMITS},
         "sandbox": {name: getattr(config.sandbox, name) for name in ("timeout_s", "memory_mib")},
         "max_prompt_length": prompt_length,
         "max_response_length": reply_length,

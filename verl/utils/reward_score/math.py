@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import FrameType
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.timer import PROCESSOR, raising_after
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 
@@ -81,23 +78,9 @@ class _OutOfTimeError(BaseException):
     """No Exception, or what interprets answers would take it for an error of its own."""
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> AbstractContextManager[None]:
     """Raises _OutOfTimeError in the block after so much processor time of this process; in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _OutOfTimeError
-
-    before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
+    return raising_after(seconds, _OutOfTimeError, PROCESSOR, _AGAIN_S)
 
 
 def _depth(text: str) -> int:

@@ -1,0 +1,75 @@
+"""Code that takes too long is broken off, and timers that others have set go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from verl.data.bounds import render_deadline
+from verl.timer import PROCESSOR, REAL, raising_after
+from verl.utils.reward_score.math import same_answer
+
+
+def work(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.fixture(params=[REAL, PROCESSOR])
+def timer(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield request.param
+    signal.setitimer(request.param, 0.0)
+
+
+def test_a_loop_is_broken_off_again_and_again(timer: int) -> None:
+    with pytest.raises(KeyError), raising_after(0.05, lambda: KeyError("late"), timer, again_s=0.05):
+        with pytest.raises(KeyError):
+            work(30.0)
+        work(30.0)
+    assert signal.getitimer(timer) == (0.0, 0.0)
+
+
+def test_a_timer_that_was_set_before_goes_on_with_what_it_had_left(timer: int) -> None:
+    signal.setitimer(timer, 100.0, 7.0)
+    for _ in range(2):
+        with raising_after(30.0, RuntimeError, timer):
+            work(0.1)
+    left_s, interval_s = signal.getitimer(timer)
+    assert 40.0 < left_s < 99.9 and interval_s == 7.0
+
+
+def test_a_timer_that_is_due_meanwhile_goes_off_at_the_end(timer: int) -> None:
+    rung = []
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        rung.append(number)
+
+    number = {REAL: signal.SIGALRM, PROCESSOR: signal.SIGPROF}[timer]
+    before = signal.signal(number, ring)
+    try:
+        signal.setitimer(timer, 0.05)
+        with raising_after(30.0, RuntimeError, timer):
+            work(0.2)
+            assert not rung
+        work(0.2)
+        assert rung == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_templates_and_answers_leave_the_timers_of_others_alone() -> None:
+    try:
+        for timer in (REAL, PROCESSOR):
+            signal.setitimer(timer, 1000.0)
+        with render_deadline():
+            pass
+        assert same_answer("1/2", "0.5")
+        assert all(signal.getitimer(timer)[0] > 0 for timer in (REAL, PROCESSOR))
+    finally:
+        for timer in (REAL, PROCESSOR):
+            signal.setitimer(timer, 0.0)
