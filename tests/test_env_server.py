@@ -301,7 +301,9 @@ def test_a_server_that_dies_is_a_service_that_is_down() -> None:
         asyncio.run(lose())
 
 
-def test_episodes_go_to_a_server_that_is_up(shop_url: str) -> None:
+def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
+    shop_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use() -> None:
         remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
@@ -309,6 +311,8 @@ def test_episodes_go_to_a_server_that_is_up(shop_url: str) -> None:
         await remote.close()
 
     asyncio.run(use())
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.envs.remote"]
+    assert warning.startswith("environment server http://127.0.0.1:1: ConnectError")
 
 
 def test_idle_episodes_are_forgotten_and_asking_them_is_a_fault() -> None:

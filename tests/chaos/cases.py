@@ -163,7 +163,7 @@ CASES = (
     Case("raylet", "KILL", "update"),
     Case("raylet", "KILL", "checkpoint write"),
     Case("raylet", "KILL", "shutdown"),
-    Case("raylet", "TERM", "rollout"),
+    Case("raylet", "TERM", "rollout", end=End.UNHARMED),
     Case("raylet", "STOP", "rollout"),
 )
 

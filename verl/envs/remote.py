@@ -232,6 +232,7 @@ class RemoteFactory:
                 f"environment 'remote': urls={urls} names no server; expected for example http://host:8100"
             )
         self._servers = [Server(url, timeout_s, window_s, health_timeout_s) for url in urls]
+        self._down: set[str] = set()  # URLs of those that did not answer when last asked for an episode
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 
     def __call__(self, task: Task) -> RemoteEnv:
@@ -265,9 +266,15 @@ class RemoteFactory:
         for offset in range(len(self._servers)):
             server = self._servers[(first + offset) % len(self._servers)]
             try:
-                return [(server, episode) for episode in await server.create(task, count)]
+                made = [(server, episode) for episode in await server.create(task, count)]
             except ServiceDownError as error:
                 problems.append(str(error))
+                if server.url not in self._down:
+                    self._down.add(server.url)
+                    _log.warning("%s; new episodes begin on the other servers until it answers", error)
+            else:
+                self._down.discard(server.url)
+                return made
         return [ServiceDownError("environment servers", "; ".join(problems)) for _ in range(count)]
 
 
