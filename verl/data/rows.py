@@ -22,6 +22,7 @@ from verl.errors import DataError
 
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
+_LONGEST_LINE = 1 << 26  # characters of a row; a small .gz may hold a line that no memory does
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
 _DEEPEST = 100  # lists and objects around a value of a row; copying recurses
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
@@ -73,7 +74,9 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 def _read_jsonl(path: Path) -> Iterator[Any]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), ""), 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"line {number} has more than {_LONGEST_LINE} characters")
             if line.strip():
                 try:
                     yield json.loads(line)
