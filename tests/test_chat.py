@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -279,6 +280,13 @@ def test_a_template_that_cannot_be_read_is_told_in_a_line(template: str) -> None
     with pytest.raises(ConfigError, match=r"chat template .* cannot be read") as raised:
         with_template(template).prompt_ids((QUESTION,))
     assert "\n" not in str(raised.value)
+
+
+def test_a_prompt_of_many_messages_is_checked_in_linear_time() -> None:
+    codec = codec_of("mini")
+    began = time.process_time()
+    codec.check_messages((Message("user", "hi"), Message("assistant", "so")) * 20_000, (), "prompt")
+    assert time.process_time() - began < 5
 
 
 def test_a_long_message_may_make_a_long_prompt() -> None:

@@ -243,9 +243,12 @@ DIGITS = "9" * 6000
         (PLAIN, DIGITS, "is not JSON .*6000 digits"),
         (GOLD, DIGITS, "is not JSON .*6000 digits"),
         (PLAIN, f'"a", "role": {DIGITS}', "is not JSON .*6000 digits"),
+        (PLAIN, r'"a\ud83db"', "has half of a character"),
+        (PLAIN, r'"a", "\ude00": 1', "has half of a character"),
+        (GOLD, r'["\ude00"]', "has half of a character"),
     ],
 )
-def test_nul_1e999_and_6000_digits_are_bad_rows(shape: dict[str, Any], value: str, said: str, tmp_path: Path) -> None:
+def test_nul_1e999_6000_digits_and_half_characters_are_bad_rows(shape: dict[str, Any], value: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(row())}\n{json.dumps(shape).replace(json.dumps('HERE'), value)}\n")
     with pytest.raises(DataError, match=rf"t\.jsonl, row 1.*{said}") as raised:
@@ -258,10 +261,11 @@ def test_nul_1e999_and_6000_digits_are_bad_rows(shape: dict[str, Any], value: st
     ("value", "content"),
     [
         (r'"a\u0000b"', "a\0b"),
+        (r'"\ud83d\ude00 é"', "😀 é"),
         (json.dumps("a b " * 2_500_000), "a b " * 2_500_000),
         ('"first", "content": "last"', "last"),
     ],
-    ids=["escaped NUL", "10 MB", "a key twice"],
+    ids=["escaped NUL", "two halves", "10 MB", "a key twice"],
 )
 def test_an_escaped_nul_10_mb_of_content_and_a_key_twice_are_read(value: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"

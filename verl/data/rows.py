@@ -23,6 +23,7 @@ from verl.errors import DataError
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
 _LONGEST_LINE = 1 << 26  # characters of a row; a small .gz may hold a line that no memory does
+_HALF = re.compile("[\ud800-\udfff]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
 _DEEPEST = 100  # lists and objects around a value of a row; copying recurses
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
@@ -38,7 +39,8 @@ def read_rows(source: str) -> Iterator[Any]:
     splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied.
+    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or that has
+    half of a character.
 
     Raises DataError for a file that is missing or is not what its name says.
     """
@@ -118,6 +120,8 @@ def _shallow(row: Any) -> Any:
     level, depth = [row], 0
     while level := [each for value in level for each in _inner(value)]:
         depth += 1
+        if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
+            return DataError("has half of a character (a lone surrogate), which no tokenizer takes", "whole characters")
         if depth > _DEEPEST:
             return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
     return row
@@ -125,7 +129,7 @@ def _shallow(row: Any) -> Any:
 
 def _inner(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return value.values()
+        return [*value, *value.values()]
     return value if isinstance(value, list | tuple) else ()
 
 
