@@ -104,7 +104,7 @@ def disk_full(lab: Lab, result: Result) -> None:
             running.struck = time.monotonic()
             running.go()
             ended = running.ended()
-        _check_refused(result, ended, (1, 2), str(out), "Free some space")
+        _check_refused(result, ended, (2,), str(out), "Free some space")
         result.need(not (left := where.leftovers()), f"left: {'; '.join(left[:6])}")
         where.clear()
         check_resumed(result, lab, where, words, newest(inside), inside)
