@@ -18,7 +18,11 @@ def tools(manner: str, page: int) -> dict[str, Any]:
 def answer(manner: str, method: str, page: int) -> Any:
     if method == "initialize":
         info = {"name": "odd", "version": "1"}
-        return {"protocolVersion": "1999-01-01" if manner == "version" else "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}
+        return {
+            "protocolVersion": "1999-01-01" if manner == "version" else "2025-06-18",
+            "capabilities": {"tools": {}},
+            "serverInfo": info,
+        }
     if method == "tools/list":
         return tools(manner, page)
     if method == "tools/call":

@@ -248,7 +248,9 @@ DIGITS = "9" * 6000
         (GOLD, r'["\ude00"]', "has half of a character"),
     ],
 )
-def test_nul_1e999_6000_digits_and_half_characters_are_bad_rows(shape: dict[str, Any], value: str, said: str, tmp_path: Path) -> None:
+def test_nul_1e999_6000_digits_and_half_characters_are_bad_rows(
+    shape: dict[str, Any], value: str, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(row())}\n{json.dumps(shape).replace(json.dumps('HERE'), value)}\n")
     with pytest.raises(DataError, match=rf"t\.jsonl, row 1.*{said}") as raised:

@@ -39,8 +39,8 @@ def read_rows(source: str) -> Iterator[Any]:
     splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or that has
-    half of a character.
+    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or
+    that has half of a character.
 
     Raises DataError for a file that is missing or is not what its name says.
     """
