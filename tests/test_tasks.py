@@ -243,12 +243,12 @@ DIGITS = "9" * 6000
         (PLAIN, DIGITS, "is not JSON .*6000 digits"),
         (GOLD, DIGITS, "is not JSON .*6000 digits"),
         (PLAIN, f'"a", "role": {DIGITS}', "is not JSON .*6000 digits"),
-        (PLAIN, r'"a\ud83db"', "has half of a character"),
-        (PLAIN, r'"a", "\ude00": 1', "has half of a character"),
-        (GOLD, r'["\ude00"]', "has half of a character"),
+        (PLAIN, r'"a\ud83db"', "'prompt': holds half a surrogate pair"),
+        (PLAIN, r'"a", "\ude00": 1', "'prompt': holds half a surrogate pair"),
+        (GOLD, r'["\ude00"]', "'reward_model': holds half a surrogate pair"),
     ],
 )
-def test_nul_1e999_6000_digits_and_half_characters_are_bad_rows(
+def test_nul_1e999_6000_digits_and_half_a_surrogate_pair_are_bad_rows(
     shape: dict[str, Any], value: str, said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.jsonl"

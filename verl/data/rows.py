@@ -40,7 +40,7 @@ def read_rows(source: str) -> Iterator[Any]:
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
     its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or
-    that has half of a character.
+    holds half a surrogate pair.
 
     Raises DataError for a file that is missing or is not what its name says.
     """
@@ -117,13 +117,16 @@ def _read_json(path: Path) -> Iterator[Any]:
 
 def _shallow(row: Any) -> Any:
     """The row, or the DataError that it comes as."""
-    level, depth = [row], 0
-    while level := [each for value in level for each in _inner(value)]:
-        depth += 1
-        if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
-            return DataError("has half of a character (a lone surrogate), which no tokenizer takes", "whole characters")
-        if depth > _DEEPEST:
-            return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+    for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
+        level, depth = [column, content], 1
+        while level:
+            if depth > _DEEPEST:
+                return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+            if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
+                return DataError(
+                    "holds half a surrogate pair, which no tokenizer takes", "whole characters", field=column
+                )
+            level, depth = [each for value in level for each in _inner(value)], depth + 1
     return row
 
 
