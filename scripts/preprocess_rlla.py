@@ -90,7 +90,7 @@ def token_counter(name: str) -> CountTokens:
     except ImportError as error:
         raise ConfigError(f"--tokenizer needs transformers ({error}): source scripts/setup_env.sh") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tokenizer {name!r} cannot be loaded: {error}") from error
     if tokenizer.chat_template is None:

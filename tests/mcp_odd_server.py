@@ -1,4 +1,4 @@
-"""An MCP server that breaks the protocol: `python tests/mcp_odd_server.py endless | schema | answers`, over stdio."""
+"""An MCP server that breaks the protocol, over stdio: `python tests/mcp_odd_server.py MANNER`, of those in `main`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def tools(manner: str, page: int) -> dict[str, Any]:
 def answer(manner: str, method: str, page: int) -> Any:
     if method == "initialize":
         info = {"name": "odd", "version": "1"}
-        return {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}
+        return {
+            "protocolVersion": "1999-01-01" if manner == "version" else "2025-06-18",
+            "capabilities": {"tools": {}},
+            "serverInfo": info,
+        }
     if method == "tools/list":
         return tools(manner, page)
     if method == "tools/call":
@@ -27,12 +31,18 @@ def answer(manner: str, method: str, page: int) -> Any:
 
 
 def main(manner: str) -> None:
+    """manner: endless, schema, answers, version, id (answers nobody asked for), stderr or stdout (much of it)"""
     page = 0
     for line in sys.stdin:
         request = json.loads(line)
         if "id" not in request:
             continue
         print("a line of a log")  # many servers write some to stdout
+        if manner in ("stderr", "stdout"):
+            for _ in range(100):
+                print("noise " * 50_000, file=getattr(sys, manner), flush=True)
+        if manner == "id":
+            request["id"] += 1000
         result = answer(manner, request["method"], page)
         page += request["method"] == "tools/list"
         if result is None:
@@ -40,7 +50,7 @@ def main(manner: str) -> None:
             print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
             continue
         text = json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result})
-        print(text.replace("HALF", HALF), flush=True)
+        print(text.replace("HALF", HALF) if manner == "answers" else text, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx2
+import psutil
 
 START_S = 60.0
 
@@ -30,6 +31,14 @@ def service(*command: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+def listeners(port: int) -> set[tuple[str, int]]:
+    """(address, process) of whoever listens to the port."""
+    found = psutil.net_connections("tcp")
+    return {
+        (each.laddr.ip, each.pid) for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    }
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:

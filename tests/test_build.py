@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -42,7 +43,8 @@ from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
 from verl.single_controller.group import Seat
-from verl.single_controller.ray import Bundle
+from verl.single_controller.ray import Bundle, Cluster
+from verl.trainer import main_ppo, main_sft
 from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder, train_sampling, val_sampling
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import (
@@ -493,6 +495,31 @@ def test_a_cluster_that_is_joined_says_itself_what_gpus_it_has(monkeypatch: pyte
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         check_device(cuda)
+
+
+@pytest.mark.parametrize(("main", "data"), [(main_ppo.main, "train.parquet"), (main_sft.main, "sft.parquet")])
+def test_a_run_asks_the_cluster_that_it_joined_what_gpus_there_are(
+    main: Callable[[list[str]], int],
+    data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @contextmanager
+    def joined(*_: object) -> Iterator[Cluster]:
+        yield Cluster(num_gpus=0.0)
+
+    monkeypatch.setattr(Cluster, "start", joined)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    words = [
+        f"model.path={save_tiny_model(tmp_path / 'model')}",
+        f"data.train_files=[{MINI / data}]",
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+        "trainer.total_training_steps=1",
+        "trainer.device=cuda",
+    ]
+    assert main(words) == 2
+    assert "the Ray cluster has no GPU" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

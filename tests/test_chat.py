@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -242,6 +243,50 @@ def test_a_template_that_fails_or_never_ends_is_told_in_a_line(
     with pytest.raises(error, match=f"chat template.*{said}"):
         with_template(template).prompt_ids((QUESTION,))
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "'__class__' of 'str' object is unsafe"),
+        ("{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}", "'__class__' of 'dict' object is unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(messages) }}", "'__class__' of 'list' object is unsafe"),
+        ("{{ (''|attr('__class__')).__mro__ }}", "has no attribute '__class__'|unsafe"),
+        ("{{ raise_exception.__globals__['__builtins__']['open']('MARK', 'w') }}", "'__globals__' of .* is unsafe"),
+        ("{{ lipsum.__globals__['os'].mkdir('MARK') }}", "'__globals__' of .* is unsafe"),
+        ("{{ cycler.__init__.__globals__.os.mkdir('MARK') }}", "'__init__' of .* is unsafe"),
+        ("{{ self._TemplateReference__context.environment }}", "'_TemplateReference__context' of .* is unsafe"),
+        ("{{ __import__('os').mkdir('MARK') }}", "'__import__' is undefined"),
+        ("{{ eval('1') }}", "'eval' is undefined"),
+        ("{% import 'os' as os %}{{ os.mkdir('MARK') }}", "no loader"),
+        ("{% from 'os' import mkdir %}{{ mkdir('MARK') }}", "no loader"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% extends '/etc/passwd' %}", "no loader"),
+        ("{{ messages.clear() }}", "'clear' of 'list' object is unsafe"),
+        ("{{ messages[0].update({'role': 'system'}) }}", "'update' of 'dict' object is unsafe"),
+        ("{{ messages[5].content }}", "list object has no element 5"),
+        ("{{ nowhere.content }}", "'nowhere' is undefined"),
+    ],
+)
+def test_a_class_walk_globals_import_and_include_run_no_code(template: str, said: str, tmp_path: Path) -> None:
+    codec = with_template(template.replace("MARK", str(tmp_path / "mark")))
+    with pytest.raises(DataError, match=said) as raised:
+        codec.prompt_ids((QUESTION,))
+    assert "\n" not in str(raised.value) and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("template", ["{{ (lambda: open('MARK', 'w'))() }}", "{% if %}", "{{ 'a", "{% unknown %}"])
+def test_a_template_that_cannot_be_read_is_told_in_a_line(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"chat template .* cannot be read") as raised:
+        with_template(template).prompt_ids((QUESTION,))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_prompt_of_many_messages_is_checked_in_linear_time() -> None:
+    codec = codec_of("mini")
+    began = time.process_time()
+    codec.check_messages((Message("user", "hi"), Message("assistant", "so")) * 20_000, (), "prompt")
+    assert time.process_time() - began < 5
 
 
 def test_a_long_message_may_make_a_long_prompt() -> None:

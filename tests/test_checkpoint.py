@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,77 @@ def test_damage_is_seen(damage: Any, problem: str, tmp_path: Path, caplog: pytes
         store.latest(hashes=True)
     write(store, 30)
     assert store.latest() == tmp_path / "step-000030"
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a fifo": os.mkfifo,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("put", list(NO_FILES.values()), ids=list(NO_FILES))
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "policy/.metadata"])
+def test_a_folder_link_loop_or_fifo_in_the_place_of_a_file_is_damage(
+    name: str, put: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=5, keep_best=1)
+    write(store, 10, 0.5), write(store, 20, 0.9)
+    (tmp_path / "step-000020" / name).unlink()
+    put(tmp_path / "step-000020" / name)
+    for hashes in (False, True):
+        assert CheckpointStore(tmp_path, 5, 1).latest(hashes) == tmp_path / "step-000010" == store.best()
+    assert f"step-000020/{name}: " in caplog.text
+    write(store, 30)
+    assert store.latest(hashes=True) == tmp_path / "step-000030"
+
+
+def test_junk_beside_the_checkpoints_is_passed_over_and_left(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=0)
+    write(store, 10)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "old").mkdir()
+    (tmp_path / ".step-1").write_bytes(b"\xff")
+    (tmp_path / "STEP-000099").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    junk = {path.name for path in tmp_path.iterdir()} - {"step-000010", "latest.json"}
+    assert CheckpointStore(tmp_path, 1, 0).latest(hashes=True) == tmp_path / "step-000010"
+    write(store, 20)
+    assert store.latest(hashes=True) == tmp_path / "step-000020"
+    assert {path.name for path in tmp_path.iterdir()} == junk | {"step-000020", "latest.json"}
+
+
+@pytest.mark.parametrize("name", ["step-", "step-000099", "step-x.txt"])
+@pytest.mark.parametrize("put", [Path.touch, Path.mkdir, os.mkfifo, NO_FILES["a link to itself"]])
+def test_junk_with_the_name_of_a_checkpoint_is_skipped_with_a_line(
+    name: str, put: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=0)
+    write(store, 10)
+    put(tmp_path / name)
+    assert CheckpointStore(tmp_path, 1, 0).latest(hashes=True) == tmp_path / "step-000010"
+    assert f"checkpoint skipped: {tmp_path}/{name}" in caplog.text
+    write(store, 20)
+    assert store.latest(hashes=True) == tmp_path / "step-000020"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"folder": "../elsewhere"}', b"[" * 100_000])
+def test_without_latest_json_or_with_a_damaged_one_the_newest_whole_checkpoint_is_taken(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=5, keep_best=1)
+    write(store, 10, 0.9), write(store, 20, 0.1)
+    for name in ("latest.json", "best.json"):
+        (tmp_path / name).unlink()
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    again = CheckpointStore(tmp_path, 5, 1)
+    assert again.latest(hashes=True) == tmp_path / "step-000020" and again.best() == tmp_path / "step-000010"
+    write(again, 30)
+    assert pointer(tmp_path, "latest")["step"] == 30 and pointer(tmp_path, "best")["step"] == 10
 
 
 @settings(max_examples=60, deadline=None)

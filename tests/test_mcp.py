@@ -130,6 +130,18 @@ def test_an_answer_that_cannot_be_read_is_told_at_once() -> None:
     asyncio.run(tools[0].close())
 
 
+@pytest.mark.parametrize("manner", ["stderr", "stdout"])
+def test_30_mb_of_noise_for_each_request_on_stderr_or_stdout_are_passed_over(manner: str) -> None:
+    async def play(env: ToolEnv) -> None:
+        assert await say(env, ToolCall("tool0", {})) == [("HALF", ToolStatus.SUCCESS)]
+
+    began = psutil.Process().memory_info().rss
+    tools = build_tools([{"name": "mcp", "command": [sys.executable, ODD, manner], "timeout_s": 120}])
+    episode(tools, play, retries=0, deadline_s=120)
+    asyncio.run(tools[0].close())
+    assert psutil.Process().memory_info().rss - began < 200 << 20
+
+
 def test_closing_ends_the_program() -> None:
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
@@ -170,6 +182,8 @@ print(len(tools))
             "does not list its tools within",
         ),
         ({"command": [sys.executable, ODD, "schema"], "timeout_s": 60}, ServiceDownError, "not tell its tools"),
+        ({"command": [sys.executable, ODD, "version"], "timeout_s": 60}, ServiceDownError, "cannot be reached .*1999"),
+        ({"command": [sys.executable, ODD, "id"], "timeout_s": 5}, ServiceDownError, "does not answer within"),
         ({"url": "http://127.0.0.1:9/mcp"}, ServiceDownError, "cannot be reached .ConnectError"),
         (
             {"command": [sys.executable, SERVER], "only": ["sub"], "timeout_s": 60},

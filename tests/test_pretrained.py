@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
 from tests.tiny import run_words, save_tiny_model
+from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.rollout.hf_engine import load_hf_engine
+from verl.trainer.build import load_codec
 from verl.trainer.main_ppo import main
-from verl.utils.pretrained import check_weights, read_causal_lm, read_model_config
+from verl.utils.pretrained import check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.workers.model import load_causal_lm
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -104,6 +108,88 @@ def test_a_damaged_folder_is_one_config_error(name: str, folder: Path, monkeypat
     with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected}"):
         load_hf_engine(str(folder), torch.float32, "cpu", 1)
     assert not evil.exists()
+
+
+OWN_CODE = """
+import os
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+os.mkdir(os.environ["EVIL"])
+class Config(Qwen2Config):
+    model_type = "evil"
+class Model(Qwen2ForCausalLM):
+    config_class = Config
+class Tokenizer(Qwen2Tokenizer):
+    pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["evil", "qwen2", "vit"])
+def test_code_that_comes_with_a_model_by_auto_map_does_not_run(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is on the terminal: transformers asks there, unless it is told. "vit" has no causal model of its own."""
+    evil = folder.parent / "evil"
+    monkeypatch.setenv("EVIL", str(evil))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (folder / "own.py").write_text(OWN_CODE)
+    mapped = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": [None, "own.Tokenizer"]}
+    for name, more in (
+        ("config.json", {"model_type": kind}),
+        ("tokenizer_config.json", {"tokenizer_class": "Tokenizer"} if kind == "evil" else {}),
+    ):
+        told = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**told, **more, "auto_map": mapped}))
+    for read in (
+        lambda: read_model_config(str(folder)),
+        lambda: read_causal_lm(str(folder), torch.float32),
+        lambda: check_weights(str(folder)),
+        lambda: read_tokenizer(str(folder)),
+        lambda: load_codec(ModelConfig(path=str(folder))),
+    ):
+        with suppress(ConfigError):  # "qwen2" loads, with transformers' own code
+            read()
+        assert not evil.exists()
+    if kind == "evil":
+        with pytest.raises(ConfigError, match=r"model\.path: .*custom code"):
+            read_causal_lm(str(folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("config.json", "model_type.*config.json"),
+        ("model.safetensors", "no file named model.safetensors"),
+        ("tokenizer.json", "has no vocabulary; add its tokenizer.json"),
+        ("chat_template.jinja", "has no chat template"),
+        ("tokenizer_config.json", None),
+        ("generation_config.json", None),
+    ],
+)
+def test_a_folder_without_one_of_its_files_loads_or_is_told(name: str, told: str | None, folder: Path) -> None:
+    def load() -> None:
+        load_causal_lm(str(folder), key="model.path")
+        load_codec(ModelConfig(path=str(folder)))
+
+    load()
+    (folder / name).unlink()
+    if told is None:
+        load()
+    else:
+        with pytest.raises(ConfigError, match=f"{folder}.*{told}") as raised:
+            load()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"7", b"[" * 100_000, b"\xff\xfe\x00", b"", b'{"added_tokens": 7}'])
+def test_damaged_files_beside_the_weights_are_one_config_error(name: str, content: bytes, folder: Path) -> None:
+    (folder / name).write_bytes(content)
+    if content == b'{"added_tokens": 7}' and name != "tokenizer.json":
+        load_codec(ModelConfig(path=str(folder)))
+        return
+    with pytest.raises(ConfigError, match=r"^model\.path: ") as raised:
+        load_codec(ModelConfig(path=str(folder)))
+    assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from verl.data.codecs.base import CODECS, build_codec
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import REWARDS, build_reward
-from verl.utils.reward_score.math import same_answer
+from verl.utils.reward_score.math import math_correct, same_answer
 
 SIZE = 100_000
 CALL = '{"name": "a", "parameters": {"x": 1}}'
@@ -97,6 +98,41 @@ def test_nestings_and_repetitions_end(pieces: list[str], times: int) -> None:
 )
 def test_a_right_answer_is_right(answer: str, gold: str) -> None:
     assert same_answer(answer, gold)
+
+
+HOSTILE = (
+    "__import__('os').mkdir('m')",
+    "eval(\"__import__('os').mkdir('m')\")",
+    "exec('import os; os.mkdir(\"m\")')",
+    "(lambda: __import__('os').mkdir('m'))()",
+    "lambda x: __import__('os').mkdir('m')",
+    "[__import__('os').mkdir('m') for x in (1,)]",
+    "f\"{__import__('os').mkdir('m')}\"",
+    "5 if __import__('os').mkdir('m') else 5",
+    "5; __import__('os').mkdir('m')",
+    "os.mkdir('m')",
+    "open('m', 'w')",
+    "sympify(\"__import__('os').mkdir('m')\")",
+    "Integer.__class__.__base__.__subclasses__()",
+    "x.__class__.__mro__",
+    r"\text{__import__('os').mkdir('m')}",
+    r"\operatorname{eval}(__import__('os').mkdir('m'))",
+    "$__import__('os').mkdir('m')$",
+    "{{ cycler.__init__.__globals__.os.mkdir('m') }}",
+    "$(mkdir m)",
+    "`mkdir m`",
+    r"\write18{mkdir m}",
+    r"\input{/etc/passwd}",
+)
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_an_answer_runs_no_code(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for gold in ("x+1", "6", "[1, 2)", "1,2"):
+        assert not same_answer(answer, gold) and not same_answer(gold, answer)
+        assert not math_correct(rf"So \boxed{{{answer}}}.", gold)
+    assert not list(tmp_path.iterdir())
 
 
 LONG: Mapping[str, str] = {

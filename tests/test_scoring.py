@@ -23,6 +23,14 @@ from verl.utils.reward_score.lab import as_trajectory
 REWARD = """
 import ctypes, os, signal, subprocess, sys, time
 
+class Odd(Exception):
+    def __reduce__(self):
+        raise TypeError("not to be sent")
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
 def judge(reply, answer):
     act, _, path = reply.partition(" ")
     if act == "raise":
@@ -33,6 +41,25 @@ def judge(reply, answer):
         sys.exit(3)
     if act == "nan":
         return float("nan")
+    if act == "text":
+        return "good"
+    if act == "none":
+        return None
+    if act == "lambda":
+        return lambda: 1.0
+    if act == "close":
+        os.closerange(0, 4096)
+    if act == "print":
+        print("x" * 5_000_000, flush=True)
+        print("x" * 5_000_000, file=sys.stderr, flush=True)
+    if act == "raise_odd":
+        raise Odd
+    if act == "raise_mute":
+        raise Mute
+    if act == "ignore":
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(600)
     if act == "hang":
         time.sleep(600)
     if act == "hang_in_c":
@@ -104,6 +131,12 @@ def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypat
         ("exit", "the reward raised SystemExit: 3"),
         ("nan", "is no Score of finite numbers"),
         ("die", "process died twice (exit code 7)"),
+        ("text", "could not convert string to float: 'good'"),
+        ("none", "must be a string or a real number, not 'NoneType'"),
+        ("lambda", "must be a string or a real number, not 'function'"),
+        ("close", "process died twice (exit code 0)"),
+        ("raise_odd", "the reward raised Odd"),
+        ("raise_mute", "process died twice (exit code 1)"),
     ],
 )
 def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
@@ -112,6 +145,7 @@ def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
     one, fault, two = scores(pool, "yes", reply, "no")
     assert isinstance(fault, Fault) and problem in str(fault) and str(fault).startswith("t, reply 0: ")
     assert isinstance(one, Score) and isinstance(two, Score)
+    assert totals(pool, "yes") == [1.0]
 
 
 def test_verls_signature_is_understood(file: Path) -> None:
@@ -138,6 +172,7 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
     ("reply", "limit"),
     [
         ("hang", "did not end within 2 s (reward.timeout_s)"),
+        ("ignore", "did not end within 2 s (reward.timeout_s)"),
         ("hang_in_c", "did not end within 2 s"),
         ("eat", "needs more than 1024 MiB (reward.memory_mib)"),
         ("crash", "crashes on this response (SIGSEGV)"),
@@ -149,6 +184,10 @@ def test_a_response_over_a_limit_is_scored_as_an_empty_one(
     one, score = scores(pool, "yes", reply)
     assert one == Score(1.0, {"score": 1.0})
     assert isinstance(score, Score) and score.total == -1.0 and limit in score.exceeded
+
+
+def test_a_reward_that_prints_megabytes_scores_as_one_that_does_not(pool: ScoringPool) -> None:
+    assert totals(pool, "print", "yes", "print", "no") == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_a_response_over_a_limit_is_left_out_where_that_is_the_policy_of_faults(file: Path) -> None:

@@ -147,6 +147,26 @@ def test_queries_have_a_bound_each_and_together(url: str) -> None:
         search(tool, "a " * 10_000)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        '"query": 1',
+        '"query": 1e999',
+        '"query": true',
+        '"query": ["Rome"]',
+        '"queries": [1, 2]',
+        '"queries": "Rome"',
+        '"queries": {"Rome": 1}',
+        '"query": "\\ud83d"',
+        '"queries": ["Rome", "river \\ude00"]',
+        f'"queries": {"[" * 1000}{"]" * 1000}',
+    ],
+)
+def test_numbers_half_characters_and_nested_lists_are_no_queries(url: str, asked: str) -> None:
+    answer = httpx2.post(url, content=f"{{{asked}}}", headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422) and len(answer.text) < 1000
+
+
 def test_queries_of_a_client_that_hangs_up_are_not_searched_for() -> None:
     class Slow:
         def __init__(self) -> None:

@@ -5,30 +5,35 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
 import httpx2
+import psutil
 import pytest
 from fastapi import FastAPI, Request, Response
 from starlette.types import Message, Scope
 
 from tests.conftest import ROOT
-from tests.service import free_port, wait_for
+from tests.service import free_port, listeners, service, wait_for
 from verl import serving
 from verl.envs import server as env_server
+from verl.envs.registry import build_env_factory
 from verl.envs.tools import retrieval_server
+from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
 from verl.sandbox import server as sandbox_server
 from verl.sandbox.client import RemoteSandbox
+from verl.sandbox.local import LocalSandbox
 from verl.services import TOKEN_VARIABLE, check_urls, service_headers
 from verl.serving import MIB, Gate, ServingConfig, find_token, new_app
 
@@ -387,6 +392,191 @@ def test_numbers_that_json_cannot_hold_and_huge_inputs_are_refused_without_being
     for body in ("[NaN]", "NaN", "[Infinity, -Infinity]", json.dumps(["x" * 100_000] * 100)):
         answer = asyncio.run(post(body))
         assert answer.status_code == 422 and answer.json()["detail"][0]["msg"] and len(answer.text) < 10_000
+
+
+class NoPassages:
+    async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        return [[] for _ in queries]
+
+    async def close(self) -> None:
+        pass
+
+
+SERVERS: dict[str, tuple[Callable[[], FastAPI], str, object, int]] = {  # with a request, and its status
+    "sandbox": (
+        lambda: sandbox_server.make_app(LocalSandbox(1, "none")),
+        "/run_code",
+        {"code": "1", "language": "cobol"},
+        400,
+    ),
+    "environment": (
+        lambda: env_server.build_app("shop", build_env_factory("shop"), 60.0),
+        "/close",
+        {"episodes": ["unknown"]},
+        200,
+    ),
+    "retrieval": (lambda: retrieval_server.application(NoPassages(), 1), "/retrieve", {"query": "x"}, 200),
+}
+
+
+def post_to(server: str, body: bytes, content_type: str | None) -> httpx2.Response:
+    make, path, _, _ = SERVERS[server]
+
+    async def once() -> httpx2.Response:
+        transport = httpx2.ASGITransport(Gate(make(), LOCAL, None))
+        headers = {} if content_type is None else {"content-type": content_type}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(path, content=body, headers=headers)
+
+    return asyncio.run(once())
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_text_plain_form_multipart_and_no_type_are_refused(server: str) -> None:
+    """These are what a page of another site may send without being asked for permission."""
+    *_, request, status = SERVERS[server]
+    body = json.dumps(request).encode()
+    assert post_to(server, body, "application/json").status_code == status
+    for other in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None):
+        assert post_to(server, body, other).status_code == 422
+
+
+NOT_READABLE = {
+    "lists 200,000 deep": b"[" * 200_000 + b"]" * 200_000,
+    "objects 150,000 deep": b'{"a":' * 150_000 + b"1" + b"}" * 150_000,
+    "an integer of 5,000 digits": b'{"query": ' + b"9" * 5000 + b"}",
+    "noise": bytes(range(256)),
+    "bytes that are no UTF-8": b'{"query": "\xff"}',
+    "half of it": b'{"query": "x',
+    "nothing": b"",
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("body", list(NOT_READABLE.values()), ids=list(NOT_READABLE))
+def test_deep_json_long_integers_and_noise_are_refused(server: str, body: bytes) -> None:
+    answer = post_to(server, body, "application/json")
+    assert answer.status_code in (400, 422) and answer.json()["detail"] and len(answer.text) < 1000
+
+
+AFTER = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"  # behind the body of another, or inside it
+CHUNKED = b"transfer-encoding: chunked\r\n"
+AMBIGUOUS = {
+    "a length and a transfer encoding": HALF_HEAD + b"content-length: 6\r\n" + CHUNKED + b"\r\n0\r\n\r\n" + AFTER,
+    "two lengths": HALF_HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n12" + AFTER,
+    "two lengths in one": HALF_HEAD + b"content-length: 1, 2\r\n\r\n12" + AFTER,
+    "a negative length": HALF_HEAD + b"content-length: -1\r\n\r\n1" + AFTER,
+    "a length with a sign": HALF_HEAD + b"content-length: +1\r\n\r\n1" + AFTER,
+    "a length of 5,000 digits": HALF_HEAD + b"content-length: " + b"9" * 5000 + b"\r\n\r\n1" + AFTER,
+    "a negative chunk": HALF_HEAD + CHUNKED + b"\r\n-1\r\n1\r\n0\r\n\r\n" + AFTER,
+    "chunks by bare LF": HALF_HEAD + CHUNKED + b"\r\n1\n1\n0\n\n" + AFTER,
+    "another transfer encoding": HALF_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + AFTER,
+    "a bare LF": HALF_HEAD + b"x: y\ncontent-length: 1\r\n\r\n1" + AFTER,
+    "bare LF alone": (WHOLE + AFTER).replace(b"\r\n", b"\n"),
+    "a head that a bare LF ends": HALF_HEAD + b"x: y\n\n" + AFTER,
+    "a bare CR": (WHOLE + AFTER).replace(b"\r\n", b"\r") + b"\r\n\r\n",
+    "a blank before a colon": HALF_HEAD + b"content-length : 1\r\n\r\n1" + AFTER,
+    "a name with NUL": HALF_HEAD + b"x: y\r\ncontent-length\0: 1\r\n\r\n1" + AFTER,
+    "no host": b"GET /health HTTP/1.1\r\n\r\n" + AFTER,
+    "noise": bytes(range(256)) * 4 + b"\r\n\r\n" + AFTER,
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00" + b"\r\n\r\n" + AFTER,
+}
+
+
+@pytest.fixture(scope="module")
+def small_port() -> Iterator[int]:
+    with small_server() as (port, _):
+        yield port
+
+
+def all_answers(port: int, *pieces: bytes) -> list[bytes]:
+    """The status lines of what comes until the server ends the connection."""
+    with closing(socket.create_connection(("127.0.0.1", port), timeout=20)) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.05 * (len(pieces) > 1))
+        received = b""
+        with suppress(ConnectionError):  # it need not have read all that was sent
+            while more := connection.recv(65536):
+                received += more
+    return [part.partition(b"\r\n")[0] for part in received.split(b"HTTP/1.1 ")[1:]]
+
+
+@pytest.mark.parametrize("sent", list(AMBIGUOUS.values()), ids=list(AMBIGUOUS))
+def test_two_lengths_bare_line_ends_and_noise_are_answered_400_once(sent: bytes, small_port: int) -> None:
+    """A proxy may see other requests in them than the server does."""
+    assert all_answers(small_port, sent) == [b"400 Bad Request"]
+    assert httpx2.get(f"http://127.0.0.1:{small_port}/health", trust_env=False).json() == "ok"
+
+
+def test_line_ends_count_however_the_requests_are_cut(small_port: int) -> None:
+    last = AFTER.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    for cut in (len(HALF_HEAD) - 1, len(HALF_HEAD), len(WHOLE) - 3, len(WHOLE), len(WHOLE) + 5):
+        assert all_answers(small_port, (WHOLE + last)[:cut], (WHOLE + last)[cut:]) == [b"200 OK"] * 2
+    lines = HALF_HEAD + b"content-length: 3\r\n\r\n1\n2"  # line ends of a body are its own
+    assert all_answers(small_port, lines + last) == [b"200 OK"] * 2
+    bare = last.replace(b"\r\nconn", b"\nconn")
+    assert all_answers(small_port, WHOLE + bare) == [b"200 OK", b"400 Bad Request"]
+    assert all_answers(small_port, bare[:-30], bare[-30:]) == [b"400 Bad Request"]
+
+
+def test_descriptors_of_1100_half_requests_come_back_when_they_are_closed() -> None:
+    with small_server() as (port, _):
+        ((_, pid),) = listeners(port)
+
+        def num_descriptors() -> int:
+            return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+        before = num_descriptors()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+            with ExitStack() as stack:
+                for number in range(1100):
+                    half = stack.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
+                    half.sendall((HALF_HEAD, HALF_BODY)[number % 2])
+                answer = httpx2.post(f"http://127.0.0.1:{port}/size", content=b"123", timeout=30, trust_env=False)
+                assert answer.json() == 3 and num_descriptors() >= before + 1100
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(300):
+            if num_descriptors() <= before:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{num_descriptors()} descriptors, {before} before")
+
+
+def test_all_three_servers_listen_to_this_machine_alone(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 1, "contents": "Rome"}')
+    for command in (
+        ("verl.sandbox.server", "--isolation", "none", "--workers", "1"),
+        ("verl.envs.server", "--env", "shop"),
+        ("verl.envs.tools.retrieval_server", "--corpus", str(corpus)),
+    ):
+        port = free_port()
+        with service("-m", *command, "--port", str(port), url=f"http://127.0.0.1:{port}/health") as process:
+            assert listeners(port) == {("127.0.0.1", process.pid)}
+            started = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+            listening = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            assert {each.laddr.port for each in listening if each.pid in started} == {port}
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "256.256.256.256", "a..b", "ä..b", "::zz", "x" * 70])
+def test_a_host_that_is_not_to_be_had_is_refused_in_a_line(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 1, "contents": "Rome"}')
+    for server, words in (
+        (sandbox_server, ["--isolation", "none"]),
+        (env_server, ["--env", "shop"]),
+        (retrieval_server, ["--corpus", str(corpus)]),
+    ):
+        assert server.main([*words, "--host", host]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: cannot listen on {host} port")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import json
 import pickle
 import resource
 import sys
+import time
+import tracemalloc
 from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
@@ -205,6 +207,89 @@ def test_a_row_that_is_nested_too_deep_to_be_copied_is_a_bad_row(tmp_path: Path)
     with pytest.raises(DataError, match=r"t\.jsonl, row 1: has a value in more than 100 lists and objects"):
         TaskSet(str(path))
     assert len(TaskSet(str(path), max_bad_share=1.0)) == 1
+
+
+def test_a_small_archive_of_a_giant_line_is_refused_before_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.data.rows._LONGEST_LINE", 1 << 20)
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(f"{json.dumps(row())}\n")
+        for _ in range(64):
+            file.write("\0" * (1 << 20))
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"t\.jsonl\.gz: cannot be read as jsonl \(line 2 has more than 1048576"):
+            TaskSet(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+PLAIN = row(data_source="math", prompt=[{"role": "user", "content": "HERE"}], reward_model={"ground_truth": "5"})
+GOLD = row(data_source="math", prompt=[{"role": "user", "content": "1+1"}], reward_model={"ground_truth": "HERE"})
+DIGITS = "9" * 6000
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "said"),
+    [
+        (PLAIN, '"a\0b"', "is not JSON"),
+        (PLAIN, "1e999", r"'prompt\[0\]\.content': is of type float"),
+        (GOLD, "1e999", r"'reward_model\.ground_truth': cannot be written as JSON"),
+        (GOLD, "-Infinity", r"'reward_model\.ground_truth': cannot be written as JSON"),
+        (PLAIN, DIGITS, "is not JSON .*6000 digits"),
+        (GOLD, DIGITS, "is not JSON .*6000 digits"),
+        (PLAIN, f'"a", "role": {DIGITS}', "is not JSON .*6000 digits"),
+        (PLAIN, r'"a\ud83db"', "'prompt': holds half a surrogate pair"),
+        (PLAIN, r'"a", "\ude00": 1', "'prompt': holds half a surrogate pair"),
+        (GOLD, r'["\ude00"]', "'reward_model': holds half a surrogate pair"),
+    ],
+)
+def test_nul_1e999_6000_digits_and_half_a_surrogate_pair_are_bad_rows(
+    shape: dict[str, Any], value: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(row())}\n{json.dumps(shape).replace(json.dumps('HERE'), value)}\n")
+    with pytest.raises(DataError, match=rf"t\.jsonl, row 1.*{said}") as raised:
+        TaskSet(str(path))
+    assert len(str(raised.value)) < 1000
+    assert len(TaskSet(str(path), max_bad_share=0.5)) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "content"),
+    [
+        (r'"a\u0000b"', "a\0b"),
+        (r'"\ud83d\ude00 é"', "😀 é"),
+        (json.dumps("a b " * 2_500_000), "a b " * 2_500_000),
+        ('"first", "content": "last"', "last"),
+    ],
+    ids=["escaped NUL", "two halves", "10 MB", "a key twice"],
+)
+def test_an_escaped_nul_10_mb_of_content_and_a_key_twice_are_read(value: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(PLAIN).replace('"HERE"', value))
+    (task,) = TaskSet(str(path))
+    assert task.prompt[-1].content == content
+
+
+def test_a_row_of_many_messages_or_tools_is_read_in_linear_time(tmp_path: Path) -> None:
+    def seconds(number: int, **changes: Any) -> float:
+        path = write_jsonl(tmp_path / f"{number}.jsonl", [PLAIN | changes])
+        began = time.process_time()
+        (task,) = TaskSet(path)
+        assert len(task.prompt) == number or len(task.tools) == number
+        return time.process_time() - began
+
+    for number in (10, 10_000):
+        messages = [{"role": ("user", "assistant")[each % 2], "content": "x"} for each in range(number)]
+        functions = ({"name": f"f{each}", "description": "d" * 1000} for each in range(number))
+        tools = [{"type": "function", "function": each} for each in functions]
+        assert seconds(number, prompt=messages) < 0.5 + number * 0.0003
+        assert seconds(number, tools=tools) < 0.5 + number * 0.001
 
 
 def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:

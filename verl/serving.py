@@ -153,6 +153,9 @@ class Gate:
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
                 return _refused(401, problem, {"www-authenticate": "Bearer"})
+        if "transfer-encoding" in headers and "content-length" in headers:
+            problem = "both a transfer encoding and a length: programs differ on where such a body ends"
+            return _refused(400, problem, {"connection": "close"})
         length = headers.get("content-length", "0")
         return self._too_large() if int(length) > self._max_bytes else None
 
@@ -279,6 +282,15 @@ class BoundedProtocol(H11Protocol):
         self._write_timer = _restart(self._write_timer)
         super().resume_writing()
 
+    def handle_events(self) -> None:
+        """Refuses heads with lines that end in LF alone, which h11 takes and a proxy before it may not."""
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
+            if head.count(b"\n") > head.count(b"\r\n"):
+                self.send_400_response("Lines of a request end in CR and LF.")
+                return
+        super().handle_events()
+
     @property
     def waits(self) -> bool:
         """Whether it has no whole request to answer."""
@@ -306,7 +318,7 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # the last: a name that no host can have
         where = f"{config.host} port {config.port}"
         sys.stderr.write(f"error: cannot listen on {where} ({error}); choose another --host or --port\n")
         return 2

@@ -84,10 +84,12 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
     if value is None:
         return ()
     tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_TOOL}]")))
-    names = [tool.name for tool in tools]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise DataError(f"has the name {name!r} a second time", "one schema a name", field=f"{field}[{number}]")
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.name in names:
+            problem = f"has the name {tool.name!r} a second time"
+            raise DataError(problem, "one schema a name", field=f"{field}[{number}]")
+        names.add(tool.name)
     return tools
 
 

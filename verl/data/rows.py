@@ -22,6 +22,8 @@ from verl.errors import DataError
 
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
+_LONGEST_LINE = 1 << 26  # characters of a row; a small .gz may hold a line that no memory does
+_HALF = re.compile("[\ud800-\udfff]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
 _DEEPEST = 100  # lists and objects around a value of a row; copying recurses
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
@@ -37,7 +39,8 @@ def read_rows(source: str) -> Iterator[Any]:
     splits and the name gives none, the split is "train".
 
     A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied.
+    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or
+    holds half a surrogate pair.
 
     Raises DataError for a file that is missing or is not what its name says.
     """
@@ -73,7 +76,9 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 def _read_jsonl(path: Path) -> Iterator[Any]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), ""), 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"line {number} has more than {_LONGEST_LINE} characters")
             if line.strip():
                 try:
                     yield json.loads(line)
@@ -112,17 +117,22 @@ def _read_json(path: Path) -> Iterator[Any]:
 
 def _shallow(row: Any) -> Any:
     """The row, or the DataError that it comes as."""
-    level, depth = [row], 0
-    while level := [each for value in level for each in _inner(value)]:
-        depth += 1
-        if depth > _DEEPEST:
-            return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+    for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
+        level, depth = [column, content], 1
+        while level:
+            if depth > _DEEPEST:
+                return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+            if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
+                return DataError(
+                    "holds half a surrogate pair, which no tokenizer takes", "whole characters", field=column
+                )
+            level, depth = [each for value in level for each in _inner(value)], depth + 1
     return row
 
 
 def _inner(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return value.values()
+        return [*value, *value.values()]
     return value if isinstance(value, list | tuple) else ()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from verl.algorithms.algorithm import Algorithm
@@ -59,6 +59,7 @@ from verl.trainer.validate import Validator
 from verl.trainer.weights import Publisher
 from verl.transfer.bucket import Layout
 from verl.types import Task
+from verl.utils.pretrained import read_tokenizer
 from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import TrainingRank
@@ -282,13 +283,9 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> L
 
 def load_codec(config: ModelConfig) -> ChatCodec:
     """The tokenizer with its chat template, and all tokens at which the model ends a turn."""
-    path = config.tokenizer_path or config.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
-        raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({error})") from error
     assert config.path is not None
+    key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
+    tokenizer = read_tokenizer(config.tokenizer_path or config.path, key)
     return ChatCodec(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
 
 
@@ -299,10 +296,10 @@ def end_tokens(model: str) -> tuple[int, ...]:
     """
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError as error:
-        if (Path(model) / GENERATION_CONFIG_NAME).exists():
-            raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
-        return ()
+    except Exception as error:  # whatever a file that is damaged may make its reader raise
+        if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
+            return ()
+        raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
@@ -27,7 +26,7 @@ from verl.trainer.threads import threads_of
 from verl.transfer.bucket import Layout, OpenOutlet
 from verl.transfer.gpu import CudaIpc, Meeting, NcclBroadcast
 from verl.transfer.memory import ByReference, SharedMemory
-from verl.utils.pretrained import read_model_config
+from verl.utils.pretrained import read_model_config, read_tokenizer
 from verl.workers.offload import Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
@@ -262,7 +261,7 @@ async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine
         from verl.rollout.hf_engine import MAX_BATCH, load_hf_engine
 
         torch.set_num_threads(threads_of(config))
-        texts = AutoTokenizer.from_pretrained(tokenizer_path) if tokenizer_path else None
+        texts = read_tokenizer(tokenizer_path) if tokenizer_path else None
         return load_hf_engine(config.model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, texts)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 

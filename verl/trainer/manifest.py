@@ -111,6 +111,8 @@ def _sha256(path: Path, sync: bool = False) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError if there is none."""
+    if path.exists() and not path.is_file():  # of a pipe or a device the reading would not end
+        raise DataError("cannot be read (it is no file)", file=str(path))
     try:
         fields = json.loads(path.read_text())
     except OSError as error:

@@ -1,7 +1,9 @@
 """Models as folders or hub names give them, whole or not at all.
 
-transformers fills a weight that a folder lacks with random numbers and says so in a log that workers do not show, and
-takes weights that are NaN. Whatever else its readers of many formats raise is told as one error, too.
+transformers fills a weight that a folder lacks with random numbers and says so in a log that workers do not show, takes
+weights that are NaN, and makes a tokenizer without a vocabulary where there is none. Whatever else its readers of many
+formats raise is told as one error, too. Code that comes with a model is never run: without trust_remote_code=False
+transformers asks the terminal whether to.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from verl.errors import ConfigError
@@ -27,8 +29,19 @@ _NOT_FINITE = "has weights that are NaN or infinite"
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The configuration of a model. Raises ConfigError, naming the key that gives `path`, if there is none."""
     with _readable(path, key):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
+
+
+def read_tokenizer(path: str, key: str = "model.path") -> Any:
+    """The tokenizer of a model. Raises ConfigError, naming the key that gives `path`, if there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # as in `_readable`
+        raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({_in_short(error)})") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ConfigError(f"{key}: the tokenizer in {path!r} has no vocabulary; add its tokenizer.json")
+    return tokenizer
 
 
 def read_causal_lm(
@@ -51,6 +64,7 @@ def read_causal_lm(
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                trust_remote_code=False,
             )
     finally:
         logging.set_verbosity(quiet)
@@ -84,7 +98,7 @@ def check_weights(path: str, key: str = "model.path") -> None:
         there |= {*names}
     config = read_model_config(path, key)
     with _readable(path, key), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed = {name for name, _ in model.named_parameters()}  # of those that are tied the first
     if files and there <= {name for name, _ in model.named_parameters(remove_duplicate=False)}:
         _refuse(path, key, _LACKS, sorted(needed - there))
@@ -109,8 +123,11 @@ def _readable(path: str, key: str) -> Iterator[None]:
         raise
     except Exception as error:  # of safetensors, pickle, json, huggingface_hub, torch: each format has its own
         kind = "folder" if Path(path).exists() else "name"
-        reason = next(iter(str(error).splitlines()), "")  # without lists of all models and advice on upgrades
         raise ConfigError(
-            f"{key}: the {kind} {path!r} holds no causal language model that can be read "
-            f"({type(error).__name__}: {reason})"
+            f"{key}: the {kind} {path!r} holds no causal language model that can be read ({_in_short(error)})"
         ) from error
+
+
+def _in_short(error: Exception) -> str:
+    """Without lists of all models and advice on upgrades."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -53,7 +53,7 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
     report:  where to write why it cannot be done; closed without a word when all is given up
     """
     try:
-        asked = marshal.loads(frames.contents(request))  # from the owner, whose interpreter this is
+        asked = marshal.loads(frames.contents(request))  # noqa: S302  from the owner, whose interpreter this is
         _write(asked["files"], jail)
         _give_up(jail, limits, given, report)
     except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
