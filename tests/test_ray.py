@@ -326,6 +326,13 @@ def test_ranks_of_one_machine_meet_on_the_loopback_address() -> None:
     assert [host for host, other, _ in listening([psutil.Process()]) if other == port] == ["127.0.0.1"]
 
 
+def test_a_port_that_was_taken_before_the_ranks_met_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} of 127.0.0.1, where the ranks meet, has been taken"):
+            _store(Seat(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+
+
 def listening(processes: list[psutil.Process]) -> Sockets:
     """(address, port, process name) of every TCP socket that is listened at."""
     return [

@@ -121,7 +121,11 @@ def _store(seat: Seat, timeout: timedelta) -> TCPStore:
     listening = None
     if seat.rank == 0 and seat.host in ("127.0.0.1", "::1"):
         family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
-        listening = socket.create_server((seat.host, seat.port), family=family).detach()
+        try:
+            listening = socket.create_server((seat.host, seat.port), family=family).detach()
+        except OSError as error:
+            message = f"port {seat.port} of {seat.host}, where the ranks meet, has been taken by another program"
+            raise OSError(error.errno, f"{message} ({error.strerror}); start the run again") from error
     return TCPStore(
         seat.host, seat.port, seat.size, seat.rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening
     )
