@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from common import ROOT, Result, alternate, median_ratio, report
 
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
-from verl.data.dialogue import Dialogue
+from verl.data.chat import ChatTemplate
+from verl.data.dialogue import ObservationTokenizer
+from verl.data.formats.base import build_tool_call_format
 from verl.envs.base import Observation, StepResult
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.episode import EpisodeLimits, EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
@@ -106,18 +106,20 @@ class CountsCalls:
         return Score(float(trajectory.num_tool_calls), {})
 
 
-def ours(latencies: Latencies, places: int, chat: ChatCodec, turns: int) -> int:
+def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> int:
     """Every episode for itself. Returns the calls made."""
-    ids = {text: (*chat.reply_ids(text)[0],) for text in (CALL, ANSWER)}
+    ids = {text: (*chat.response_ids(text)[0],) for text in (CALL, ANSWER)}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         asked = chat.tokenizer.decode(prompt_ids).count("<information>")
         return ids[CALL if asked < turns else ANSWER]
 
     async def run() -> int:
-        dialogue = Dialogue(chat, build_codec("search_r1", {"prompt_template": None}), max_observation_tokens=64)
-        budgets = Budgets(max_turns=turns + 1, max_tool_calls=turns + 1)
-        setting = Interaction(SlowTools(latencies, places), dialogue, budgets)
+        dialogue = ObservationTokenizer(
+            chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
+        )
+        budgets = EpisodeLimits(max_turns=turns + 1, max_tool_calls=turns + 1)
+        setting = EpisodeRunner(SlowTools(latencies, places), dialogue, budgets)
         rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(len(latencies.seconds))]
         groups = await asyncio.gather(*(rollout.run(task, 1, 0) for task in tasks))
@@ -150,7 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import AutoTokenizer
 
-    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
     for slow_share, target in TARGETS.items():
         latencies = Latencies.drawn(arguments.episodes, arguments.turns, arguments.median_ms / 1000, slow_share)
         wanted = arguments.episodes * arguments.turns

@@ -200,10 +200,10 @@ def answer(value: Any) -> None:
     print(f"{_MARK}{json.dumps(value)}", flush=True)
 
 
-def skip_without(path: Path, mend: str) -> None:
+def skip_without(path: Path, hint: str) -> None:
     """End the benchmark in peace, with the reason, where what it needs is not there."""
     if not path.exists():
-        console.print(f"skipped: {path} is not there; {mend}")
+        console.print(f"skipped: {path} is not there; {hint}")
         raise SystemExit(0)
 
 

@@ -1,4 +1,4 @@
-"""Row 9: how much of a step's wall time nobody works, 512 prompts x 4 replies through Ray, lower is better.
+"""Row 9: how much of a step's wall time nobody works, 512 prompts x 4 responses through Ray, lower is better.
 
     python bench/controller.py [--rounds 3] [key=value ...]
 
@@ -122,13 +122,13 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
         engine = EnginePool(Watched(pool._workers, watch), pool._sources)
         scorer = WatchedScorer(trainer.rollouts.rollout.scorer, watch)
         trainer.rollouts.rollout = replace(trainer.rollouts.rollout, engine=engine, scorer=scorer)
-        trainer.publisher = replace(trainer.publisher, policy=trainer.learner.policy, engine=engine)
+        trainer.weight_sync = replace(trainer.weight_sync, policy=trainer.learner.policy, engine=engine)
         return asyncio.run(run_steps(trainer, watch, steps + 1))[1:]
 
 
 async def run_steps(trainer: PPOTrainer, watch: Watch, steps: int) -> list[tuple[float, float]]:
     """[(wall seconds, seconds without a running call)] of every step."""
-    await trainer.publisher.publish(0)
+    await trainer.weight_sync.publish(0)
     figures = []
     for _ in range(steps):
         watch.busy_s, started = 0.0, time.perf_counter()

@@ -68,7 +68,7 @@ COLUMNS: Mapping[str, Callable[[Run], float]] = {
     "s a step": Run.step_s,
     "staleness": lambda run: run.mean("staleness/mean"),
     "ESS": lambda run: run.mean("correction/ess"),
-    "mismatch KL, millinats": lambda run: 1000 * run.mean("correction/mismatch_kl"),
+    "mismatch KL, millinats": lambda run: 1000 * run.mean("correction/engine_kl"),
     "gradient norm": lambda run: run.mean("actor/grad_norm"),
 }
 

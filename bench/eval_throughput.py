@@ -27,7 +27,7 @@ import psutil
 from common import ROOT, Result, Side, alternate, answer, cpu_seconds, median_ratio, medians, report, requests
 
 if TYPE_CHECKING:  # heavy; the sides alone import it
-    from verl.data.chat import ChatCodec
+    from verl.data.chat import ChatTemplate
 
 DATA = ROOT / "dataset/mini/test.parquet"
 MODEL = ROOT / "dataset/mini/model"
@@ -53,7 +53,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
 
     (category,) = rows_benchmark(str(DATA)).categories
     tasks = list(islice(category.tasks(), arguments.items))
-    chat = codec_of(arguments.model)
+    chat = format_of(arguments.model)
     length = MAX_PROMPT_LENGTH + arguments.tokens
     with asyncio.Runner() as runner:
         engine = runner.run(
@@ -93,7 +93,7 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
 
     from verl.data.tasks import TaskSet
 
-    chat = codec_of(arguments.model)
+    chat = format_of(arguments.model)
     llm = LLM(
         arguments.model,
         skip_tokenizer_init=True,
@@ -122,11 +122,11 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
     yield generate
 
 
-def codec_of(model: str) -> ChatCodec:
+def format_of(model: str) -> ChatTemplate:
     from verl.config.schema import ModelConfig
-    from verl.trainer.build import load_codec
+    from verl.trainer.build import load_chat_template
 
-    return load_codec(ModelConfig(path=model))
+    return load_chat_template(ModelConfig(path=model))
 
 
 SIDES = {"ours": our_evaluation, "theirs": plain_vllm}

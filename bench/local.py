@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.grpo import GRPO
-from verl.data.samples import to_sample
+from verl.data.samples import sample_from_completion
 from verl.single_controller.local import LocalGroup
 from verl.trainer.experience import Experience, build_experience, with_metric_weights, with_weights
 from verl.trainer.policy import PackSettings, Policy
@@ -57,16 +57,16 @@ def policy_of(worker: PolicyWorker | None, share_prefix: bool = True) -> Policy:
 
 
 def made_up_groups(lengths: Sequence[tuple[int, int]], n: int, vocabulary: int, seed: int = 0) -> list[Sample]:
-    """`n` samples for each (prompt length, reply length), of random tokens, with random rewards and log-probs."""
+    """`n` samples for each (prompt length, response length), of random tokens, with random rewards and log-probs."""
     draw = random.Random(seed)
     samples = []
-    for group, (prompt, reply) in enumerate(lengths):
+    for group, (prompt, response) in enumerate(lengths):
         prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(prompt))
         for _ in range(n):
-            reply_ids = tuple(draw.randrange(vocabulary) for _ in range(reply))
-            logprobs = tuple(-draw.random() for _ in range(reply))
-            completion = Completion(reply_ids, logprobs, FinishReason.LENGTH, 0)
-            samples.append(to_sample(prompt_ids, completion, group, draw.random()))
+            response_ids = tuple(draw.randrange(vocabulary) for _ in range(response))
+            logprobs = tuple(-draw.random() for _ in range(response))
+            completion = Completion(response_ids, logprobs, FinishReason.LENGTH, 0)
+            samples.append(sample_from_completion(prompt_ids, completion, group, draw.random()))
     return samples
 
 

@@ -2,9 +2,9 @@
 
     python bench/padding.py [--rows 8] [--rounds 3] [--model DIR] [--data FILE]
 
-A row's prompt and gold answer give the lengths; the tokens are random, one reply to a prompt. The padded batch is the
-same update with as many tokens after every reply as the longest prompt and the longest reply of the batch ask for; the
-gradients' norms of the two are compared. Asked for is 0.9 of what the padding costs in tokens.
+A row's prompt and gold answer give the lengths; the tokens are random, one response to a prompt. The padded batch is
+the same update with as many tokens after every response as the longest prompt and the longest response of the batch ask
+for; the gradients' norms of the two are compared. Asked for is 0.9 of what the padding costs in tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common import SMOLLM2, TOOLRL_ROWS, Result, alternate, median_ratio, need_s
 from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
 from transformers import AutoTokenizer
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
 from verl.types import Sample
 
@@ -32,15 +32,15 @@ TOLERANCE = 1e-5
 CHECKED = 2  # rows, whose gradients are compared in float32
 
 
-def real_lengths(codec: ChatCodec, data: Path, rows: int) -> list[tuple[int, int]]:
-    """(prompt, reply) tokens of rows drawn with a fixed seed."""
+def real_lengths(chat: ChatTemplate, data: Path, rows: int) -> list[tuple[int, int]]:
+    """(prompt, response) tokens of rows drawn with a fixed seed."""
     stream = TaskStream([TaskSet(str(data), max_bad_share=1.0)], seed=0)
-    lengths = ((len(codec.prompt_ids(task.prompt)), len(codec.reply_ids(task.answer)[0]) + 1) for task in stream)
+    lengths = ((len(chat.prompt_ids(task.prompt)), len(chat.response_ids(task.answer)[0]) + 1) for task in stream)
     return list(islice((each for each in lengths if each[0] <= MAX_PROMPT), rows))
 
 
 def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> list[Sample]:
-    """The samples with untrained tokens at the end, up to the longest prompt and the longest reply."""
+    """The samples with untrained tokens at the end, up to the longest prompt and the longest response."""
     length = sum(max(each) for each in zip(*lengths, strict=True))
     missing = [length - len(sample.token_ids) for sample in samples]
     return [
@@ -66,8 +66,8 @@ def main() -> None:
     need_toolrl_rows(arguments.data)
     join_alone()
     worker = load_worker(arguments.model, torch.bfloat16)
-    codec = ChatCodec(AutoTokenizer.from_pretrained(arguments.model))
-    lengths = real_lengths(codec, arguments.data, arguments.rows)
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(arguments.model))
+    lengths = real_lengths(chat, arguments.data, arguments.rows)
     packed = made_up_groups(lengths, 1, worker.engine.module.model.config.vocab_size)
     few, of_few = packed[:CHECKED], lengths[:CHECKED]
     gap = gradient_gap(arguments.model, [(experience_of(each), False) for each in (padded(few, of_few), few)])

@@ -3,11 +3,13 @@
     python bench/pipeline.py [--rounds 3] [--steps 4] [--token-ms 4] [--tool-ms 130]
 
 The loop is the real one: PPOTrainer, Rollouts with their slots, an EnginePool over two engines and a trainer rank, each
-a Ray actor of its own, weights published and checked through shared memory while replies are being written, episodes
+a Ray actor of its own, weights published and checked through shared memory while responses are being written, episodes
 of three tool calls and an answer. The policy is tiny and really trained. Simulated is time alone:
 
-- an engine writes a token of each reply every --token-ms and decodes at most half of a step's episodes at once, others
-  wait; prompts cost nothing, and what a publication breaks off goes on where it was, as `on_publish=continue` has it;
+- an engine writes a token of each response every --token-ms and decodes at most half of a step's episodes at once,
+  others
+  wait; prompts cost nothing, and what a publication breaks off goes on where it was, as `on_weight_sync=continue` has
+it;
 - an update takes as long as the mean episode, waited for beside what the tiny policy needs: rollout and training cost
   the same;
 - a tool sleeps in the controller: always for the mean (no tails), or for seconds drawn from a lognormal of that mean,
@@ -38,33 +40,33 @@ from common import Result, console, medians, report
 from local import PLAIN_GRPO, join_alone, worker_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
-from verl.data.dialogue import Dialogue
+from verl.data.chat import ChatTemplate
+from verl.data.dialogue import ObservationTokenizer
+from verl.data.formats.base import build_tool_call_format
 from verl.data.tasks import TaskStream
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.episode import EpisodeLimits, EpisodeRunner
 from verl.rollout.group import GroupRollout
-from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.single_controller.group import Seat, WorkerGroup
+from verl.single_controller.group import WorkerContext, WorkerGroup
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import Rollouts, RolloutSettings
-from verl.trainer.weights import Publisher
-from verl.transfer.bucket import Layout, Offer, Receiver
+from verl.trainer.rollouts import RolloutManager, RolloutManagerConfig
+from verl.trainer.weights import WeightSync
+from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
 from verl.transfer.memory import SharedMemory
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 from verl.workers.attention import PACKED, register
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.policy_worker import PolicyWorker
 
-PROMPTS, REPLIES, CALLS, ENGINES = 8, 4, 3, 2
-SAMPLES = PROMPTS * REPLIES
-THOUGHT = "so " * 15  # as long as replies are, so that they are broken off in the middle
+PROMPTS, RESPONSES, CALLS, ENGINES = 8, 4, 3, 2
+SAMPLES = PROMPTS * RESPONSES
+THOUGHT = "so " * 15  # as long as responses are, so that they are broken off in the middle
 TARGETS = {(False, 1): 1.5, (True, 1): 1.5, (True, 4): 2.0}  # (whether tools have tails, max_staleness)
 
 
@@ -86,19 +88,19 @@ class Script:
 
     @property
     def num_tokens(self) -> int:
-        """Of an episode's replies."""
+        """Of an episode's responses."""
         return CALLS * len(self.call) + len(self.answer)
 
     def __call__(self, prompt_ids: Sequence[int], number: int) -> tuple[int, ...]:
-        """What is left of the reply that the prompt ends in, or all of the next."""
+        """What is left of the response that the prompt ends in, or all of the next."""
         ids, size = tuple(prompt_ids), len(self.call)
         asked = sum(ids[at : at + size] == self.call for at, first in enumerate(ids) if first == self.call[0])
-        reply = self.call if asked < CALLS else self.answer
-        return reply[max(done for done in range(len(reply)) if ids[len(ids) - done :] == reply[:done]) :]
+        response = self.call if asked < CALLS else self.answer
+        return response[max(done for done in range(len(response)) if ids[len(ids) - done :] == response[:done]) :]
 
 
 class PacedEngine(ScriptedEngine):
-    """Writes a token of each reply every `token_s`, in so many places, and takes weights only to check them."""
+    """Writes a token of each response every `token_s`, in so many places, and takes weights only to check them."""
 
     def __init__(self, script: Script, token_s: float, places: int) -> None:
         super().__init__(script)
@@ -121,7 +123,7 @@ class PacedEngine(ScriptedEngine):
         self._interruption.set()
         self._interruption = asyncio.Event()
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         self._receiver.receive(layout, offers)
 
 
@@ -148,12 +150,12 @@ class PacedTraining:
         return metrics
 
 
-def start_engine(script: Script, pace: Pace, seat: Seat) -> PacedEngine:
+def start_engine(script: Script, pace: Pace, seat: WorkerContext) -> PacedEngine:
     """An engine, in its process."""
     return PacedEngine(script, pace.token_s, SAMPLES // seat.size)
 
 
-def start_rank(vocabulary: int, pace: Pace, seat: Seat) -> PolicyWorker:
+def start_rank(vocabulary: int, pace: Pace, seat: WorkerContext) -> PolicyWorker:
     """The trainer rank, in its process."""
     join_alone()
     register()
@@ -196,25 +198,30 @@ class Processes:
 
     engines: WorkerGroup
     policy: Policy
-    layouts: Sequence[Layout]
-    chat: ChatCodec
+    layouts: Sequence[BucketLayout]
+    chat: ChatTemplate
     pace: Pace
 
     def trainer(self, staleness: int, tails: bool, seed: int, num_prompts: int) -> PPOTrainer:
         """A run that has not begun."""
-        publishing = OnPublish.CONTINUE if staleness else None
+        publishing = OnWeightSync.CONTINUE if staleness else None
         pool = EnginePool(self.engines, [[0]] * ENGINES, publishing, self.chat.tokenizer.decode)
-        dialogue = Dialogue(self.chat, build_codec("search_r1", {"prompt_template": None}), max_observation_tokens=64)
-        setting = Interaction(Tools(self.pace.tool_s, tails, seed), dialogue, Budgets(CALLS + 1, CALLS + 1))
+        dialogue = ObservationTokenizer(
+            self.chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
+        )
+        setting = EpisodeRunner(Tools(self.pace.tool_s, tails, seed), dialogue, EpisodeLimits(CALLS + 1, CALLS + 1))
         rollout = GroupRollout(pool, self.chat, DirectScorer(EveryOther()), Sampling(1024), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(num_prompts)]
-        rollouts = Rollouts(
-            RolloutSettings(PROMPTS, REPLIES, staleness, seed=seed), PLAIN_GRPO, TaskStream([tasks], seed=seed), rollout
+        rollouts = RolloutManager(
+            RolloutManagerConfig(PROMPTS, RESPONSES, staleness, seed=seed),
+            PLAIN_GRPO,
+            TaskStream([tasks], seed=seed),
+            rollout,
         )
         probes, probing = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
         # What the script says has no log-probs: the canary does its work, and whatever it finds will do.
-        publisher = Publisher(self.policy, pool, self.layouts, probes, probing, tolerance=math.inf)
-        return PPOTrainer(rollouts, Learner(StepSettings(), PLAIN_GRPO, self.policy), publisher)
+        weight_sync = WeightSync(self.policy, pool, self.layouts, probes, probing, tolerance=math.inf)
+        return PPOTrainer(rollouts, Learner(StepSettings(), PLAIN_GRPO, self.policy), weight_sync)
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
         """Seconds of a step and of its phases, and how many versions its oldest token was behind."""
@@ -225,21 +232,21 @@ class Processes:
 
 async def run(trainer: PPOTrainer, unmeasured: int, steps: int) -> dict[str, float]:
     """Means over the steps that count; the largest lag of all."""
-    await trainer.publisher.publish(0)
+    await trainer.weight_sync.publish(0)
     told: list[dict[str, float]] = []
     lag = 0
     try:
         for _ in range(unmeasured + steps):
             started = time.perf_counter()
             metrics = await trainer.train_step()
-            phases = {f"{name} s": metrics[f"time/{name}_s"] for name in ("rollout", "update", "publish")}
+            phases = {f"{name} s": metrics[f"time/{name}_s"] for name in ("rollout", "update", "weight_sync")}
             told.append({"step s": time.perf_counter() - started, **phases})
             num_trained = metrics["actor/computed_share"] * sum(len(each.trajectories) for each in trainer.groups)
             assert num_trained == SAMPLES, f"a step trained {num_trained} samples instead of {SAMPLES}"
             lag = max(lag, trainer.step - 1 - oldest_version(trainer))
     finally:
         await trainer.rollouts.close()
-        await trainer.publisher.engine.interrupt()
+        await trainer.weight_sync.engine.interrupt()
     return {name: statistics.mean(each[name] for each in told[unmeasured:]) for name in told[0]} | {"versions": lag}
 
 
@@ -251,9 +258,9 @@ def oldest_version(trainer: PPOTrainer) -> int:
 
 def with_processes(token_s: float, tool_s: float, work: Callable[[Processes], None]) -> None:
     """Start the actors, let `work` use them, and end them."""
-    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
     said = [f"<think> {THOUGHT}</think> {text}" for text in (CALL, ANSWER)]
-    script = Script(*(tuple(chat.reply_ids(text)[0]) for text in said))
+    script = Script(*(tuple(chat.response_ids(text)[0]) for text in said))
     pace = Pace(token_s, tool_s, script.num_tokens * token_s + CALLS * tool_s)
     with Cluster.start(1 + ENGINES, {"OMP_NUM_THREADS": "1"}) as cluster:
         one = Bundle()

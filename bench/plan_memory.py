@@ -25,7 +25,7 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.batch import PackedBatch
 from verl.data.packing import make_units, pack
-from verl.trainer.memory import PackShape, RankSettings, held, updating
+from verl.trainer.memory import PackShape, RankSettings, resident, updating
 from verl.trainer.plan import shape_of
 from verl.types import Sample
 from verl.workers import attention
@@ -42,7 +42,7 @@ SIZES = {  # hidden, layers, vocabulary, heads, key heads, intermediate
     "calibration": (384, 6, 12288, 6, 2, 1024),
 }
 TOKENS = (2048, 6144)
-_PROMPT, _REPLY, _REPLIES = 1024, 256, 4  # one group has 2,048 tokens
+_PROMPT, _RESPONSE, _RESPONSES = 1024, 256, 4  # one group has 2,048 tokens
 _MIB = 2**20
 MAX_SHARE = 0.2
 
@@ -67,13 +67,13 @@ def full_pack(tokens: int, vocabulary: int, seed: int) -> PackedBatch:
     """A pack of groups that share their prompts."""
     draw = torch.Generator().manual_seed(seed)
     samples = []
-    for group in range(tokens // (_PROMPT + _REPLIES * _REPLY)):
+    for group in range(tokens // (_PROMPT + _RESPONSES * _RESPONSE)):
         prompt = torch.randint(vocabulary, (_PROMPT,), generator=draw).tolist()
-        for _ in range(_REPLIES):
-            reply = torch.randint(vocabulary, (_REPLY,), generator=draw).tolist()
-            mask = (False,) * _PROMPT + (True,) * _REPLY
-            samples.append(Sample((*prompt, *reply), mask, (0.0,) * len(mask), group, 0.0))
-    column = [torch.full((_PROMPT + _REPLY,), 1e-3)] * len(samples)
+        for _ in range(_RESPONSES):
+            response = torch.randint(vocabulary, (_RESPONSE,), generator=draw).tolist()
+            mask = (False,) * _PROMPT + (True,) * _RESPONSE
+            samples.append(Sample((*prompt, *response), mask, (0.0,) * len(mask), group, 0.0))
+    column = [torch.full((_PROMPT + _RESPONSE,), 1e-3)] * len(samples)
     names = ("advantages", "weight", "metric_weight", "gap_weight", "rollout_logprobs")
     return pack(make_units(samples, True, tokens), samples, dict.fromkeys(names, column))
 
@@ -86,8 +86,8 @@ def train(size: str, tokens: int, mesh: DeviceMesh) -> float:
     for _ in range(2):
         PolicyWorker(engine, 1.0).update(packs, replace(GRPO, kl=KLTerm()))
     shape, settings = shape_of(module, module.model.config), RankSettings(compute=2, shards=1, on_cpu=True)
-    packed = PackShape.of(tokens, _PROMPT, _REPLY, _REPLIES, shared=True)
-    return sum((held(shape, settings) | updating(shape, packed, settings)).values())
+    packed = PackShape.of(tokens, _PROMPT, _RESPONSE, _RESPONSES, shared=True)
+    return sum((resident(shape, settings) | updating(shape, packed, settings)).values())
 
 
 def measure(size: str, tokens: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from tests.test_rlla import ANSWERS, HOSTILE
 from tests.toolrl_oracle import oracle_score
 from verl.data.tasks import TaskSet
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
-from verl.utils.reward_score.rlla_lab import spoiled_replies
+from verl.utils.reward_score.rlla_lab import corrupted_responses
 
 TARGET = 1.5
 ROUNDING = 1e-9
@@ -40,9 +40,9 @@ def make_pairs(source: str) -> Pairs:
     pairs: dict[tuple[str, str], None] = {}
     for task in TaskSet(source, max_bad_share=1.0):
         prompt = "".join(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in task.prompt)
-        replies = [task.answer, *(mutation.text for mutation in spoiled_replies(task, task.answer))]
-        for reply in replies:
-            pairs[f"{prompt}<|im_start|>assistant\n{reply}<|im_end|>", task.answer] = None
+        responses = [task.answer, *(mutation.text for mutation in corrupted_responses(task, task.answer))]
+        for response in responses:
+            pairs[f"{prompt}<|im_start|>assistant\n{response}<|im_end|>", task.answer] = None
     return list(pairs)
 
 
@@ -64,8 +64,8 @@ def score_all(scorer: Scorer, pairs: Pairs) -> list[tuple[float, ...]]:
 
 def plain(solution: str, truth: str) -> tuple[float, ...]:
     """The plain telling that the tests use."""
-    reply = solution.rpartition("<|im_start|>assistant")[2].partition("<|im_end|>")[0].strip()
-    return oracle_score(reply, truth, 0, {name for name in TOGGLES if os.environ.get(name) == "1"})
+    response = solution.rpartition("<|im_start|>assistant")[2].partition("<|im_end|>")[0].strip()
+    return oracle_score(response, truth, 0, {name for name in TOGGLES if os.environ.get(name) == "1"})
 
 
 def slowest_hostile() -> tuple[str, float]:

@@ -49,12 +49,12 @@ def make_model(path: str) -> None:
 def prompt_ids(count: int) -> list[tuple[int, ...]]:
     from transformers import AutoTokenizer
 
-    from verl.data.chat import ChatCodec
+    from verl.data.chat import ChatTemplate
     from verl.data.tasks import TaskSet
 
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
     tasks = [task for task, _ in zip(TaskSet(str(MINI / "train.parquet")), range(count), strict=False)]
-    return [ChatCodec(tokenizer).prompt_ids(task.prompt) for task in tasks]
+    return [ChatTemplate(tokenizer).prompt_ids(task.prompt) for task in tasks]
 
 
 @contextmanager

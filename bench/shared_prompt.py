@@ -1,6 +1,6 @@
-"""Row 3: CPU seconds of a GRPO update, prompts packed with every reply / prompts held once.
+"""Row 3: CPU seconds of a GRPO update, prompts packed with every response / prompts held once.
 
-    python bench/shared_prompt.py [--n 4 8] [--prompt 900] [--reply 250] [--rounds 3] [--model DIR]
+    python bench/shared_prompt.py [--n 4 8] [--prompt 900] [--response 250] [--rounds 3] [--model DIR]
 
 One group of random tokens, the same on both sides, bf16. Before the clock runs, the gradients of both ways are compared
 in float32 at a quarter of the lengths.
@@ -26,12 +26,12 @@ TARGETS = {4: 2.0, 8: 2.8}
 TOLERANCE = 1e-5
 
 
-def most(worker: PolicyWorker, prompt: int, reply: int, n: int) -> float:
+def most(worker: PolicyWorker, prompt: int, response: int, n: int) -> float:
     """The ratio of the FLOPs: no implementation can gain more."""
     module = worker.engine.module
     decoder = decoder_of(shape_of(module, module.model.config))
-    plain, shared = [(prompt + reply, 0)] * n, [(prompt, 0), *[(reply, prompt)] * n]
-    return forward_flops(decoder, plain, n * reply) / forward_flops(decoder, shared, n * reply)
+    plain, shared = [(prompt + response, 0)] * n, [(prompt, 0), *[(response, prompt)] * n]
+    return forward_flops(decoder, plain, n * response) / forward_flops(decoder, shared, n * response)
 
 
 def measure(worker: PolicyWorker, experience: Experience, n: int, rounds: int, gap: float, limit: float) -> Result:
@@ -65,11 +65,11 @@ def main() -> None:
     worker = load_worker(arguments.model, torch.bfloat16)
     vocabulary = worker.engine.module.model.config.vocab_size
     for n in arguments.n:
-        short = made_up_groups([(arguments.prompt // 4, arguments.reply // 4)], n, vocabulary)
+        short = made_up_groups([(arguments.prompt // 4, arguments.response // 4)], n, vocabulary)
         ways = [(experience_of(short), share) for share in (False, True)]
         gap = gradient_gap(arguments.model, ways)
-        whole = made_up_groups([(arguments.prompt, arguments.reply)], n, vocabulary)
-        limit = most(worker, arguments.prompt, arguments.reply, n)
+        whole = made_up_groups([(arguments.prompt, arguments.response)], n, vocabulary)
+        limit = most(worker, arguments.prompt, arguments.response, n)
         report(measure(worker, experience_of(whole), n, arguments.rounds, gap, limit))
 
 

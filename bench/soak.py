@@ -183,7 +183,7 @@ def command(folder: Path, steps: int, engine: str, more: Sequence[str], served: 
     words = [
         *_WORDS,
         f"data.train_files=[{data}]",
-        f"env.codec={Path(__file__).resolve()}:EveryTextCalls",
+        f"env.tool_call_format={Path(__file__).resolve()}:EveryTextCalls",
         f"rollout.name={engine}",
     ]
     words += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}", *more]

@@ -1,11 +1,11 @@
 """Rows 1 and 2: CPU seconds of a GRPO step and of the update in it, TRL / ours.
 
-    python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--reply 64] [--rounds 3]
+    python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--response 64] [--rounds 3]
                          [--model DIR] [--data FILE] [--trl DIR]
 
-Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, replies of a fixed length, no
-KL, no checkpointing, one thread. A hash of the reply is added to ToolRL's reward, so that no group is without a signal:
-our side would not compute it, TRL's does. Before the clock runs, both compute loss and gradient norm of one and
+Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, responses of a fixed length, no
+KL, no checkpointing, one thread. A hash of the response is added to ToolRL's reward, so that no group is without a
+signal: our side would not compute it, TRL's does. Before the clock runs, both compute loss and gradient norm of one and
 the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
 transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
 vLLM's `reload_weights`, and its importance sampling correction, another pass, is off.
@@ -39,7 +39,7 @@ from common import (
     report,
 )
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
 from verl.types import Task
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
@@ -51,10 +51,10 @@ MAX_PROMPT = 600  # tokens; such rows have 550 on average
 MICRO_BATCH = 4  # sequences in one forward of TRL's
 STEP_TARGETS = {("hf", "vllm"): 4.0, ("vllm", "vllm"): 3.0}  # TRL's engine and ours
 UPDATE_TARGETS = {4: 4.0, 8: 6.0}
-CHECKED_REPLIES = 2  # to each prompt, in the batch whose loss is compared
+CHECKED_RESPONSES = 2  # to each prompt, in the batch whose loss is compared
 TOLERANCE = 1e-4  # of float32 losses, where advantages are about 1, and of gradient norms relative to one another
 RELOADED = "TRL's weight sync fails on vLLM's CPU weights and is replaced by reload_weights"
-CheckRows = list[tuple[tuple[int, ...], tuple[int, ...], float]]  # prompt, reply, advantage
+CheckRows = list[tuple[tuple[int, ...], tuple[int, ...], float]]  # prompt, response, advantage
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,34 @@ class Spec:
     our_rollout: str
     prompts: int
     n: int
-    reply: int
+    response: int
     rounds: int
 
 
-def stream(spec: Spec, codec: ChatCodec) -> TaskStream:
+def stream(spec: Spec, chat: ChatTemplate) -> TaskStream:
     """The tasks in the order in which both sides train on them."""
     tasks = TaskSet(spec.data, max_bad_share=1.0)
-    return TaskStream([[task for task in tasks if len(codec.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
+    return TaskStream([[task for task in tasks if len(chat.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
 
 
-def first_tasks(spec: Spec, codec: ChatCodec, count: int) -> list[Task]:
+def first_tasks(spec: Spec, chat: ChatTemplate, count: int) -> list[Task]:
     """The first `count` tasks of the stream."""
-    return list(islice(stream(spec, codec), count))
+    return list(islice(stream(spec, chat), count))
 
 
-def check_rows(spec: Spec, codec: ChatCodec) -> CheckRows:
+def check_rows(spec: Spec, chat: ChatTemplate) -> CheckRows:
     """The batch that both sides compute a loss of: shifted gold answers."""
     rows = []
-    for task in first_tasks(spec, codec, spec.prompts):
-        prompt, gold = codec.prompt_ids(task.prompt), codec.reply_ids(task.answer)[0]
-        long = gold * (spec.reply // len(gold) + 2)
-        rows += [(prompt, long[at : at + spec.reply], 1.0 - 1.5 * at) for at in range(CHECKED_REPLIES)]
+    for task in first_tasks(spec, chat, spec.prompts):
+        prompt, gold = chat.prompt_ids(task.prompt), chat.response_ids(task.answer)[0]
+        long = gold * (spec.response // len(gold) + 2)
+        rows += [(prompt, long[at : at + spec.response], 1.0 - 1.5 * at) for at in range(CHECKED_RESPONSES)]
     return rows
 
 
-def reward(reply: str, answer: str) -> float:
-    """ToolRL's, no two replies alike."""
-    return compute_score(reply, answer, 0, RllaOptions())[0] + zlib.crc32(reply.encode()) / 2**32
+def reward(response: str, answer: str) -> float:
+    """ToolRL's, no two responses alike."""
+    return compute_score(response, answer, 0, RllaOptions())[0] + zlib.crc32(response.encode()) / 2**32
 
 
 def trl_python(folder: Path) -> Path:
@@ -136,7 +136,7 @@ def results(
 ) -> list[Result]:
     """The step (where it has a target: n=4) and the update."""
     engines = f"TRL ({spec.rollout}) / ours ({spec.our_rollout})"
-    size = f"{spec.prompts} prompts, n={spec.n}, {spec.reply} tokens"
+    size = f"{spec.prompts} prompts, n={spec.n}, {spec.response} tokens"
 
     def result(row: int, phase: str, target: float) -> Result:
         values = {side: [each[phase] for each in rounds] for side, rounds in figures.items()}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from common import answer, cpu_seconds, requests
 from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
-from step import CHECKED_REPLIES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
+from step import CHECKED_RESPONSES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
-from verl.data.chat import ChatCodec
-from verl.data.samples import to_sample
+from verl.data.chat import ChatTemplate
+from verl.data.samples import sample_from_completion
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
@@ -29,8 +29,8 @@ from verl.trainer.experience import Experience
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import Rollouts, RolloutSettings
-from verl.trainer.weights import Publisher
+from verl.trainer.rollouts import RolloutManager, RolloutManagerConfig
+from verl.trainer.weights import WeightSync
 from verl.transfer.memory import SharedMemory
 from verl.types import Completion, FinishReason
 from verl.utils.reward_score.base import FunctionReward
@@ -47,25 +47,25 @@ async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
     if spec.our_rollout == "hf":
         yield load_hf_engine(spec.model, torch.bfloat16, "cpu", max_batch=spec.prompts * spec.n)
         return
-    engine = await VLLMEngine.start(VLLMSettings(spec.model, MAX_PROMPT + spec.reply, kv_cache_gib=KV_CACHE_GIB))
+    engine = await VLLMEngine.start(VLLMSettings(spec.model, MAX_PROMPT + spec.response, kv_cache_gib=KV_CACHE_GIB))
     yield engine
     await engine.close()
 
 
-def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, codec: ChatCodec) -> PPOTrainer:
+def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatTemplate) -> PPOTrainer:
     """The training step, with the canary that a run has."""
-    sampling = Sampling(spec.reply)
-    probes = [codec.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, codec, NUM_PROBES)]
+    sampling = Sampling(spec.response)
+    probes = [chat.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, chat, NUM_PROBES)]
     probing = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
-    rollouts = Rollouts(
-        RolloutSettings(spec.prompts, spec.n),
+    rollouts = RolloutManager(
+        RolloutManagerConfig(spec.prompts, spec.n),
         PLAIN_GRPO,
-        stream(spec, codec),
-        GroupRollout(engine, codec, DirectScorer(FunctionReward(reward)), sampling),
+        stream(spec, chat),
+        GroupRollout(engine, chat, DirectScorer(FunctionReward(reward)), sampling),
     )
     learner = Learner(StepSettings(), PLAIN_GRPO, policy, timer=PhaseTimer(cpu=cpu_seconds))
-    return PPOTrainer(rollouts, learner, Publisher(policy, engine, layouts, probes, probing, TOLERANCE))
+    return PPOTrainer(rollouts, learner, WeightSync(policy, engine, layouts, probes, probing, TOLERANCE))
 
 
 async def step(trainer: PPOTrainer) -> dict[str, float]:
@@ -75,33 +75,34 @@ async def step(trainer: PPOTrainer) -> dict[str, float]:
     return {"step": cpu_seconds() - started, **trainer.learner.timer.cpu_s}
 
 
-def check(spec: Spec, codec: ChatCodec) -> dict[str, Any]:
+def check(spec: Spec, chat: ChatTemplate) -> dict[str, Any]:
     """Loss and gradient norm of the common batch, and the old log-probs that belong to it: our own with noise."""
     rounded = load_causal_lm(spec.model, torch.bfloat16).float()  # the very weights that both sides train
     policy = policy_of(worker_of(rounded, torch.float32))
     samples, advantages = [], []
-    for row, (prompt, reply, advantage) in enumerate(check_rows(spec, codec)):
-        completion = Completion(reply, (0.0,) * len(reply), FinishReason.LENGTH, 0)
-        samples.append(to_sample(prompt, completion, row // CHECKED_REPLIES))
+    for row, (prompt, response, advantage) in enumerate(check_rows(spec, chat)):
+        completion = Completion(response, (0.0,) * len(response), FinishReason.LENGTH, 0)
+        samples.append(sample_from_completion(prompt, completion, row // CHECKED_RESPONSES))
         advantages.append(torch.full((len(samples[-1].token_ids),), advantage))
     noise = torch.Generator().manual_seed(0)
     old = [
-        scored + 0.1 * torch.randn(scored.shape, generator=noise) for scored in policy.score(policy.laid_out(samples))
+        scored + 0.1 * torch.randn(scored.shape, generator=noise)
+        for scored in policy.score(policy.pack_for_scoring(samples))
     ]
     columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
     learned = policy.update(Experience(samples, columns), PLAIN_GRPO)
-    replies = [each[-spec.reply :].tolist() for each in old]
-    return {"loss": learned["loss"], "grad_norm": learned["grad_norm"], "old_logprobs": replies}
+    responses = [each[-spec.response :].tolist() for each in old]
+    return {"loss": learned["loss"], "grad_norm": learned["grad_norm"], "old_logprobs": responses}
 
 
 async def serve(spec: Spec) -> None:
     """Answer requests until they end."""
-    codec = ChatCodec(AutoTokenizer.from_pretrained(spec.model))
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(spec.model))
     policy = policy_of(load_worker(Path(spec.model), torch.bfloat16))
     async with engine_of(spec) as engine:
-        trainer = build_trainer(spec, policy, engine, codec)
+        trainer = build_trainer(spec, policy, engine, chat)
         for request in requests():
-            answer(check(spec, codec) if request["do"] == "check" else await step(trainer))
+            answer(check(spec, chat) if request["do"] == "check" else await step(trainer))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 
 VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -66,9 +66,9 @@ def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     return [reward(each[0]["content"], gold) for each, gold in zip(completions, answer, strict=True)]
 
 
-def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GRPOTrainer:
+def build_trainer(spec: Spec, chat: ChatTemplate, steps: Steps, folder: str) -> GRPOTrainer:
     """The trainer as a user would make it, its phases timed."""
-    tasks = first_tasks(spec, codec, spec.prompts * (spec.rounds + 1))
+    tasks = first_tasks(spec, chat, spec.prompts * (spec.rounds + 1))
     rows = [{"prompt": [{"role": m.role, "content": m.content} for m in t.prompt], "answer": t.answer} for t in tasks]
     on_vllm = spec.rollout == "vllm"
     config = GRPOConfig(
@@ -84,8 +84,8 @@ def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GR
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=spec.prompts * spec.n // MICRO_BATCH,
         num_generations=spec.n,
-        max_completion_length=spec.reply,
-        generation_kwargs={"ignore_eos": True} if on_vllm else {"min_new_tokens": spec.reply},
+        max_completion_length=spec.response,
+        generation_kwargs={"ignore_eos": True} if on_vllm else {"min_new_tokens": spec.response},
         temperature=1.0,
         bf16=True,
         gradient_checkpointing=False,
@@ -99,7 +99,7 @@ def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GR
         use_vllm=on_vllm,
         vllm_mode="colocate",
         vllm_importance_sampling_correction=False,  # would cost a pass that our side does not make either
-        vllm_max_model_length=MAX_PROMPT + spec.reply,
+        vllm_max_model_length=MAX_PROMPT + spec.response,
     )
     trainer = GRPOTrainer(
         model=spec.model,
@@ -107,7 +107,7 @@ def build_trainer(spec: Spec, codec: ChatCodec, steps: Steps, folder: str) -> GR
         args=config,
         callbacks=[steps],
         train_dataset=Dataset.from_list(rows),
-        processing_class=codec.tokenizer,
+        processing_class=chat.tokenizer,
     )
     if on_vllm:
         trainer.vllm_generation.sync_weights = lambda: reload_weights(trainer)
@@ -127,12 +127,12 @@ def reload_weights(trainer: GRPOTrainer) -> None:
     llm.reset_prefix_cache()
 
 
-def check(spec: Spec, trainer: GRPOTrainer, codec: ChatCodec, old_logprobs: list[list[float]]) -> dict[str, float]:
+def check(spec: Spec, trainer: GRPOTrainer, chat: ChatTemplate, old_logprobs: list[list[float]]) -> dict[str, float]:
     """Loss and gradient norm of the common batch, in float32 for that long."""
     model = trainer.model.eval()  # in training the loss is divided by the number of micro-batches
     mixed, trainer.accelerator.autocast_handler = trainer.accelerator.autocast_handler, AutocastKwargs(enabled=False)
     cast(model, torch.float32)
-    loss = trainer.compute_loss(model, padded(check_rows(spec, codec), old_logprobs))
+    loss = trainer.compute_loss(model, padded(check_rows(spec, chat), old_logprobs))
     loss.backward()
     norm = clip_grad_norm_(model.parameters(), float("inf"))
     model.zero_grad()
@@ -149,16 +149,16 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def padded(rows: CheckRows, old_logprobs: list[list[float]]) -> dict[str, torch.Tensor]:
     """A batch as TRL lays it out: prompts padded on the left."""
-    prompts, replies, advantages = zip(*rows, strict=True)
+    prompts, responses, advantages = zip(*rows, strict=True)
     pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     return {
         "prompt_ids": torch.tensor([(0,) * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]),
         "prompt_mask": torch.tensor([(0,) * pad + (1,) * len(each) for pad, each in zip(pads, prompts, strict=True)]),
-        "completion_ids": torch.tensor(replies),
-        "completion_mask": torch.ones(len(replies), len(replies[0]), dtype=torch.long),
+        "completion_ids": torch.tensor(responses),
+        "completion_mask": torch.ones(len(responses), len(responses[0]), dtype=torch.long),
         "advantages": torch.tensor(advantages),
         "old_per_token_logps": torch.tensor(old_logprobs),
-        "importance_sampling_ratio": torch.ones(len(replies), len(replies[0])),
+        "importance_sampling_ratio": torch.ones(len(responses), len(responses[0])),
     }
 
 
@@ -167,12 +167,12 @@ def main() -> None:
     os.environ.update(VLLM_VARIABLES)
     torch.set_num_threads(1)
     spec = Spec(**json.loads(sys.argv[1]))
-    codec = ChatCodec(AutoTokenizer.from_pretrained(spec.model))
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(spec.model))
     asked = requests()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(spec, codec, Steps(asked), folder)
+        trainer = build_trainer(spec, chat, Steps(asked), folder)
         for request in islice(asked, 1):
-            answer(check(spec, trainer, codec, request["old_logprobs"]))
+            answer(check(spec, trainer, chat, request["old_logprobs"]))
             trainer.train()
 
 

@@ -5,7 +5,7 @@
     export TOOLRL_TEST_DATA=$PWD/dataset/toolrl_test_data      # then the tests find them
 
 Puts rlla_rl.json and rlla_sft.json into dataset/rlla_4k_raw/ (preprocess_rlla.py goes on from there) and the test files
-into --out. The reward's test cases are made here, by running ToolRL's own reward on spoiled replies. Files whose hash
+into --out. The reward's test cases are made here, by running ToolRL's own reward on spoiled responses. Files whose hash
 is known are checked against it. All of it is ToolRL's, Apache-2.0.
 """
 
@@ -37,7 +37,7 @@ from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
 from verl.files import replacing
 from verl.utils.reward_score.rlla import TOGGLES
-from verl.utils.reward_score.rlla_lab import spoiled_replies
+from verl.utils.reward_score.rlla_lab import corrupted_responses
 
 REPOSITORY = "https://github.com/qiancheng0/ToolRL"
 COMMIT = "8cee13ec0ca72f0461da372a93a6fd8140dbb840"
@@ -103,11 +103,11 @@ def checked_out(repository: str, commit: str) -> Iterator[Path]:
             try:
                 subprocess.run(["git", "-C", folder, *command], check=True, capture_output=True, text=True)
             except FileNotFoundError as error:
-                raise DataError("git is not installed", mend="Install git") from error
+                raise DataError("git is not installed", hint="Install git") from error
             except subprocess.CalledProcessError as error:
                 raise DataError(
                     f"git {command[0]} failed ({error.stderr.strip()})",
-                    mend="Check the network and --commit (all 40 digits), or give a clone you have with --repository",
+                    hint="Check the network and --commit (all 40 digits), or give a clone you have with --repository",
                     file=repository,
                 ) from error
         yield Path(folder)
@@ -117,7 +117,7 @@ def copy_checked(source: Path, published: Published, target: Path) -> None:
     """Copy one file. Raises DataError where it is missing or is not the published one."""
     path = source / published.path
     if not path.is_file():
-        raise DataError("is not in the repository", file=published.path, mend="Check --commit")
+        raise DataError("is not in the repository", file=published.path, hint="Check --commit")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if published.sha256 and found != published.sha256:
         raise DataError(f"has SHA-256 {found}", published.sha256, "Take the published commit", published.path)
@@ -132,7 +132,7 @@ def copy_all(clone: Path, files: Mapping[str, Published], folder: Path, console:
 
 
 def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """NUM_CASES spoiled replies scored by ToolRL's own code under random variants, steps and chat templates."""
+    """NUM_CASES spoiled responses scored by ToolRL's own code under random variants, steps and chat templates."""
     spec = importlib.util.spec_from_file_location("toolrl_rlla", reward_file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -141,12 +141,14 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
     cases = []
     for _ in range(NUM_CASES):
         task = generator.choice(tasks)
-        reply = generator.choice([task.answer, *(spoiled.text for spoiled in spoiled_replies(task, task.answer))])
+        response = generator.choice(
+            [task.answer, *(spoiled.text for spoiled in corrupted_responses(task, task.answer))]
+        )
         variant = {name: "1" for name in TOGGLES if name != "SCHEDULELENGTH" and generator.random() < 0.25}
         if "WITHLENGTH" in variant and generator.random() < 0.5:
             variant["SCHEDULELENGTH"] = "1"  # alone it does nothing in ToolRL's code, and here it does
         family, step = generator.choice(sorted(TEMPLATES)), generator.choice(STEPS)
-        solution = TEMPLATES[family].format(reply)
+        solution = TEMPLATES[family].format(response)
         want = score_silently(module.compute_score, solution, task.answer, step, variant | {"EXPERIMENT_NAME": family})
         case = {"solution": solution, "truth": task.answer, "env": variant, "step": step, "want": want}
         cases.append(case | {"family": family})
@@ -156,7 +158,7 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
 def score_silently(
     compute_score: Callable[..., Sequence[float]], solution: str, truth: str, step: int, variant: dict[str, str]
 ) -> list[float]:
-    """ToolRL's reward reads the environment and prints each reply; neither must outlive the call."""
+    """ToolRL's reward reads the environment and prints each response; neither must outlive the call."""
     before = dict(os.environ)
     for name in TOGGLES:
         os.environ.pop(name, None)

@@ -69,7 +69,7 @@ def read_epochs(run: Path, data: str, right_at: float | None) -> Epochs:
         for row, right in step.items():
             epochs.rates[row].append(fmean(right))
     if not epochs.rates:
-        raise DataError(f"has trained on no row of {data}", mend="Give the file that it was trained on", file=str(run))
+        raise DataError(f"has trained on no row of {data}", hint="Give the file that it was trained on", file=str(run))
     return epochs
 
 
@@ -79,6 +79,6 @@ def _right(rollout: Mapping[str, Any], right_at: float | None, path: Path) -> bo
         return bool(score["total"] >= right_at)
     if "correct" not in score["parts"]:
         parts = ", ".join(score["parts"]) or "none"
-        mend = "Give the total from which a rollout is right: --right-at"
-        raise DataError(f"has no record of what was right (parts: {parts})", "a part `correct`", mend, str(path))
+        hint = "Give the total from which a rollout is right: --right-at"
+        raise DataError(f"has no record of what was right (parts: {parts})", "a part `correct`", hint, str(path))
     return bool(score["parts"]["correct"] >= 1.0)

@@ -95,7 +95,7 @@ def _print_lengths(splits: Splits, tokenizer: Tokenizer) -> None:
     for name, rows in splits.items():
         measured = (
             [len(reading.system_text(row)) + len(reading.dialogue_text(row)) for row in rows],
-            [len(tokenizer.encode(chat_text(row, with_reply=False))) for row in rows],
+            [len(tokenizer.encode(chat_text(row, with_response=False))) for row in rows],
             [len(tokenizer.encode(reading.gold(row))) + 1 for row in rows],  # and <|im_end|>
         )
         table.add_row(name, *map(_quantiles, measured))
@@ -110,8 +110,8 @@ def _quantiles(lengths: Sequence[int]) -> str:
 
 def _print_rewards(splits: Splits) -> None:
     table = Table("reply", *splits, title="mean reward of simple policies (rlla, default options)")
-    for name, reply in BASELINES.items():
-        table.add_row(name, *(f"{mean_reward(rows, reply):.3f}" for rows in splits.values()))
+    for name, response in BASELINES.items():
+        table.add_row(name, *(f"{mean_reward(rows, response):.3f}" for rows in splits.values()))
     _console.print(table)
 
 

@@ -211,7 +211,7 @@ def check_input(path: str) -> None:
     if Path(path).suffix and not Path(path).is_file():
         raise DataError(
             "there is no such file",
-            mend="ToolRL's published rlla_rl.json comes from its repository (qiancheng0/ToolRL): run "
+            hint="ToolRL's published rlla_rl.json comes from its repository (qiancheng0/ToolRL): run "
             "python scripts/get_toolrl_data.py, or name a file of yours with --input. To build one from the original "
             "sources: python scripts/build_rlla_raw.py --help. dataset/README.md has the details",
             file=path,

@@ -66,7 +66,7 @@ def read_probe(path: Path, data: Path) -> Probed:
             ) from error
         if name != data.name:
             raise DataError(
-                f"is of {name}, not of {data.name}", mend="Give the file that was probed", file=str(path), row=number
+                f"is of {name}, not of {data.name}", hint="Give the file that was probed", file=str(path), row=number
             )
     if not probed:
         raise DataError("is empty", "a line for every row that was probed", file=str(path))
@@ -155,7 +155,7 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     if data.suffix not in _COPIES or out.suffix != data.suffix:
         raise DataError(f"is to become {out.name!r}", f"{' or '.join(_COPIES)} for both", file=str(data))
     if data.resolve() == out.resolve():
-        raise DataError("would be written over", mend="Give --out another name", file=str(data))
+        raise DataError("would be written over", hint="Give --out another name", file=str(data))
     if not data.is_file():
         raise DataError("there is no such file", file=str(data))
     source = Path(options.source)
@@ -166,8 +166,8 @@ def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
         probed, kept, dropped = choose_by_impact(source, data, options)
     if not kept:
         reasons = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
-        mend = "Widen --least and --most" if options.impact is None else "Lower --impact"
-        raise DataError(f"no row would be kept: {reasons}", mend=mend, file=str(data))
+        hint = "Widen --least and --most" if options.impact is None else "Lower --impact"
+        raise DataError(f"no row would be kept: {reasons}", hint=hint, file=str(data))
 
     def keep(number: int, row: Any) -> bool:
         if number in probed:

@@ -52,10 +52,10 @@ _OF_LAST_STEPS = (
     "reward/total",
     "reward/correct",
     "tools/calls_mean",
-    "tools/used_share",
-    "tools/used_in_correct",
-    "reply/tokens_mean",
-    "reply/truncated",
+    "tools/usage_rate",
+    "tools/usage_rate_correct",
+    "response_length/mean",
+    "response_length/clip_ratio",
 )
 _FINISHED = "finished"
 _GOES_ON = 1  # exit code of a run that failed; others are the user's: nothing more is started

@@ -27,5 +27,5 @@ echo "the same questions without the tool:"
 "$VERL_PYTHON" -m verl.trainer.main_generation \
     model.path="${models[-1]}" files=["$out/data/test.jsonl"] output="$out/without_tool.jsonl" \
     max_prompt_length=64 max_response_length=80 dtype=float32 \
-    reward.name=retool env.name=tool env.codec=tags env.tools=[python] \
+    reward.name=retool env.name=tool env.tool_call_format=tags env.tools=[python] \
     env.max_tool_calls=0

@@ -1,4 +1,4 @@
-"""BFCL's own checker, gold replies for its keys, and good replies spoiled in many ways."""
+"""BFCL's own checker, gold responses for its keys, and good responses spoiled in many ways."""
 
 from __future__ import annotations
 

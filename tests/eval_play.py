@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI
 from verl.config.schema import SandboxConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.evaluation.base import Benchmark, Category
 from verl.evaluation.handlers import env_of
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, prompt_fn
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -26,11 +26,11 @@ _ROOM = 100_000  # tokens
 
 
 @cache
-def chat() -> ChatCodec:
+def chat() -> ChatTemplate:
     """The tokenizer of dataset/mini, whose chat template would list no tools."""
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + tokenizer.chat_template
-    return ChatCodec(tokenizer)
+    return ChatTemplate(tokenizer)
 
 
 class _Speaker:
@@ -42,7 +42,7 @@ class _Speaker:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         text = next(self._texts)
         ends = any(stop in text for stop in sampling.stop_strings)
-        ids = (*chat().reply_ids(text)[0], *(() if ends else (chat().end_token_id,)))
+        ids = (*chat().response_ids(text)[0], *(() if ends else (chat().end_token_id,)))
         return (Completion(ids, (0.0,) * len(ids), FinishReason.STOP, 0),)
 
 
@@ -51,11 +51,11 @@ def category(benchmark: Benchmark, name: str) -> Category:
     return found
 
 
-def groups(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
+def groups(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+        interaction = build_interaction(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
         scorer = DirectScorer(build_reward(of.play.reward, of.play.reward_options))
         rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), interaction)  # type: ignore[arg-type]
         played = []
@@ -68,16 +68,16 @@ def groups(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | Non
     return asyncio.run(play())
 
 
-def scores(of: Category, codec: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[Score]:
+def scores(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[Score]:
     """The score of an episode of every task; all could be scored."""
-    played = groups(of, codec, policy, tasks)
+    played = groups(of, chat, policy, tasks)
     assert not [fault for group in played for fault in group.faults]
     return [group.scores[0] for group in played]
 
 
-def foretold(of: Category, codec: str, tasks: Sequence[Task]) -> bool:
+def foretold(of: Category, chat: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    interaction = build_interaction(env_of(of.play, codec), SandboxConfig(), chat(), _ROOM, _ROOM, None)
-    opening = opening_of(interaction, chat())
-    played = groups(of, codec, lambda _: ["I am done."] * 99, tasks)
+    interaction = build_interaction(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+    opening = prompt_fn(interaction, chat())
+    played = groups(of, chat, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

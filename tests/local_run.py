@@ -18,7 +18,7 @@ from rich.console import Console
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.rollout.scoring import DirectScorer
-from verl.single_controller.group import Member, Seat
+from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
 from verl.tracking.tracker import Run, build_trackers
@@ -28,8 +28,8 @@ from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.build_workers import start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
-from verl.trainer.exams import Exams
-from verl.trainer.fit import Fit, FitSettings
+from verl.trainer.loop import TrainingRun, TrainingRunConfig
+from verl.trainer.online_eval import OnlineEvaluator
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder
 from verl.trainer.validate import Validator
@@ -49,24 +49,26 @@ class OneProcess:
     def pool(self, *_: Any) -> None:
         """There is one place."""
 
-    def group(self, role: str, make: Callable[[Seat], Any], *_: Any) -> Here:
+    def group(self, role: str, make: Callable[[WorkerContext], Any], *_: Any) -> Here:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        made = make(Seat(0, 1, "127.0.0.1", port))
+        made = make(WorkerContext(0, 1, "127.0.0.1", port))
         return Here(asyncio.run(made) if inspect.isawaitable(made) else made)
 
 
-def local_fit(trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorder: Recorder | None = None) -> Fit:
+def local_fit(
+    trainer: PPOTrainer, config: Config, watch: CollapseWatch, recorder: Recorder | None = None
+) -> TrainingRun:
     """A run around a local trainer, which validates on nothing and starts anew."""
     folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     total_steps = config.trainer.total_training_steps
-    assert total_steps is not None and isinstance(trainer.learner.policy.workers, Member)
-    return Fit(
-        FitSettings(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
+    assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
+    return TrainingRun(
+        TrainingRunConfig(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
         trainer,
         Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
-        Exams(),
+        OnlineEvaluator(),
         trainer.learner.policy.workers.group,
         CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
         build_trackers([], Run(folder)),
@@ -89,7 +91,7 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
         yield build_trainer(
-            config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
+            config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.interaction
         )
     finally:
         gc.collect()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from verl.algorithms import ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
-from verl.algorithms.advantage import Rollouts, Turns, returns_to_go
+from verl.algorithms import ALGORITHMS, GROUP_FREE, WITH_CRITIC
+from verl.algorithms.advantage import AdvantageInputs, Turns, returns_to_go
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.cispo import weight_clipped
 from verl.algorithms.clip_cov import clipped_unless_selected, within_bounds
@@ -35,9 +35,9 @@ from verl.algorithms.table import markdown, presets, row
 ANY = torch.Generator()
 
 
-def rollouts(rewards: list[list[float]], groups: list[int], baselines: list[float] | None = None) -> Rollouts:
+def rollouts(rewards: list[list[float]], groups: list[int], baselines: list[float] | None = None) -> AdvantageInputs:
     baseline_B = None if baselines is None else torch.tensor(baselines)
-    return Rollouts([torch.tensor(each) for each in rewards], torch.tensor(groups), baseline_B=baseline_B)
+    return AdvantageInputs([torch.tensor(each) for each in rewards], torch.tensor(groups), baseline_B=baseline_B)
 
 
 def per_token(advantages: list[torch.Tensor]) -> list[list[float]]:
@@ -51,7 +51,7 @@ def test_rloo_by_hand() -> None:
 
 
 def test_remax_by_hand() -> None:
-    # what is still to come (0.9 and 1; 0), less the greedy reply's 0.5
+    # what is still to come (0.9 and 1; 0), less the greedy response's 0.5
     got = remax(rollouts([[-0.1, 1.0], [0.0]], [0, 0], [0.5, 0.5]))
     assert per_token(got.advantages) == [[0.4, 0.5], [-0.5]]
 
@@ -63,7 +63,7 @@ def test_opo_by_hand() -> None:
 
 
 def test_gpg_by_hand() -> None:
-    # two of four replies are in a group without a difference: alpha = 4 / 2
+    # two of four responses are in a group without a difference: alpha = 4 / 2
     got = gpg(rollouts([[1.0], [0.0], [1.0], [1.0]], [0, 0, 1, 1]))
     assert per_token(got.advantages) == [[1.0], [-1.0], [0.0], [0.0]]
     silent = gpg(rollouts([[1.0], [1.0]], [0, 0]))
@@ -94,12 +94,12 @@ def test_gigpo_by_hand() -> None:
     # half the first turns return 0.5 and 0. Not divided: episodes +-0.5, first turns +-0.25, second turns +-0.5.
     two = torch.tensor([0, 1])
     turns = [Turns(two, torch.tensor([3, 7])), Turns(two, torch.tensor([3, 7]))]
-    batch = Rollouts([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0])], torch.tensor([0, 0]), turns=turns)
+    batch = AdvantageInputs([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0])], torch.tensor([0, 0]), turns=turns)
     got = gigpo(batch, gamma=0.5, turn_weight=1.0, divide_by_std=False)
     assert per_token(got.advantages) == [[0.75, 1.0], [-0.75, -1.0]]
     # states that nobody else met leave the episode's advantage alone
     alone = [Turns(two, torch.tensor([3, 7])), Turns(two, torch.tensor([3, 8]))]
-    lone = gigpo(Rollouts(batch.token_rewards, batch.group_B, turns=alone), 0.5, 1.0, False)
+    lone = gigpo(AdvantageInputs(batch.token_rewards, batch.group_B, turns=alone), 0.5, 1.0, False)
     assert per_token(lone.advantages) == [[0.75, 0.5], [-0.75, -0.5]]
 
 
@@ -191,16 +191,16 @@ def test_kl_cov_by_hand() -> None:
 
 
 def test_the_overlong_penalty_by_hand() -> None:
-    overlong = Overlong(buffer=4, factor=2.0).within(20)
+    overlong = Overlong(buffer=4, factor=2.0).with_max_tokens(20)
     assert [overlong.penalty(length) for length in (0, 16, 17, 19, 20, 30)] == [0.0, 0.0, -0.5, -1.5, -2.0, -2.0]
-    assert Overlong().within(20480) == Overlong(20480, 4096, 1.0)
+    assert Overlong().with_max_tokens(20480) == Overlong(20480, 4096, 1.0)
 
 
 @pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
 def test_what_the_configuration_knows_of_a_preset_is_so(algorithm: Algorithm) -> None:
     assert algorithm.needs_critic == (algorithm.name in WITH_CRITIC)
-    assert algorithm.compares_replies == (algorithm.name not in LEARNS_FROM_ONE)
-    assert algorithm.max_draws == 1 or algorithm.filters
+    assert algorithm.needs_group == (algorithm.name not in GROUP_FREE)
+    assert algorithm.max_resample_rounds == 1 or algorithm.filters
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

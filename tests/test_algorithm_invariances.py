@@ -122,7 +122,7 @@ def learned(algorithm: Algorithm, given: Case, max_tokens: int = 100, share: boo
     """(loss, its gradient [B][L] as one row, metrics) of the mini-batch in packs of at most `max_tokens`."""
     samples, lengths = given.samples, [len(sample.token_ids) for sample in given.samples]
     places = torch.arange(sum(lengths)).split(lengths)
-    experience = experience_of(algorithm, given).having("place", places)
+    experience = experience_of(algorithm, given).with_column("place", places)
     parameters = torch.cat(given.logprobs).nan_to_num(0.0).requires_grad_()
     total, metrics = torch.zeros(()), dict[str, float]()
     for units in assign(make_units(samples, share, max_tokens), max_tokens, ranks):
@@ -218,8 +218,8 @@ def test_a_shift_of_all_rewards_changes_no_advantage(algorithm: Algorithm) -> No
 
 @EVERY
 def test_equal_rewards_teach_nothing(algorithm: Algorithm) -> None:
-    """Where replies are compared with one another, and nothing but rewards is learned from."""
-    if not algorithm.compares_replies or algorithm.kl.placement is KLPlacement.REWARD:
+    """Where responses are compared with one another, and nothing but rewards is learned from."""
+    if not algorithm.needs_group or algorithm.kl.placement is KLPlacement.REWARD:
         pytest.skip("is taught by more than differences within a group")
     given = case()
     same = replace(given, samples=[replace(sample, reward=0.1) for sample in given.samples])

@@ -1,7 +1,7 @@
 """Every algorithm raises the reward of the embedded model, run as its preset says, in this process: `pytest -m slow`.
 
 Eight prompts that ask for two calls, of which the start model often makes the first alone, under ToolRL's reward, are
-trained on for four steps of eight replies each. Before and after, 16 other replies to each of the same prompts are
+trained on for four steps of eight responses each. Before and after, 16 other responses to each of the same prompts are
 sampled with the same seeds. With `--log-cli-level=INFO` each algorithm tells what came of it.
 """
 
@@ -29,7 +29,7 @@ PROMPTS, STEPS, LONGEST = 8, 4, 64
 LEAST_GAIN = 0.5  # nearly three standard deviations of what an untrained policy gains from one set of seeds to another
 OWN = {
     "ppo": ["critic.optim.lr=1e-3", "critic.optim.weight_decay=0"],
-    # Of eight replies two are mostly equal best, and then none has an advantage; pairs tell more of fewer replies.
+    # Of eight responses two are mostly equal best, and then none has an advantage; pairs tell more of fewer responses.
     "pass_at_k": ["rollout.n=2", "trainer.total_training_steps=8"],
 }
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first rows of the training data whose gold reply makes two calls."""
+    """The first rows of the training data whose gold response makes two calls."""
     table = pq.read_table(MINI / "train.parquet")
     golds = [reward["ground_truth"] for reward in table["reward_model"].to_pylist()]
     chosen = [row for row, gold in enumerate(golds) if gold.count('"name"') == 2][:PROMPTS]
@@ -64,7 +64,7 @@ def words_of(name: str, rows: Path, out: Path) -> list[str]:
 
 
 async def sampled_rewards(trained: PPOTrainer) -> list[float]:
-    """The mean reward of 16 replies to each prompt, always with the same seeds, which no training has."""
+    """The mean reward of 16 responses to each prompt, always with the same seeds, which no training has."""
     stream, rollout = trained.rollouts.tasks, trained.rollouts.rollout
     tasks = [stream.at([number]) for number in range(PROMPTS)]
     groups = [await rollout.run(task, 16, 0, first_seed=10**6 + 16 * row) for row, task in enumerate(tasks)]

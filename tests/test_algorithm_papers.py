@@ -1,6 +1,6 @@
 """Whole presets, from rewards to the loss and its gradient, against the objectives of the papers written out in floats.
 
-One prompt, two replies of two tokens and one, rewards 1 and 0. Gradients of the papers' objectives are central
+One prompt, two responses of two tokens and one, rewards 1 and 0. Gradients of the papers' objectives are central
 differences; what stands under a stop-gradient is held where the gradient is taken.
 """
 
@@ -13,14 +13,14 @@ from functools import partial
 import pytest
 import torch
 
-from verl.algorithms.advantage import Rollouts
+from verl.algorithms.advantage import AdvantageInputs
 from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_loss import LossInputs
 from verl.algorithms.table import presets
 
 OLD = (-0.2, -5.0, -2.0)
-REPLIES = ((0, 1), (2,))
+RESPONSES = ((0, 1), (2,))
 LONGEST = 8
 UNIT = 0.5 / (math.sqrt(0.5) + 1e-6)  # GRPO's advantage of reward 1 beside reward 0: the std is sqrt(1/2)
 PRESETS = {preset.name: preset for preset in presets()}
@@ -53,21 +53,21 @@ def dapo(new: Logprobs, at: Logprobs) -> float:
 
 
 def dr_grpo(new: Logprobs, at: Logprobs) -> float:
-    """Sums over tokens, divided by the longest reply and the number of replies."""
+    """Sums over tokens, divided by the longest response and the number of responses."""
     return token_mean(ppo, 0.5, -0.5, new) * 3 / LONGEST / 2
 
 
 def pass_at_k(new: Logprobs, at: Logprobs) -> float:
-    """The best reply is worth what the second best lacks; the other is worth nothing."""
+    """The best response is worth what the second best lacks; the other is worth nothing."""
     return token_mean(ppo, 1.0, 0.0, new)
 
 
 def gspo(new: Logprobs, at: Logprobs) -> float:
-    def reply(tokens: Sequence[int], advantage: float) -> float:
+    def response(tokens: Sequence[int], advantage: float) -> float:
         s = math.exp(sum(new[token] - OLD[token] for token in tokens) / len(tokens))
         return min(s * advantage, clip(s, 1 - 3e-4, 1 + 4e-4) * advantage)
 
-    return (reply(REPLIES[0], UNIT) + reply(REPLIES[1], -UNIT)) / 2
+    return (response(RESPONSES[0], UNIT) + response(RESPONSES[1], -UNIT)) / 2
 
 
 def cispo(new: Logprobs, at: Logprobs) -> float:
@@ -78,13 +78,13 @@ def cispo(new: Logprobs, at: Logprobs) -> float:
 
 
 def gmpo(new: Logprobs, at: Logprobs) -> float:
-    """The geometric mean over a reply of |min(r A, clip(r, e^-0.4, e^0.4) A)|, with the advantage's sign."""
+    """The geometric mean over a response of |min(r A, clip(r, e^-0.4, e^0.4) A)|, with the advantage's sign."""
 
-    def reply(tokens: Sequence[int], advantage: float) -> float:
+    def response(tokens: Sequence[int], advantage: float) -> float:
         factors = [abs(ppo(new, token, advantage, math.exp(-0.4), math.exp(0.4))) for token in tokens]
         return math.copysign(math.prod(factors) ** (1 / len(tokens)), advantage)
 
-    return (reply(REPLIES[0], UNIT) + reply(REPLIES[1], -UNIT)) / 2
+    return (response(RESPONSES[0], UNIT) + response(RESPONSES[1], -UNIT)) / 2
 
 
 def sapo(new: Logprobs, at: Logprobs) -> float:
@@ -119,7 +119,7 @@ def kl_cov(new: Logprobs, at: Logprobs) -> float:
 def loss_of(preset: Algorithm, new: Logprobs) -> tuple[float, list[float]]:
     """The preset's loss and its gradient by the log-probs."""
     rewards = [torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)]
-    advantages = torch.cat(preset.advantage(Rollouts(rewards, torch.tensor([0, 0]))).advantages)
+    advantages = torch.cat(preset.advantage(AdvantageInputs(rewards, torch.tensor([0, 0]))).advantages)
     old, logprobs = (torch.tensor(each, dtype=torch.float64) for each in (OLD, new))
     selected = preset.selection(old, advantages, torch.Generator()).double() if preset.selection else None
     token = preset.policy_loss(

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.conftest import real_data
 from verl.algorithms.advantage import (
     AdvantageEstimator,
-    Rollouts,
+    AdvantageInputs,
     gae,
     grpo,
     reinforce_pp_baseline,
@@ -31,7 +31,7 @@ from verl.algorithms.dr_grpo import group_centred
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
-from verl.algorithms.kl import KL_ESTIMATORS, penalised
+from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
 from verl.algorithms.kl_cov import held_where_selected, largest
 from verl.algorithms.opo import opo
 from verl.algorithms.pass_at_k import pass_at_k
@@ -69,8 +69,8 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.fixture(scope="module")
-def batch(published: Published) -> Rollouts:
-    return Rollouts(
+def batch(published: Published) -> AdvantageInputs:
+    return AdvantageInputs(
         published.rows("in/rewards"), published["in/index"], published.rows("in/values"), published["in/baselines"]
     )
 
@@ -89,19 +89,21 @@ def batch(published: Published) -> Rollouts:
         ("opo", opo),
     ],
 )
-def test_advantages_equal_verls(published: Published, batch: Rollouts, name: str, estimate: AdvantageEstimator) -> None:
+def test_advantages_equal_verls(
+    published: Published, batch: AdvantageInputs, name: str, estimate: AdvantageEstimator
+) -> None:
     assert_close(torch.cat(estimate(batch).advantages), published[f"adv/{name}/advantages"])
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95)])
-def test_gae_equals_verls(published: Published, batch: Rollouts, gamma: float, lam: float) -> None:
+def test_gae_equals_verls(published: Published, batch: AdvantageInputs, gamma: float, lam: float) -> None:
     got = gae(batch, gamma, lam)
     assert got.returns is not None
     assert_close(torch.cat(got.advantages), published[f"adv/gae_g{gamma:g}_l{lam:g}/advantages"])
     assert_close(torch.cat(got.returns), published[f"adv/gae_g{gamma:g}_l{lam:g}/returns"])
 
 
-def test_verls_other_rloo_differs_in_groups_of_one_alone(published: Published, batch: Rollouts) -> None:
+def test_verls_other_rloo_differs_in_groups_of_one_alone(published: Published, batch: AdvantageInputs) -> None:
     """It gives them 0, where its first form and ours let the reward stand."""
     alone_B = torch.tensor([int((batch.group_B == group).sum()) == 1 for group in batch.group_B])
     assert alone_B.any()
@@ -109,8 +111,8 @@ def test_verls_other_rloo_differs_in_groups_of_one_alone(published: Published, b
     assert_close(torch.cat(got), published["adv/rloo_vectorized/advantages"])
 
 
-def test_gpg_differs_from_verls_by_a_factor(published: Published, batch: Rollouts) -> None:
-    """veRL divides by the rewards that are not 0; the paper by the replies in groups whose rewards differ (20 of 25;
+def test_gpg_differs_from_verls_by_a_factor(published: Published, batch: AdvantageInputs) -> None:
+    """veRL divides by the rewards that are not 0; the paper by the responses in groups whose rewards differ (20 of 25;
     the group of one, whose reward stands, is the 21st)."""
     num_nonzero = int((batch.rewards != 0).sum())
     assert_close(torch.cat(gpg(batch).advantages) * 21 / num_nonzero, published["adv/gpg/advantages"])
@@ -121,7 +123,7 @@ def test_pass_at_k_equals_verls(published: Published, suffix: str, divide: bool)
     """veRL refuses groups of one, so that its arrays are of the others."""
     whole = published.arrays["in/whole_groups"]
     rows, masks = published.rows("in/rewards"), published.mask[whole]
-    part = Rollouts([rows[int(row)] for row in whole], published["in/index"][whole])
+    part = AdvantageInputs([rows[int(row)] for row in whole], published["in/index"][whole])
     wanted = published.arrays[f"adv/grpo_passk{suffix}/advantages"][masks]
     assert_close(torch.cat(pass_at_k(part, divide_by_std=divide).advantages), wanted)
 
@@ -262,7 +264,7 @@ def test_kl_equals_verls(published: Published, name: str) -> None:
 
 
 def test_kl_in_the_reward_equals_verls(published: Published) -> None:
-    got = penalised(published["in/rewards"], published["in/old"], published["in/ref"], 0.01)
+    got = apply_kl_penalty(published["in/rewards"], published["in/old"], published["in/ref"], 0.01)
     assert_close(got, published["stats/kl_in_reward"])
 
 

@@ -19,9 +19,9 @@ from verl.trainer.metrics import Metrics
 from verl.trainer.ppo import PPOTrainer
 
 
-def share_of_vowels(reply: str, answer: str) -> float:
-    """A reward under which hardly two replies are alike."""
-    return sum(letter in "aeiou" for letter in reply) / max(1, len(reply))
+def share_of_vowels(response: str, answer: str) -> float:
+    """A reward under which hardly two responses are alike."""
+    return sum(letter in "aeiou" for letter in response) / max(1, len(response))
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gain(trained: PPOTrainer, seen: Experience) -> float:
     """By how much the update raised the sum of advantage times log-prob."""
-    scored = trained.learner.policy.score(trained.learner.policy.laid_out(seen.samples))
+    scored = trained.learner.policy.score(trained.learner.policy.pack_for_scoring(seen.samples))
     columns = zip(seen.columns["advantages"], scored, seen.columns["rollout_logprobs"], strict=True)
     return sum(float((advantages * (new - old)).sum()) for advantages, new, old in columns)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_step_makes_better_replies_likelier(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
+def test_a_step_makes_better_responses_likelier(name: str, model: Path, rows: Path, tmp_path: Path) -> None:
     reward = f"reward.name={Path(__file__)}:share_of_vowels"
     words = [*run_words(model, tmp_path, "hf", 1), f"algorithm.name={name}", reward, f"data.train_files=[{rows}]"]
     words += ["data.train_batch_size=2", "data.max_response_length=6", "rollout.n=4", "trainer.num_threads=1"]

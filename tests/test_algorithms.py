@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.advantage import Rollouts, gae, group_normalised, grpo, reinforce_pp_baseline, whitened
+from verl.algorithms.advantage import AdvantageInputs, gae, group_normalized, grpo, reinforce_pp_baseline, whitened
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.kl import k1, k2, k3, penalised
+from verl.algorithms.kl import apply_kl_penalty, k1, k2, k3
 from verl.algorithms.policy_loss import LossInputs, clipped
 from verl.algorithms.value_loss import clipped_value_loss
 from verl.registry import resolve
@@ -22,9 +22,9 @@ from verl.registry import resolve
 ONE_SAMPLE = torch.zeros(0, dtype=torch.long)
 
 
-def rollouts(rewards: list[list[float]], groups: list[int], values: list[list[float]] | None = None) -> Rollouts:
+def rollouts(rewards: list[list[float]], groups: list[int], values: list[list[float]] | None = None) -> AdvantageInputs:
     critics = None if values is None else [torch.tensor(each) for each in values]
-    return Rollouts([torch.tensor(each) for each in rewards], torch.tensor(groups), critics)
+    return AdvantageInputs([torch.tensor(each) for each in rewards], torch.tensor(groups), critics)
 
 
 def test_grpo_by_hand() -> None:
@@ -35,7 +35,7 @@ def test_grpo_by_hand() -> None:
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
-    assert group_normalised(torch.full((7,), 0.1)).tolist() == [0.0] * 7
+    assert group_normalized(torch.full((7,), 0.1)).tolist() == [0.0] * 7
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:
@@ -104,7 +104,7 @@ def test_kl_by_hand() -> None:
     p, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
     assert [float(estimate(p, ref)) for estimate in (k1, k2, k3)] == pytest.approx([0.5, 0.125, math.exp(-0.5) - 0.5])
     assert float(k3(torch.tensor([-100.0]), torch.tensor([0.0]))) == 10.0
-    assert float(penalised(torch.tensor([1.0]), p, ref, 0.1)) == pytest.approx(0.95)
+    assert float(apply_kl_penalty(torch.tensor([1.0]), p, ref, 0.1)) == pytest.approx(0.95)
 
 
 def test_value_loss_by_hand() -> None:

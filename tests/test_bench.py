@@ -137,7 +137,7 @@ def test_without_the_model_a_row_is_skipped(script: str) -> None:
     assert "prepare_smollm2" in said
 
 
-def test_a_scripted_reply_goes_on_where_it_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scripted_response_goes_on_where_it_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     pipeline = importlib.import_module("pipeline")
     script = pipeline.Script(call=(1, 2, 3), answer=(1, 9))
@@ -145,14 +145,14 @@ def test_a_scripted_reply_goes_on_where_it_was_broken_off(monkeypatch: pytest.Mo
     asked = (7, *(1, 2, 3, 8) * pipeline.CALLS)
     assert script(asked[:-4], 0) == (1, 2, 3) and script(asked, 0) == (1, 9) and script((*asked, 1), 0) == (9,)
 
-    async def replies() -> list[Completion]:
+    async def responses() -> list[Completion]:
         engine = pipeline.PacedEngine(script, token_s=60.0, places=1)  # the second one waits for the first one's place
         started = [asyncio.ensure_future(engine.generate((7,), Sampling(8))) for _ in range(2)]
         await asyncio.sleep(0.01)
         await engine.interrupt()
         return [completion for each in await asyncio.gather(*started) for completion in each]
 
-    assert all(each.token_ids == () and each.finish_reason is FinishReason.ABORT for each in asyncio.run(replies()))
+    assert all(each.token_ids == () and each.finish_reason is FinishReason.ABORT for each in asyncio.run(responses()))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def write_run(folder: Path, staleness: int, seed: int, finished: bool = True, **
     run.mkdir(parents=True)
     rows: list[dict[str, Any]] = [{"step": step, "time": 1e9 + 2.0 * step} for step in range(10 * len(rewards) - 9)]
     for row in rows[1:]:
-        row |= {"time/step_s": 2.0, "actor/grad_norm": 1.0, "correction/ess": 0.9, "correction/mismatch_kl": 0.01}
+        row |= {"time/step_s": 2.0, "actor/grad_norm": 1.0, "correction/ess": 0.9, "correction/engine_kl": 0.01}
         row |= {"staleness/mean": staleness * 0.5} if staleness else {}
     for row, reward in zip(rows[::10], rewards.values(), strict=True):
         row["val/test/total"] = reward

@@ -42,10 +42,17 @@ from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
-from verl.single_controller.group import Seat
+from verl.single_controller.group import WorkerContext
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer import main_ppo, main_sft
-from verl.trainer.build import load_codec, load_tasks, rollout_settings, run_folder, train_sampling, val_sampling
+from verl.trainer.build import (
+    load_chat_template,
+    load_tasks,
+    rollout_settings,
+    run_folder,
+    train_sampling,
+    val_sampling,
+)
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import (
     Workers,
@@ -207,8 +214,8 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"filters": [{"name": "accuracy", "part": 1}]}, "option 'part' must be of type str or None, not 1"),
         ({"filters": [{"name": "length", "max_tokens": "9"}]}, "option 'max_tokens' must be of type int, not '9'"),
         ({"filters": ["length"]}, "'length': missing a required argument: 'max_tokens'; its options are max_tokens"),
-        ({"max_draws": 3}, "algorithm.max_draws=3 has no effect"),
-        ({"name": "dapo", "filters": [], "max_draws": 3}, "algorithm.max_draws=3 has no effect"),
+        ({"max_resample_rounds": 3}, "algorithm.max_resample_rounds=3 has no effect"),
+        ({"name": "dapo", "filters": [], "max_resample_rounds": 3}, "algorithm.max_resample_rounds=3 has no effect"),
         ({"overlong_factor": 0.5}, "algorithm.overlong_factor has no effect"),
         ({"overlong_buffer": 65}, "algorithm.overlong_buffer=65 is more than data.max_response_length=64"),
         ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
@@ -228,11 +235,11 @@ def test_overrides_without_use_are_refused(overrides: dict[str, object], said: s
 def test_what_a_preset_asks_of_the_rollout_can_be_changed() -> None:
     assert build_algorithm(AlgorithmConfig("dapo"), 100, 0).overlong == Overlong(100, 20, 1.0)
     filters = ["truncated", {"name": "accuracy", "low": 0.1}]
-    settings = AlgorithmConfig("dapo", filters=filters, max_draws=3, overlong_buffer=0)
+    settings = AlgorithmConfig("dapo", filters=filters, max_resample_rounds=3, overlong_buffer=0)
     made = build_algorithm(settings, 100, 0)
     assert [name_of(each) for each in made.filters] == ["truncated", "accuracy"]
-    assert made.max_draws == 3 and made.overlong is None
-    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100, 0).max_draws == 1
+    assert made.max_resample_rounds == 3 and made.overlong is None
+    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100, 0).max_resample_rounds == 1
     added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100, 0)
     assert added.overlong == Overlong(100, 8, 0.5)
 
@@ -245,7 +252,7 @@ def test_options_reach_the_function_that_has_them() -> None:
 
 
 class Ranks:
-    """A reward that compares the replies to a prompt."""
+    """A reward that compares the responses to a prompt."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(0.0, {})
@@ -301,7 +308,7 @@ def test_training_validation_and_canary_sample_on_their_own(caplog: pytest.LogCa
     assert training.whole() == Sampling(9, 0.7, 1, (3,))
 
 
-def test_a_constant_length_is_the_longest_reply_unless_it_is_given() -> None:
+def test_a_constant_length_is_the_longest_response_unless_it_is_given() -> None:
     norm = AlgorithmConfig("grpo", aggregation="seq-mean-token-sum-norm")
     assert build_algorithm(norm, 64, 0).aggregation_length == 64
     assert build_algorithm(replace(norm, aggregation_length=10), 64, 0).aggregation_length == 10
@@ -378,8 +385,8 @@ def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) ->
 def test_prompts_that_are_too_long_are_an_error_or_left_out(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     words = [*run_words(model, tmp_path, "hf", 1), f"data.val_files=[{MINI / 'test.parquet'}]"]
-    codec = load_codec(load_config(words).model)
-    (train,), val, reports = load_tasks(load_config(words), codec.task_prompt_ids)
+    chat = load_chat_template(load_config(words).model)
+    (train,), val, reports = load_tasks(load_config(words), chat.task_prompt_ids)
     assert len(train) == 2400 and list(val) == ["test"]
     assert [str(report) for report in reports] == [
         "train.parquet: 2400 rows, 2400 used, 0 dropped",
@@ -388,14 +395,14 @@ def test_prompts_that_are_too_long_are_an_error_or_left_out(tmp_path: Path) -> N
     with pytest.raises(
         DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than max_prompt_length=90"
     ):
-        load_tasks(load_config([*words, "data.max_prompt_length=90"]), codec.task_prompt_ids)
+        load_tasks(load_config([*words, "data.max_prompt_length=90"]), chat.task_prompt_ids)
     skipping = load_config([*words, "data.max_prompt_length=90", "data.truncation=drop"])
-    (some,), _, (report, _) = load_tasks(skipping, codec.task_prompt_ids)
+    (some,), _, (report, _) = load_tasks(skipping, chat.task_prompt_ids)
     num_dropped = 2400 - len(some)
-    assert 0 < len(some) < 2400 and all(len(codec.prompt_ids(task.prompt)) <= 90 for task in some)
+    assert 0 < len(some) < 2400 and all(len(chat.prompt_ids(task.prompt)) <= 90 for task in some)
     assert str(report).endswith(f"{len(some)} used, {num_dropped} dropped ({num_dropped} longer than 90 tokens)")
     with pytest.raises(DataError, match=r"has no usable row \(2400 longer than 9 tokens\)"):
-        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.truncation=drop"]), codec.task_prompt_ids)
+        load_tasks(load_config([*words, "data.max_prompt_length=9", "data.truncation=drop"]), chat.task_prompt_ids)
 
 
 def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
@@ -410,25 +417,25 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
         "{{ messages[0].content }}"
     )
     config = load_config([*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]"])
-    codec = load_codec(config.model)
+    chat = load_chat_template(config.model)
     with pytest.raises(
         DataError,
         match=r"data\.jsonl: 1 of 2 rows .*row 1: the chat template refuses .* system, user \(No system role!\)",
     ):
-        load_tasks(config, codec.task_prompt_ids)
+        load_tasks(config, chat.task_prompt_ids)
     half = replace(config, data=replace(config.data, max_bad_share=0.5))
-    (kept,), _, (report,) = load_tasks(half, codec.task_prompt_ids)
+    (kept,), _, (report,) = load_tasks(half, chat.task_prompt_ids)
     assert len(kept) == 1 and "2 rows, 1 used, 1 dropped (1 unreadable, row 1: the chat template" in str(report)
     demonstrations = read_demonstrations(str(data))
     with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template refuses"):
-        to_demonstration_samples(demonstrations, codec, 99)
-    assert len(to_demonstration_samples(demonstrations, codec, 99, 0.5)) == 1
+        to_demonstration_samples(demonstrations, chat, 99)
+    assert len(to_demonstration_samples(demonstrations, chat, 99, 0.5)) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
     with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template refuses .* roles user"):
-        load_tasks(config, load_codec(config.model).task_prompt_ids)
+        load_tasks(config, load_chat_template(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
     with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):
-        load_tasks(config, load_codec(config.model).task_prompt_ids)
+        load_tasks(config, load_chat_template(config.model).task_prompt_ids)
 
 
 def test_a_tokenizer_that_cannot_tell_what_its_tokens_cover_is_refused(tmp_path: Path) -> None:
@@ -436,44 +443,44 @@ def test_a_tokenizer_that_cannot_tell_what_its_tokens_cover_is_refused(tmp_path:
     tokenizer.chat_template = "Hi"
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"the tokenizer in .* is a slow one.* add its tokenizer\.json"):
-        load_codec(ModelConfig(path=str(tmp_path)))
+        load_chat_template(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(("listed", "expected"), [([2, 5, 7], (2, 5, 7)), (5, (2, 5)), (None, (2,))])
 def test_a_turn_ends_at_every_token_that_the_model_lists(listed: object, expected: object, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-    codec = load_codec(ModelConfig(path=str(model)))
-    assert codec.stop_token_ids == expected and codec.end_token_id == 2
-    for stop in codec.stop_token_ids:
-        assert codec.reply_text((*codec.reply_ids("so be it")[0], stop)) == "so be it"
+    chat = load_chat_template(ModelConfig(path=str(model)))
+    assert chat.stop_token_ids == expected and chat.end_token_id == 2
+    for stop in chat.stop_token_ids:
+        assert chat.response_text((*chat.response_ids("so be it")[0], stop)) == "so be it"
 
 
 def test_whichever_token_ends_a_turn_is_trained_and_not_judged(tmp_path: Path) -> None:
     model, tasks = save_tiny_model(tmp_path), TaskSet(str(MINI / "test.parquet"))
-    plain = load_codec(ModelConfig(path=str(model)))
+    plain = load_chat_template(ModelConfig(path=str(model)))
     listed = tuple(range(3, len(plain.tokenizer), 2))  # an untrained model ends soon, seldom at eos_token
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-    codec = load_codec(ModelConfig(path=str(model)))
+    chat = load_chat_template(ModelConfig(path=str(model)))
     engine = load_hf_engine(str(model), torch.float32, "cpu", 8)
-    sampling = Sampling(60, stop_token_ids=codec.stop_token_ids)
-    rollout = GroupRollout(engine, codec, DirectScorer(build_reward("rlla")), sampling)
+    sampling = Sampling(60, stop_token_ids=chat.stop_token_ids)
+    rollout = GroupRollout(engine, chat, DirectScorer(build_reward("rlla")), sampling)
     group = asyncio.run(rollout.run(tasks[0], 4, 0, first_seed=1))
     ends = {sample.token_ids[-1] for sample in to_samples(group, 0) if sample.action_mask[-1]}
-    assert len(ends) > 1 and ends <= set(codec.stop_token_ids)
+    assert len(ends) > 1 and ends <= set(chat.stop_token_ids)
     for trajectory in group.trajectories:
         ids = trajectory.turns[0].completion.token_ids
         assert (trajectory.stop_reason, trajectory.outcome) == ("stop", Outcome.SCORED)
-        assert trajectory.reply == plain.reply_text(ids[:-1]) and not set(ids[:-1]) & set(codec.stop_token_ids)
+        assert trajectory.response == plain.response_text(ids[:-1]) and not set(ids[:-1]) & set(chat.stop_token_ids)
 
 
 def test_a_generation_configuration_may_be_missing_but_not_damaged(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     (model / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json in .* cannot be read"):
-        load_codec(ModelConfig(path=str(model)))
+        load_chat_template(ModelConfig(path=str(model)))
     (model / "generation_config.json").unlink()
-    assert load_codec(ModelConfig(path=str(model))).stop_token_ids == (2,)
+    assert load_chat_template(ModelConfig(path=str(model))).stop_token_ids == (2,)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -578,7 +585,7 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
     monkeypatch.setattr(VLLMEngine, "start", start)
     config = load_config([f"model.path={save_tiny_model(tmp_path)}", "data.max_response_length=64", *words])
     config = replace(config, data=replace(config.data, max_prompt_length=64))
-    asyncio.run(start_engine(config, device, Seat(0, 1)))
+    asyncio.run(start_engine(config, device, WorkerContext(0, 1)))
     arguments = engine_arguments(started[0], on_cpu=device == "cpu")
     assert expected.items() <= arguments.items()
     assert arguments["max_model_len"] == 128

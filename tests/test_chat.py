@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from tests.tiny import MINI
 from verl.data import bounds
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
+from verl.data.chat import ChatTemplate
+from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError
 from verl.types import Message, ToolCall, ToolSpec
 
@@ -31,24 +31,24 @@ TOOL = ToolSpec("weather", "Tells of the weather", {"type": "object", "propertie
 
 
 @cache
-def codec_of(name: str) -> ChatCodec:
-    """A codec with the template of that name: of a file in tests/templates, or of a model's folder."""
+def format_of(name: str) -> ChatTemplate:
+    """A format with the template of that name: of a file in tests/templates, or of a model's folder."""
     if name == "smollm2":
         if not SMOLLM2.exists():
             pytest.skip(f"no SmolLM2 in {SMOLLM2}; scripts/prepare_smollm2.py makes one")
-        return ChatCodec(AutoTokenizer.from_pretrained(SMOLLM2))
+        return ChatTemplate(AutoTokenizer.from_pretrained(SMOLLM2))
     if name == "mini":
-        return ChatCodec(AutoTokenizer.from_pretrained(MINI / "model"))
+        return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "model"))
     return with_template((TEMPLATES / f"{name}.jinja").read_text(), llama=name == "llama3")
 
 
-def with_template(template: str, llama: bool = False) -> ChatCodec:
+def with_template(template: str, llama: bool = False) -> ChatTemplate:
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
     if llama:
         tokenizer.add_special_tokens({"additional_special_tokens": LLAMA_MARKS})
         tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|eot_id|>"
     tokenizer.chat_template = template
-    return ChatCodec(tokenizer)
+    return ChatTemplate(tokenizer)
 
 
 NAMES = ("mini", "smollm2", "qwen2.5", "qwen3", "llama3")
@@ -56,21 +56,21 @@ FOLLOWING = ((ONE,), (ONE, TWO), (Message("user", "And now?"),), (TWO, Message("
 CHATML_HEAD = "<|im_start|>assistant\n"
 
 
-def text_of(codec: ChatCodec, ids: tuple[int, ...]) -> str:
-    text: str = codec.tokenizer.decode(ids)
+def text_of(chat: ChatTemplate, ids: tuple[int, ...]) -> str:
+    text: str = chat.tokenizer.decode(ids)
     return text
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("following", FOLLOWING)
 def test_the_tokens_of_an_episode_are_those_of_the_whole_dialogue(name: str, following: tuple[Message, ...]) -> None:
-    codec = codec_of(name)
+    chat = format_of(name)
     said = "Let me look: <tool_call> {} </tool_call>"
-    reply, _ = codec.reply_ids(said)
-    whole = codec.prompt_ids((QUESTION, Message("assistant", said), *following))
-    ended = codec.answer_ids(following, ended=True)
-    assert codec.prompt_ids((QUESTION,)) + reply + (codec.end_token_id,) + ended == whole
-    assert codec.answer_ids(following, ended=False) == (codec.end_token_id, *ended)
+    response, _ = chat.response_ids(said)
+    whole = chat.prompt_ids((QUESTION, Message("assistant", said), *following))
+    ended = chat.answer_ids(following, ended=True)
+    assert chat.prompt_ids((QUESTION,)) + response + (chat.end_token_id,) + ended == whole
+    assert chat.answer_ids(following, ended=False) == (chat.end_token_id, *ended)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_the_tokens_of_an_episode_are_those_of_the_whole_dialogue(name: str, fol
     ],
 )
 def test_answers_as_the_templates_write_them(name: str, following: tuple[Message, ...], text: str) -> None:
-    codec = codec_of(name)
-    assert text_of(codec, codec.answer_ids(following, ended=True)) == text
+    chat = format_of(name)
+    assert text_of(chat, chat.answer_ids(following, ended=True)) == text
 
 
 def test_variables_of_a_template_reach_it() -> None:
@@ -114,12 +114,12 @@ def test_variables_of_a_template_reach_it() -> None:
 
 @pytest.mark.parametrize("following", FOLLOWING)
 def test_a_template_that_takes_thoughts_out_changes_nothing_of_what_follows(following: tuple[Message, ...]) -> None:
-    codec = codec_of("qwen3")
-    answer = codec.answer_ids(following, ended=True)
+    chat = format_of("qwen3")
+    answer = chat.answer_ids(following, ended=True)
     for said in ("<think>\nlong thoughts\n</think>\n\nI look.", "I look.", "<think>\n\n</think>\n\nI look."):
-        assert codec.prompt_ids((QUESTION, Message("assistant", said), *following))[-len(answer) :] == answer
-    thoughtful = codec.prompt_ids((QUESTION, Message("assistant", "<think>\nso\n</think>\n\nA"), Message("user", "B")))
-    assert "so" not in text_of(codec, thoughtful)  # the template does take it out
+        assert chat.prompt_ids((QUESTION, Message("assistant", said), *following))[-len(answer) :] == answer
+    thoughtful = chat.prompt_ids((QUESTION, Message("assistant", "<think>\nso\n</think>\n\nA"), Message("user", "B")))
+    assert "so" not in text_of(chat, thoughtful)  # the template does take it out
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,17 +129,17 @@ def test_a_template_that_takes_thoughts_out_changes_nothing_of_what_follows(foll
     | st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|eot_id|>", "a", "\n", "<tool_response>"])).map("".join)
 )
 def test_no_observation_ends_or_begins_a_turn(name: str, content: str) -> None:
-    codec = codec_of(name)
-    special = {token for token, said in codec.tokenizer.added_tokens_decoder.items() if said.special}
+    chat = format_of(name)
+    special = {token for token, said in chat.tokenizer.added_tokens_decoder.items() if said.special}
     for following in ((Message("tool", content),), (Message("user", content), ONE)):
         plain = tuple(replace(each, content="x") for each in following)
-        marks = [token for token in codec.answer_ids(following, ended=True) if token in special]
-        assert marks == [token for token in codec.answer_ids(plain, ended=True) if token in special]
-    inside = codec.continuation_ids(content)
+        marks = [token for token in chat.answer_ids(following, ended=True) if token in special]
+        assert marks == [token for token in chat.answer_ids(plain, ended=True) if token in special]
+    inside = chat.continuation_ids(content)
     assert not special & set(inside)
     if name != "smollm2":  # its vocabulary lacks some bytes
         told = content.encode(errors="replace").decode()  # half a surrogate pair is no character
-        assert normalize("NFC", text_of(codec, inside)) == normalize("NFC", told)  # Qwen2's tokenizer normalises
+        assert normalize("NFC", text_of(chat, inside)) == normalize("NFC", told)  # Qwen2's tokenizer normalises
 
 
 def test_an_end_token_that_comes_after_a_space_or_is_one_of_several_is_found() -> None:
@@ -175,7 +175,7 @@ def test_templates_that_cannot_go_on_are_told(template: str, said: str) -> None:
 
 
 def test_a_template_that_opens_a_thought_is_known() -> None:
-    assert not codec_of("qwen3").opens_thought
+    assert not format_of("qwen3").opens_thought
     opening = (
         (TEMPLATES / "qwen3.jinja")
         .read_text()
@@ -186,41 +186,41 @@ def test_a_template_that_opens_a_thought_is_known() -> None:
 
 def test_tools_are_told_by_the_template_where_there_are_some() -> None:
     for name in ("qwen2.5", "qwen3", "llama3"):
-        codec = codec_of(name)
-        none, some = codec.opening_ids((QUESTION,)), codec.opening_ids((QUESTION,), (TOOL,))
-        assert none == codec.opening_ids((QUESTION,), ()) == codec.prompt_ids((QUESTION,)) != some
-        assert "ipython" not in text_of(codec, none)
+        chat = format_of(name)
+        none, some = chat.opening_ids((QUESTION,)), chat.opening_ids((QUESTION,), (TOOL,))
+        assert none == chat.opening_ids((QUESTION,), ()) == chat.prompt_ids((QUESTION,)) != some
+        assert "ipython" not in text_of(chat, none)
     told = '{"type": "function", "function": {"name": "weather", "description": "Tells of the weather", "parameters"'
-    codec = codec_of("qwen2.5")
-    assert told in text_of(codec, codec.opening_ids((QUESTION,), (TOOL,)))
+    chat = format_of("qwen2.5")
+    assert told in text_of(chat, chat.opening_ids((QUESTION,), (TOOL,)))
 
 
 def test_a_plain_text_is_an_opening_without_a_template() -> None:
-    codec = codec_of("mini")
-    assert text_of(codec, codec.opening_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
+    chat = format_of("mini")
+    assert text_of(chat, chat.opening_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
 
 
 def test_an_episode_in_one_turn_reads_as_its_texts_end_to_end() -> None:
-    chat, codec = codec_of("mini"), build_codec("fence")
-    opening = codec.opening((QUESTION,), ())
+    chat, chat = format_of("mini"), build_tool_call_format("fence")
+    opening = chat.opening((QUESTION,), ())
     said = ["I compute.\n```python\nprint(6 * 7)\n```\n```output", "So \\boxed{42}."]
-    seen = codec.observation((Message("tool", "42\n", tool="python"),), said[0])
+    seen = chat.observation((Message("tool", "42\n", tool="python"),), said[0])
     assert isinstance(opening, str) and isinstance(seen, str)
-    replies = [chat.reply_ids(text)[0] for text in said]
-    ledger = chat.opening_ids(opening) + replies[0] + chat.continuation_ids(seen) + replies[1]
+    responses = [chat.response_ids(text)[0] for text in said]
+    ledger = chat.opening_ids(opening) + responses[0] + chat.continuation_ids(seen) + responses[1]
     assert text_of(chat, ledger) == f"{opening}{said[0]}\n42\n```\n{said[1]}"
 
 
-def test_calls_that_a_codec_read_are_not_told_twice() -> None:
-    codec = codec_of("llama3")
+def test_calls_that_a_format_read_are_not_told_twice() -> None:
+    chat = format_of("llama3")
     said = Message("assistant", "two calls", tool_calls=(ToolCall("f", {}), ToolCall("g", {})))
-    assert text_of(codec, codec.prompt_ids((QUESTION, said, ONE))).count("two calls") == 1
+    assert text_of(chat, chat.prompt_ids((QUESTION, said, ONE))).count("two calls") == 1
 
 
 def test_a_prompt_that_the_template_refuses_is_a_fault_of_the_data() -> None:
-    codec = with_template("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}")
+    chat = with_template("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}")
     with pytest.raises(DataError, match="refuses messages of the roles user"):
-        codec.opening_ids((QUESTION,), (TOOL,))
+        chat.opening_ids((QUESTION,), (TOOL,))
 
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -269,9 +269,9 @@ def test_a_template_that_fails_or_never_ends_is_told_in_a_line(
     ],
 )
 def test_a_class_walk_globals_import_and_include_run_no_code(template: str, said: str, tmp_path: Path) -> None:
-    codec = with_template(template.replace("MARK", str(tmp_path / "mark")))
+    chat = with_template(template.replace("MARK", str(tmp_path / "mark")))
     with pytest.raises(DataError, match=said) as raised:
-        codec.prompt_ids((QUESTION,))
+        chat.prompt_ids((QUESTION,))
     assert "\n" not in str(raised.value) and not (tmp_path / "mark").exists()
 
 
@@ -283,12 +283,12 @@ def test_a_template_that_cannot_be_read_is_told_in_a_line(template: str) -> None
 
 
 def test_a_prompt_of_many_messages_is_checked_in_linear_time() -> None:
-    codec = codec_of("mini")
+    chat = format_of("mini")
     began = time.process_time()
-    codec.check_messages((Message("user", "hi"), Message("assistant", "so")) * 20_000, (), "prompt")
+    chat.check_messages((Message("user", "hi"), Message("assistant", "so")) * 20_000, (), "prompt")
     assert time.process_time() - began < 5
 
 
 def test_a_long_message_may_make_a_long_prompt() -> None:
     text = "a" * (2 * bounds.FREE_CHARS)
-    assert len(codec_of("mini").rendered((Message("user", text),))) > len(text)
+    assert len(format_of("mini").rendered((Message("user", text),))) > len(text)

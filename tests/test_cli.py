@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from verl.cli import COMMANDS, main
 from verl.config.schema import Config
 from verl.trainer import command
-from verl.trainer.command import Words, told
+from verl.trainer.command import CliArgs, run_cli
 from verl.utils import versions
 
 MINI = "model.path=embedded:model"
@@ -111,19 +111,19 @@ def test_an_import_that_fails_for_another_reason_stays_an_error() -> None:
     assert versions.missing_package(ModuleNotFoundError(name="verl.gone")) is None
     assert versions.missing_package(ModuleNotFoundError(name="yaml")) is not None
 
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         raise ModuleNotFoundError("no module named 'users_own'", name="users_own")
 
     with pytest.raises(ModuleNotFoundError):
-        told([], "", Config, run)
+        run_cli([], "", Config, run)
 
 
 def test_a_message_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         console.print("saved to runs:fire:, [a:train:]", markup=False)
         raise command.ConfigError("me/data:train: is no file")
 
-    assert told([], "", Config, run) == 2
+    assert run_cli([], "", Config, run) == 2
     assert capsys.readouterr().out == "saved to runs:fire:, [a:train:]\nConfigError: me/data:train: is no file\n"
 
 

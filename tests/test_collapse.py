@@ -28,10 +28,10 @@ from verl.trainer.collapse import (
     WARM_UP,
     Alarm,
     CollapseError,
+    CollapseRule,
     CollapseWatch,
-    Sign,
     markdown,
-    signs_of,
+    rules_for,
 )
 from verl.types import TrajectoryGroup
 
@@ -39,10 +39,10 @@ HEALTHY = {  # of a run that uses tools, in its first steps
     "reward/total": 0.0,
     "reward/format": 0.9,
     "reward/zero_variance_groups": 0.2,
-    "reply/tokens_mean": 100.0,
-    "reply/truncated": 0.05,
-    "tools/used_share": 0.5,
-    "tools/malformed_mean": 0.05,
+    "response_length/mean": 100.0,
+    "response_length/clip_ratio": 0.05,
+    "tools/usage_rate": 0.5,
+    "tools/parse_errors_mean": 0.05,
     "actor/entropy": 0.5,
     "actor/grad_norm": 0.3,
     "engine/kl": 0.001,
@@ -71,13 +71,13 @@ def drift(metric: str, end: float, steps: int = 30) -> Callable[[int], dict[str,
         ("lost reward", "reward/total", -2.0),
         ("entropy gone", "actor/entropy", 0.001),
         ("entropy explosion", "actor/entropy", 8.0),
-        ("tools abandoned", "tools/used_share", 0.0),
-        ("unreadable calls", "tools/malformed_mean", 2.0),
+        ("tools abandoned", "tools/usage_rate", 0.0),
+        ("unreadable calls", "tools/parse_errors_mean", 2.0),
         ("format lost", "reward/format", 0.0),
-        ("cut off", "reply/truncated", 1.0),
+        ("cut off", "response_length/clip_ratio", 1.0),
         ("dead groups", "reward/zero_variance_groups", 1.0),
-        ("short replies", "reply/tokens_mean", 5.0),
-        ("long replies", "reply/tokens_mean", 1000.0),
+        ("short replies", "response_length/mean", 5.0),
+        ("long replies", "response_length/mean", 1000.0),
     ],
 )
 def test_a_collapse_raises_its_own_alarm_once(sign: str, metric: str, end: float) -> None:
@@ -86,7 +86,7 @@ def test_a_collapse_raises_its_own_alarm_once(sign: str, metric: str, end: float
     (alarm,) = alarms
     assert 10 < alarm.first <= alarm.step - alarm.sign.patience + 1
     told = str(alarm)
-    assert metric in told and alarm.sign.cause in told and alarm.sign.mend in told
+    assert metric in told and alarm.sign.cause in told and alarm.sign.hint in told
 
 
 def test_every_sign_has_been_constructed() -> None:
@@ -101,26 +101,26 @@ def test_a_broken_update_is_told_at_once_from_the_first_step_on(value: float) ->
 
 def test_the_correction_s_own_mismatch_is_looked_at_where_it_is_known() -> None:
     """With stale samples the raw gap is expected."""
-    stale = {"engine/kl": 0.5, "correction/mismatch_kl": 0.01}
+    stale = {"engine/kl": 0.5, "correction/engine_kl": 0.01}
     assert run(20, lambda step: stale) == []
 
 
 def test_learning_is_no_collapse() -> None:
-    """Surer, shorter, longer replies and groups that are solved, all with a rising reward."""
+    """Surer, shorter, longer responses and groups that are solved, all with a rising reward."""
 
     def learning(step: int) -> dict[str, float]:
         done = min(1.0, step / 40)
         return {
             "reward/total": done,
             "actor/entropy": 0.5 * (1 - done) + 0.001,
-            "reply/tokens_mean": 100 + 700 * done,
+            "response_length/mean": 100 + 700 * done,
             "reward/zero_variance_groups": 0.2 + 0.8 * done,
-            "reply/truncated": 0.05 + 0.4 * done,
-            "tools/used_share": 0.5 - 0.35 * done,
+            "response_length/clip_ratio": 0.05 + 0.4 * done,
+            "tools/usage_rate": 0.5 - 0.35 * done,
         }
 
     assert run(80, learning) == []
-    assert run(80, lambda step: {"reward/total": step / 40, "reply/tokens_mean": max(10.0, 100 - 3 * step)}) == []
+    assert run(80, lambda step: {"reward/total": step / 40, "response_length/mean": max(10.0, 100 - 3 * step)}) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,7 +137,12 @@ def test_noise_is_no_collapse(seed: int) -> None:
 
 def test_what_begins_badly_is_no_collapse() -> None:
     """A base model that rambles to the limit, calls no tools and keeps no format is to be trained, not stopped."""
-    begin = {"reply/truncated": 0.97, "tools/used_share": 0.0, "reward/format": 0.0, "tools/malformed_mean": 1.5}
+    begin = {
+        "response_length/clip_ratio": 0.97,
+        "tools/usage_rate": 0.0,
+        "reward/format": 0.0,
+        "tools/parse_errors_mean": 1.5,
+    }
     assert run(60, lambda step: begin) == []
 
 
@@ -151,8 +156,8 @@ def test_a_sign_must_hold_in_a_row_and_may_come_again() -> None:
     assert [(alarm.first, alarm.step) for alarm in alarms] == [(6, 8), (12, 14)]
 
 
-def test_groups_of_one_reply_are_never_dead() -> None:
-    watch = CollapseWatch(signs_of(compares_replies=False))
+def test_groups_of_one_response_are_never_dead() -> None:
+    watch = CollapseWatch(rules_for(needs_group=False))
     assert run(60, drift("reward/zero_variance_groups", 1.0), watch) == []
 
 
@@ -186,7 +191,7 @@ def test_the_page_is_that_of_the_signs_and_names_settings_that_there_are() -> No
     assert (ROOT / "docs" / "collapse.md").read_text(encoding="utf-8") == markdown()
     keys = {*known_keys(), "rollout.max_staleness"}
     for sign in SIGNS:
-        named = re.findall(r"\b(?:actor|algorithm|data|env|model|reward|rollout)\.[a-z_.]+", sign.mend)
+        named = re.findall(r"\b(?:actor|algorithm|data|env|model|reward|rollout)\.[a-z_.]+", sign.hint)
         assert named and set(named) <= keys, sign.name
 
 
@@ -194,11 +199,13 @@ def alarming(steps: Sequence[int]) -> CollapseWatch:
     """Raises an alarm after the given train steps, counted without regard to rollbacks; the sign holds one before."""
     seen = iter(range(1, 100))
 
-    def holds(now: float, start: Sequence[float]) -> bool:
+    def triggered(now: float, start: Sequence[float]) -> bool:
         number = next(seen)
         return number in steps or number + 1 in steps
 
-    sign = Sign("made up", ("actor/grad_norm",), holds, "always", "of this test", "end it", 2, relative=False)
+    sign = CollapseRule(
+        "made up", ("actor/grad_norm",), triggered, "always", "of this test", "end it", 2, relative=False
+    )
     return CollapseWatch([sign])
 
 

@@ -24,18 +24,18 @@ from verl.algorithms.overlong import Overlong
 from verl.algorithms.ppo import PPO
 from verl.algorithms.reinforce_pp import REINFORCE_PP
 from verl.algorithms.remax import REMAX
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
-from verl.trainer.collection import Collection, NoSignalError
+from verl.trainer.collection import NoSignalError, StepGroups
 from verl.trainer.experience import build_experience, turns_of
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
+from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.types import (
     Completion,
     FinishReason,
@@ -62,9 +62,9 @@ def trajectory(task: Task, index: int, num_tokens: int = 1, stop: StopReason = S
 def group(rewards: Sequence[float], lengths: Sequence[int] = (), name: str = "t", **more: Any) -> TrajectoryGroup:
     task = Task(name, (Message("user", name),), "a", "s")
     lengths = lengths or [1] * len(rewards)
-    replies = tuple(trajectory(task, index, tokens) for index, tokens in enumerate(lengths))
+    responses = tuple(trajectory(task, index, tokens) for index, tokens in enumerate(lengths))
     scores = tuple(Score(reward, {"correct": float(reward > 0.5)}) for reward in rewards)
-    return TrajectoryGroup(task, replies, scores, tuple(rewards), **more)
+    return TrajectoryGroup(task, responses, scores, tuple(rewards), **more)
 
 
 def test_groups_without_spread_are_dropped_whatever_their_mean() -> None:
@@ -107,7 +107,7 @@ def test_filters_are_applied_in_turn_and_counted() -> None:
     def short(each: TrajectoryGroup) -> list[bool]:
         return length(each, max_tokens=4)
 
-    left, dropped = passed(groups, (short, zero_variance), least=2)
+    left, dropped = passed(groups, (short, zero_variance), min_group_size=2)
     # the first loses its only other reward, the second one of four, the third falls below two
     assert [each.rewards for each in left] == [(1, 1, 0)]
     assert [len(each.scores) for each in left] == [3] and left[0].trajectories[0].index == 1
@@ -141,13 +141,13 @@ TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in ran
 
 
 def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
-    rollout = GroupRollout(None, ChatCodec, None, Sampling(16))  # type: ignore[arg-type]
-    settings = RolloutSettings(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
+    rollout = GroupRollout(None, ChatTemplate, None, Sampling(16))  # type: ignore[arg-type]
+    settings = RolloutManagerConfig(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
     stream = TaskStream([TASKS], cursor=cursor)
     learner = Learner(StepSettings(), algorithm, model, reference)
-    return PPOTrainer(Rollouts(settings, algorithm, stream, rollout), learner, model)
+    return PPOTrainer(RolloutManager(settings, algorithm, stream, rollout), learner, model)
 
 
 def order(number: int) -> list[str]:
@@ -170,8 +170,8 @@ def test_prompts_are_drawn_until_there_are_enough_groups(monkeypatch: pytest.Mon
     assert metrics == {
         "filter/kept": 0.5,
         "filter/zero_variance": 0.5,
-        "filter/draws": 3.0,
-        "reply/overlong_penalty": pytest.approx(-0.125),
+        "filter/resample_rounds": 3.0,
+        "reward/overlong_penalty": pytest.approx(-0.125),
     }
     assert all(known(name) for name in metrics)
 
@@ -198,7 +198,7 @@ def test_the_next_step_draws_on_from_there_and_so_does_a_resumed_run(monkeypatch
 def test_a_step_without_any_signal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(dict.fromkeys(order(6), (1.0, 1.0)), monkeypatch)
     with pytest.raises(NoSignalError, match=r"none of 6 groups .* after 3 draws \(zero_variance dropped 12 replies\)"):
-        asyncio.run(trainer(replace(DAPO_SHORT, max_draws=3)).rollouts.take(0))
+        asyncio.run(trainer(replace(DAPO_SHORT, max_resample_rounds=3)).rollouts.take(0))
     assert len(script.asked) == 6
 
 
@@ -207,7 +207,7 @@ def test_a_step_that_is_not_full_after_its_draws_is_trained(
 ) -> None:
     names = order(6)
     Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[0]: (0.0, 1.0)}, monkeypatch)
-    collected = asyncio.run(trainer(replace(DAPO_SHORT, max_draws=2)).rollouts.take(0))
+    collected = asyncio.run(trainer(replace(DAPO_SHORT, max_resample_rounds=2)).rollouts.take(0))
     assert len(collected.kept) == 1 and "1 groups of 2 after 2 draws" in caplog.text
 
 
@@ -216,10 +216,10 @@ def test_one_draw_drops_and_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> No
     script = Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[1]: (0.0, 1.0)}, monkeypatch)
     collected = asyncio.run(trainer(replace(DR_GRPO, filters=(zero_variance,))).rollouts.take(0))
     assert [each.task.id for each in collected.kept] == [names[1]] and len(script.asked) == 2
-    assert Collection(DR_GRPO, 2).metrics() == {}
+    assert StepGroups(DR_GRPO, 2).metrics() == {}
 
 
-def test_remax_compares_with_a_greedy_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remax_compares_with_a_greedy_response(monkeypatch: pytest.MonkeyPatch) -> None:
     names = order(6)
     script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
     kept = asyncio.run(trainer(replace(REMAX, overlong=Overlong(16, 8))).rollouts.take(0)).kept
@@ -232,7 +232,7 @@ def test_remax_compares_with_a_greedy_reply(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row.tolist() for row in experience.columns["advantages"]] == [[0.0, -0.25], [0.0, 0.75]]
 
 
-def test_without_its_greedy_reply_a_group_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_greedy_response_a_group_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     names = order(6)
     script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
     script.broken.add(names[0])
@@ -246,7 +246,7 @@ def test_without_its_greedy_reply_a_group_is_left_out(monkeypatch: pytest.Monkey
         asyncio.run(learning.rollouts.take(learning.step))
 
 
-def test_greedy_replies_count_among_those_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_responses_count_among_those_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)  # one of two is lost
     script.broken.update(order(6))
     learning = trainer(REMAX)
@@ -256,7 +256,7 @@ def test_greedy_replies_count_among_those_that_may_fail(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("algorithm", "num_kept"), [(REMAX, 2), (DR_GRPO, 0)], ids=["remax", "dr_grpo"])
-def test_a_lone_reply_is_trained_where_nothing_is_compared(
+def test_a_lone_response_is_trained_where_nothing_is_compared(
     algorithm: Algorithm, num_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)
@@ -283,9 +283,9 @@ def test_turns_and_their_states_by_hand() -> None:
     assert turns_of([Sample((1, 2), (False, False), (0.0, 0.0), 0, 0.0)])[0].turn_L.dtype is torch.long
 
 
-def rewarded(ids: Sequence[int], reward: float, *of_turns: tuple[int, float]) -> Sample:
+def rewarded(ids: Sequence[int], reward: float, *sample_from_turns: tuple[int, float]) -> Sample:
     """Tokens of which the 5s are the policy's."""
-    return Sample(tuple(ids), tuple(each == 5 for each in ids), (0.0,) * len(ids), 0, reward, of_turns)
+    return Sample(tuple(ids), tuple(each == 5 for each in ids), (0.0,) * len(ids), 0, reward, sample_from_turns)
 
 
 def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:

@@ -15,9 +15,9 @@ from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_ST
 from verl.algorithms.advantage import grpo
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
-from verl.config.idle import IN_A_CHAT
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
 from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.config.unused_keys import IN_A_CHAT
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.registry import resolve
@@ -163,8 +163,8 @@ def test_filtered_groups_are_drawn_again_as_in_verl(limit: str, draws: int) -> N
     words = ["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=grpo", "rollout.n=2"]
     words += [f"algorithm.filter_groups.max_num_gen_batches{limit}"] if limit else []
     config = load_config(words)
-    assert build_algorithm(config.algorithm, 512, 0).max_draws == draws
-    assert load_config([*words[:3], "algorithm.max_draws=1"]).algorithm.max_draws == 1
+    assert build_algorithm(config.algorithm, 512, 0).max_resample_rounds == draws
+    assert load_config([*words[:3], "algorithm.max_resample_rounds=1"]).algorithm.max_resample_rounds == 1
 
 
 def test_our_keys_fill_in_what_verls_leave_open() -> None:
@@ -196,7 +196,7 @@ def test_an_estimator_changes_the_advantage_alone(estimator: str) -> None:
     of_advantage = (
         "advantage",
         "needs_critic",
-        "compares_replies",
+        "needs_group",
         "greedy_baseline",
         "needs_turns",
         "takes_turn_rewards",
@@ -281,13 +281,15 @@ def test_adaptive_kl_by_verls_names() -> None:
 
 def test_verls_words_for_tools_and_rewards() -> None:
     search = load_config(["max_turns=2", "retriever.url=http://h/retrieve", "retriever.topk=5"])
-    assert (search.env.name, search.env.codec, search.reward.name) == ("tool", "search_r1", "search_r1")
+    assert (search.env.name, search.env.tool_call_format, search.reward.name) == ("tool", "search_r1", "search_r1")
     assert (search.env.max_tool_calls, search.env.max_turns) == (2, None)  # as many turns as they take
     assert search.env.tools == [{"name": "search", "retriever": "http", "urls": ["http://h/retrieve"], "topk": 5}]
     other = load_config(["recipe=otc_grpo", "retriever.url=http://h/retrieve"])
-    assert (other.env.codec, other.reward.name) == ("otc_search", "otc_grpo") and other.env.tools != ["search"]
+    assert (other.env.tool_call_format, other.reward.name) == ("otc_search", "otc_grpo") and other.env.tools != [
+        "search"
+    ]
     torl = load_config(["actor_rollout_ref.rollout.num_llm_calls_available=2"])
-    assert (torl.env.codec, torl.env.tools, torl.env.max_tool_calls, torl.reward.name) == (
+    assert (torl.env.tool_call_format, torl.env.tools, torl.env.max_tool_calls, torl.reward.name) == (
         "fence",
         ["python"],
         2,
@@ -296,8 +298,8 @@ def test_verls_words_for_tools_and_rewards() -> None:
     group = "actor_rollout_ref.rollout.multi_turn."
     turns = [f"{group}enable=True", f"{group}max_user_turns=8", f"{group}max_assistant_turns=8"]
     env = load_config([*turns, "env.tools=[python]"]).env
-    assert (env.name, env.codec, env.max_tool_calls) == ("tool", "hermes", 7)
-    assert load_config([f"{group}format=hermes"]).env.codec is None
+    assert (env.name, env.tool_call_format, env.max_tool_calls) == ("tool", "hermes", 7)
+    assert load_config([f"{group}format=hermes"]).env.tool_call_format is None
     scores = ["reward_model.structure_format_score=0.2", "reward_model.final_format_score=0.1"]
     assert load_config(scores).reward.options == {"with_form": True, "good_form": 0.2, "any_answer": 0.1}
     own = load_config(
@@ -306,7 +308,7 @@ def test_verls_words_for_tools_and_rewards() -> None:
     assert (own.env.tools, own.env.max_tool_calls) == ([{"name": "python"}], 3)
     filtered = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"]
     algorithm = load_config(filtered).algorithm
-    assert (algorithm.filters, algorithm.max_draws) == (["zero_variance"], 10)
+    assert (algorithm.filters, algorithm.max_resample_rounds) == (["zero_variance"], 10)
     plain = load_config(["actor_rollout_ref.rollout.qwen3_enable_thinking=False"]).model
     assert plain.chat_template_options == {"enable_thinking": False}
 
@@ -347,7 +349,7 @@ def test_an_experiment_may_lie_in_folders_of_folders() -> None:
     assert run_folder(config.trainer) == Path("out/PATH/TO/SAVE_DIR").resolve()
 
 
-def test_algorithms_that_compare_nothing_do_with_one_reply() -> None:
+def test_algorithms_that_compare_nothing_do_with_one_response() -> None:
     for name in ("ppo", "reinforce_pp", "remax"):
         assert load_config([f"algorithm.name={name}", "rollout.n=1"]).rollout.n == 1
 
@@ -465,7 +467,7 @@ def test_reward_options_are_open() -> None:
         (["data.truncation=middle"], "data.truncation must be error or left or drop"),
         (["actor.optim.warmup_ratio=0.1", "actor.optim.warmup_steps=3"], "both give the length of the warmup"),
         (["algorithm.name=rloo", "rollout.n=1"], "has nothing to compare"),
-        (["algorithm.max_draws=0"], "algorithm.max_draws must be at least 1"),
+        (["algorithm.max_resample_rounds=0"], "algorithm.max_resample_rounds must be at least 1"),
         (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
         (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, got 'k9'"),
@@ -536,7 +538,7 @@ def test_other_commands_refuse_what_has_no_effect(kind: type, words: list[str], 
 
 
 @pytest.mark.parametrize("seed", [-1, 20240101])
-def test_seeds_leave_room_for_those_of_single_replies(seed: int) -> None:
+def test_seeds_leave_room_for_those_of_single_responses(seed: int) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.seed must be"):
         load_config([f"trainer.seed={seed}"])
     for kind in (GenerationConfig, EvalConfig, ProbeConfig):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, OldLogprobs
-from verl.algorithms.correction import UNBOUNDED, Correction, Level, TokenWeights, effective_share, token_weights
+from verl.algorithms.correction import UNBOUNDED, Correction, Level, TokenWeights, effective_sample_size, token_weights
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.policy_loss import clipped
 from verl.algorithms.table import presets
@@ -84,8 +84,8 @@ def test_weights_carry_no_gradient() -> None:
 
 def test_one_token_among_many_of_equal_weight_costs_by_hand() -> None:
     """Weights 1, 1, 1 and 3: (6 / 4)^2 / (12 / 4) = 3 / 4."""
-    assert effective_share(6 / 4, 12 / 4) == pytest.approx(0.75)
-    assert effective_share(1.0, 1.0) == 1.0 and effective_share(0.0, 0.0) == 0.0
+    assert effective_sample_size(6 / 4, 12 / 4) == pytest.approx(0.75)
+    assert effective_sample_size(1.0, 1.0) == 1.0 and effective_sample_size(0.0, 0.0) == 0.0
 
 
 def test_a_ratio_of_nothing_overflows_nowhere() -> None:
@@ -131,20 +131,20 @@ def test_every_preset_takes_a_correction(algorithm: Algorithm) -> None:
         replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.ROLLOUT)
 
 
-REPLIES = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # [9, 2] all there are on the bandit
+RESPONSES = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # [9, 2] all there are on the bandit
 PLAIN = Algorithm("bandit", "none", GRPO.advantage, clipped, Aggregation.TOKEN_SUM)
 
 
-def logprobs(logits: Tensor, replies: Tensor) -> Tensor:
+def logprobs(logits: Tensor, responses: Tensor) -> Tensor:
     """[2 N] of two arms, the second drawn from a bandit that the first one chooses. logits: [4, 3]"""
     table = logits.log_softmax(-1)
-    first, second = replies.unbind(-1)
+    first, second = responses.unbind(-1)
     return torch.stack([table[0][first], table[1 + first, second]], -1).flatten()
 
 
 def chances(logits: Tensor) -> Tensor:
-    """[9] of every reply."""
-    return logprobs(logits, REPLIES).view(-1, 2).sum(-1).exp()
+    """[9] of every response."""
+    return logprobs(logits, RESPONSES).view(-1, 2).sum(-1).exp()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Table:
     logits: Tensor
 
     def __call__(self, packed: Any, temperature: float, entropy: bool) -> Any:
-        values = logprobs(self.logits, packed.replies)
+        values = logprobs(self.logits, packed.responses)
         return SimpleNamespace(logprobs=values, entropy=torch.zeros_like(values))
 
 
@@ -191,7 +191,7 @@ def test_the_loss_of_three_policies_by_hand() -> None:
 
 @dataclass(frozen=True)
 class Bandit:
-    """What replies are worth, the policy of now, and an engine that still has another one."""
+    """What responses are worth, the policy of now, and an engine that still has another one."""
 
     rewards: Tensor  # [9]
     now: Tensor  # [4, 3] logits
@@ -203,16 +203,16 @@ class Bandit:
         rewards, now, step = (torch.randn(shape, generator=generator).double() for shape in (9, (4, 3), (4, 3)))
         return cls(rewards, now, now + apart * step)
 
-    def gradient(self, correction: Correction | None, replies: Tensor, share: Tensor) -> Tensor:
-        """[12] what the worker's own loss makes of replies whose tokens weigh `share`."""
+    def gradient(self, correction: Correction | None, responses: Tensor, share: Tensor) -> Tensor:
+        """[12] what the worker's own loss makes of responses whose tokens weigh `share`."""
         logits, share_T = self.now.clone().requires_grad_(), share.repeat_interleave(2)
         columns = {
-            "advantages": self.rewards[3 * replies[:, 0] + replies[:, 1]].repeat_interleave(2),
-            "rollout_logprobs": logprobs(self.engine, replies),
+            "advantages": self.rewards[3 * responses[:, 0] + responses[:, 1]].repeat_interleave(2),
+            "rollout_logprobs": logprobs(self.engine, responses),
             **dict.fromkeys(("weight", "metric_weight", "gap_weight"), share_T),
         }
-        sample = torch.arange(len(replies)).repeat_interleave(2)
-        packed: Any = SimpleNamespace(replies=replies, columns=columns, sample=sample)
+        sample = torch.arange(len(responses)).repeat_interleave(2)
+        packed: Any = SimpleNamespace(responses=responses, columns=columns, sample=sample)
         loss, _ = policy_loss(Table(logits), packed, replace(PLAIN, correction=correction), 1.0)
         loss.backward()
         assert logits.grad is not None
@@ -220,11 +220,11 @@ class Bandit:
 
     def expected(self, correction: Correction | None) -> Tensor:
         """[12] the gradient's mean over all that the engine might say."""
-        return self.gradient(correction, REPLIES, chances(self.engine))
+        return self.gradient(correction, RESPONSES, chances(self.engine))
 
     def on_policy(self) -> Tensor:
         """[12] the mean over all that the policy of now might."""
-        return self.gradient(None, REPLIES, chances(self.now))
+        return self.gradient(None, RESPONSES, chances(self.now))
 
     def error(self, correction: Correction | None) -> float:
         return float((self.expected(correction) - self.on_policy()).norm())
@@ -258,9 +258,9 @@ def test_what_a_stale_engine_drew_is_corrected_towards_the_on_policy_gradient() 
 
     def deviations(used: Correction | None) -> Tensor:
         """[12] of the mean from the on-policy gradient, in standard errors."""
-        single = torch.stack([bandit.gradient(used, reply[None], torch.ones(1).double()) for reply in REPLIES])
+        single = torch.stack([bandit.gradient(used, response[None], torch.ones(1).double()) for response in RESPONSES])
         spread = (chance @ (single - chance @ single).square() / num_draws).sqrt()
-        return ((bandit.gradient(used, REPLIES[drawn], share) - bandit.on_policy()) / spread).abs()
+        return ((bandit.gradient(used, RESPONSES[drawn], share) - bandit.on_policy()) / spread).abs()
 
     assert float((chances(bandit.now) / chance).max()) < correction.upper
     assert float(deviations(correction).max()) < 4.5

@@ -12,15 +12,14 @@ import threading
 import pytest
 
 from verl.config.schema import Config
-from verl.daemon import in_daemon, run_async
-from verl.trainer.command import told
+from verl.daemon import run_async, run_in_daemon_thread
 
 _INTERRUPTED = """
 import signal, sys, threading
 from types import SimpleNamespace
 from verl.config.schema import Config
 from verl.daemon import run_async
-from verl.trainer.command import told
+from verl.trainer.command import run_cli
 from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,7 +30,7 @@ def learn(lesson, step):
 
 ahead = SimpleNamespace(settings=SimpleNamespace(max_staleness=1))
 trainer = PPOTrainer(ahead, SimpleNamespace(learn=learn), None)
-sys.exit(told([], "", Config, lambda words, console: run_async(trainer._learn(None))))
+sys.exit(run_cli([], "", Config, lambda words, console: run_async(trainer._learn(None))))
 """
 
 
@@ -44,8 +43,8 @@ def test_what_is_given_and_what_is_raised_arrive() -> None:
     async def asked() -> tuple[tuple[int, int], str]:
         word.set("told")
         with pytest.raises(RuntimeError, match="StopIteration"):  # a coroutine turns it into one
-            await in_daemon(fail)
-        return await in_daemon(divmod, 7, 2), await in_daemon(word.get)
+            await run_in_daemon_thread(fail)
+        return await run_in_daemon_thread(divmod, 7, 2), await run_in_daemon_thread(word.get)
 
     assert asyncio.run(asked()) == ((3, 1), "told")
 
@@ -55,7 +54,7 @@ def test_an_event_loop_ends_before_its_threads_do() -> None:
 
     async def left() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(in_daemon(release.wait), 0.01)
+            await asyncio.wait_for(run_in_daemon_thread(release.wait), 0.01)
 
     asyncio.run(left())
     release.set()
@@ -133,7 +132,7 @@ def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
 
 def test_a_command_runs_outside_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
     async def apart() -> int:
-        return await in_daemon(told, [], "", Config, lambda words, console: run_async(_doubled(2)))
+        return await run_in_daemon_thread(told, [], "", Config, lambda words, console: run_async(_doubled(2)))
 
     assert asyncio.run(apart()) == 4
     assert capsys.readouterr().out == ""

@@ -14,7 +14,7 @@ import pytest
 from scripts.data import math_problems, retool_sft, search_qa, tool_n1, tool_n1_sft
 from tests.conftest import real_data
 from tests.test_recipe_rewards import episode
-from verl.data.codecs.prompt import load_template
+from verl.data.formats.prompt import load_template
 from verl.data.rows import read_rows
 from verl.data.sft import _quoted, read_demonstrations
 from verl.data.tasks import TaskSet
@@ -190,12 +190,12 @@ def test_tool_n1s_traces_become_demonstrations_with_or_without_thoughts(tmp_path
         assert [message.role for message in shown] == ["system", "user", "assistant"]
         return [message["content"] for message in row["messages"]]
 
-    system, query, reply = said()
-    assert (query, reply) == ("hi", f"<think>It is about weather.</think>\n{CALLED}")  # up to the first calls
+    system, query, response = said()
+    assert (query, response) == ("hi", f"<think>It is about weather.</think>\n{CALLED}")  # up to the first calls
     (only,) = made_by(tool_n1.main, tmp_path, [FORMS["xLAM"]])
     assert system == only.prompt[0].content  # the words of the rows that RL sees
-    system, _, reply = said("--form", "no-reason")
-    assert reply == CALLED and "think" not in system and '"name": "Get Weather"' in system
+    system, _, response = said("--form", "no-reason")
+    assert response == CALLED and "think" not in system and '"name": "Get Weather"' in system
     assert said("--keep-system")[0] == TRACE["system_prompt"]
 
 
@@ -239,25 +239,25 @@ SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nThat is $<<24*0.35=8.4>>8.40 an
 
 
 def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: Path) -> None:
-    reply = retool_sft.demonstration(SOLUTION, "25")
-    assert reply.startswith(
+    response = retool_sft.demonstration(SOLUTION, "25")
+    assert response.startswith(
         "He sold 48/2 =\n<code>\n```python\nprint(48/2)\n```\n</code>\n<interpreter>\n24.0\n</interpreter>\n\n24 clips."
     )
-    assert reply.endswith("25 in all.\n<answer>\n\\boxed{25}\n</answer>")
-    assert [reply[start:end] for start, end in _quoted(reply)] == [
+    assert response.endswith("25 in all.\n<answer>\n\\boxed{25}\n</answer>")
+    assert [response[start:end] for start, end in _quoted(response)] == [
         f"<interpreter>\n{output}\n</interpreter>" for output in ("24.0", "8.399999999999999", "25")
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
     assert retool_sft.main(["--input", str(source), "--output", str(output)]) == 0
     (shown,) = read_demonstrations(str(output))
-    assert [message.content for message in shown.messages] == [load_template("retool").fill("How many?", ""), reply]
+    assert [message.content for message in shown.messages] == [load_template("retool").fill("How many?", ""), response]
     template = tmp_path / "prompt.txt"
     template.write_text("Solve: {question}\n")
     assert retool_sft.main(["--input", str(source), "--output", str(output), "--template", str(template)]) == 0
     assert read_demonstrations(str(output))[0].messages[0].content == "Solve: How many?"
     asked = Task("t", (), "25", "math")
-    assert build_reward("retool").score(episode(asked, reply), asked, 0).total == 1.0
+    assert build_reward("retool").score(episode(asked, response), asked, 0).total == 1.0
 
 
 @pytest.mark.parametrize(

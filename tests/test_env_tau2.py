@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from tests.episodes import call, calls, play, run, say
-from verl.envs.clock import Clock
+from verl.envs.clock import EnvTimer
 from verl.envs.functions import Toolbox
 from verl.envs.registry import build_env_factory
 from verl.envs.tau2.common import calculate
@@ -297,7 +297,9 @@ def test_the_user_hangs_up_after_so_many_turns() -> None:
 
 
 @contextmanager
-def endpoint(replies: Sequence[str | None], status: int = 200, after_s: float = 0.0) -> Iterator[tuple[str, list[Any]]]:
+def endpoint(
+    responses: Sequence[str | None], status: int = 200, after_s: float = 0.0
+) -> Iterator[tuple[str, list[Any]]]:
     """An OpenAI-compatible endpoint that says these, and what it was asked."""
     asked: list[Any] = []
 
@@ -305,7 +307,7 @@ def endpoint(replies: Sequence[str | None], status: int = 200, after_s: float = 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append((self.path, self.headers["authorization"], body))
-            said = {"choices": [{"message": {"content": replies[min(len(asked), len(replies)) - 1]}}]}
+            said = {"choices": [{"message": {"content": responses[min(len(asked), len(responses)) - 1]}}]}
             time.sleep(after_s)
             self.send_response(status)
             self.end_headers()
@@ -403,7 +405,7 @@ def test_an_endpoint_that_refuses_is_told_at_the_start() -> None:
 
 def test_what_a_user_takes_is_not_the_agents_time() -> None:
     async def timed(user: ChatUser) -> float:
-        clock = Clock(60.0)
+        clock = EnvTimer(60.0)
         async with clock.running():
             await user.answer(small_task([], []), [Message("assistant", "Hi?")])
         return clock.seconds

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from tests.eval_play import chat as chat_that_lists_tools
 from tests.tiny import MINI
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed, build_codec
-from verl.data.dialogue import Cut, Dialogue
+from verl.data.chat import ChatTemplate
+from verl.data.dialogue import Cut, ObservationTokenizer
+from verl.data.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
@@ -28,7 +28,7 @@ from verl.envs.tools.function import tool
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.episode import EpisodeLimits, EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer, Fault
 from verl.rollout.scripted_engine import ScriptedEngine
@@ -55,7 +55,7 @@ TASK = Task("t#0", (Message("user", "What is 1+1?"),), "2", "sums")
 CALL = re.compile(r"<ask>(.*?)</ask>", re.DOTALL)
 
 
-class AskCodec:
+class AskFormat:
     """<ask>..</ask> is a call (several may follow one another), <pause> a pause, <ask> alone is malformed."""
 
     template_tools = False
@@ -74,8 +74,8 @@ class AskCodec:
         if calls:
             return Calls(calls)
         if "<ask>" in written:
-            return Malformed("close what you open")
-        return GoOn() if written.endswith("<pause>") else Final()
+            return ParseError("close what you open")
+        return Continue() if written.endswith("<pause>") else Final()
 
     def observation(self, results: Sequence[Message], written: str) -> str:
         return "".join(f"<got>{result.content}</got>\n" for result in results)
@@ -124,15 +124,15 @@ class Echoes:
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
 class Speaker:
     """An engine that says one text after the other, stops where it is told to, and remembers what it was asked."""
 
     def __init__(
-        self, chat: ChatCodec, *texts: str, wait: Callable[[], Any] | None = None, beyond_stop: int = 0
+        self, chat: ChatTemplate, *texts: str, wait: Callable[[], Any] | None = None, beyond_stop: int = 0
     ) -> None:
         self.chat, self.texts, self.wait = chat, texts, wait
         self.beyond_stop = beyond_stop  # tokens that stand for the rest of the one in which a stop string ends
@@ -145,7 +145,7 @@ class Speaker:
         turn = len(self.asked)
         self.asked.append((tuple(prompt_ids), sampling))
         text = self.texts[turn]
-        ids = (*self.chat.reply_ids(text)[0], self.chat.end_token_id)
+        ids = (*self.chat.response_ids(text)[0], self.chat.end_token_id)
         beginnings = ((count, self.chat.tokenizer.decode(ids[:count])) for count in range(1, len(ids)))
         stopped = (
             count + self.beyond_stop
@@ -160,15 +160,15 @@ class Speaker:
         return (done,)
 
 
-def interaction(chat: ChatCodec, envs: Any, **budgets: Any) -> Interaction:
-    return Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets(**budgets))
+def interaction(chat: ChatTemplate, envs: Any, **budgets: Any) -> EpisodeRunner:
+    return EpisodeRunner(envs, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(**budgets))
 
 
-def play(engine: Any, setting: Interaction, seed: int | None = None) -> Trajectory | Fault:
+def play(engine: Any, setting: EpisodeRunner, seed: int | None = None) -> Trajectory | Fault:
     return asyncio.run(setting.run(engine, Sampling(1), TASK, 0, seed))
 
 
-def finished(engine: Any, setting: Interaction, seed: int | None = None) -> Trajectory:
+def finished(engine: Any, setting: EpisodeRunner, seed: int | None = None) -> Trajectory:
     trajectory = play(engine, setting, seed)
     assert isinstance(trajectory, Trajectory), trajectory
     return trajectory
@@ -177,7 +177,7 @@ def finished(engine: Any, setting: Interaction, seed: int | None = None) -> Traj
 THREE = ("think <ask>one</ask>\n", "more <ask>two</ask><ask>2b</ask>\n", "again <ask>three</ask>\n", "It is 2.")
 
 
-def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatCodec) -> None:
+def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatTemplate) -> None:
     engine, envs = Speaker(chat, *THREE), Echoes()
     trajectory = finished(engine, interaction(chat, envs))
     assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.STOP, Outcome.SCORED)
@@ -200,7 +200,7 @@ def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatCodec)
     assert [turn.completion.weight_version for turn in trajectory.turns] == [0, 1, 2, 3]
 
 
-def test_observations_are_trained_only_on_request(chat: ChatCodec) -> None:
+def test_observations_are_trained_only_on_request(chat: ChatTemplate) -> None:
     trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes()))
     group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
     (plain,), (world,) = to_samples(group, 0), to_samples(group, 0, train_on_observations=True)
@@ -211,51 +211,51 @@ def test_observations_are_trained_only_on_request(chat: ChatCodec) -> None:
     assert unknown == [now and not before for now, before in zip(world.action_mask, plain.action_mask, strict=True)]
 
 
-def test_a_pause_without_a_call_goes_on_from_where_it_is(chat: ChatCodec) -> None:
+def test_a_pause_without_a_call_goes_on_from_where_it_is(chat: ChatTemplate) -> None:
     setting = interaction(chat, Echoes())
     trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "done"), setting)
-    assert [turn.replies for turn in trajectory.turns] == [(), (Message("tool", "a", tool="echo"),), ()]
+    assert [turn.responses for turn in trajectory.turns] == [(), (Message("tool", "a", tool="echo"),), ()]
     assert trajectory.turns[1].context_ids == ()
 
 
-def test_a_malformed_call_is_told_to_the_policy(chat: ChatCodec) -> None:
+def test_a_malformed_call_is_told_to_the_policy(chat: ChatTemplate) -> None:
     trajectory = finished(Speaker(chat, "I <ask>never", "x</ask>\n"), interaction(chat, Echoes()))
-    assert trajectory.turns[0].replies == (Message("tool", "close what you open"),)
+    assert trajectory.turns[0].responses == (Message("tool", "close what you open"),)
     assert (trajectory.num_malformed_calls, trajectory.num_tool_calls) == (1, 0)
     assert trajectory.stop_reason is StopReason.STOP  # what stands before an answer is not read again
 
 
-def test_a_malformed_call_may_end_the_episode(chat: ChatCodec) -> None:
-    trajectory = finished(Speaker(chat, "<ask>oh"), interaction(chat, Echoes(), tell_malformed=False))
+def test_a_malformed_call_may_end_the_episode(chat: ChatTemplate) -> None:
+    trajectory = finished(Speaker(chat, "<ask>oh"), interaction(chat, Echoes(), feedback_on_parse_error=False))
     assert (trajectory.stop_reason, trajectory.num_malformed_calls) == (StopReason.MALFORMED, 1)
 
 
-def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatCodec) -> None:
+def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatTemplate) -> None:
     engine, envs = Speaker(chat, *THREE), Echoes()
     trajectory = finished(engine, interaction(chat, envs, max_turns=3))
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TURNS, 3)
     assert [sampling.stop_strings != () for _, sampling in engine.asked] == [True, True, False]
     trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tool_calls=2))
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 2)
-    answers = [message.content for message in trajectory.turns[1].replies]
+    answers = [message.content for message in trajectory.turns[1].responses]
     assert answers == ["two", "This call was not made: no more tool calls are allowed."]
     never = finished(Speaker(chat, "<ask>a</ask>\n"), interaction(chat, Echoes(), max_tool_calls=0))
     assert (never.stop_reason, never.tool_uses) == (StopReason.MAX_TOOL_CALLS, ())
 
 
-def test_calls_are_counted_whether_or_not_the_environment_tells_of_them(chat: ChatCodec) -> None:
+def test_calls_are_counted_whether_or_not_the_environment_tells_of_them(chat: ChatTemplate) -> None:
     class Silent(Echo):
         async def step(self, message: Message) -> StepResult:
             return replace(await super().step(message), tool_uses=())
 
-    setting = Interaction(Silent, Dialogue(chat, AskCodec(), 16), Budgets(max_tool_calls=2))  # type: ignore[arg-type]
+    setting = EpisodeRunner(Silent, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(max_tool_calls=2))  # type: ignore[arg-type]
     trajectory = finished(Speaker(chat, *THREE), setting)
     assert [len(turn.message.tool_calls) for turn in trajectory.turns] == [1, 1, 0]
     assert trajectory.stop_reason is StopReason.MAX_TOOL_CALLS
 
 
 @pytest.mark.parametrize("max_tokens", [3, 12, 20, 30, 45])
-def test_tokens_are_never_more_than_allowed(chat: ChatCodec, max_tokens: int) -> None:
+def test_tokens_are_never_more_than_allowed(chat: ChatTemplate, max_tokens: int) -> None:
     trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tokens=max_tokens))
     used = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
     used += sum(len(turn.context_ids) for turn in trajectory.turns[1:])
@@ -263,20 +263,20 @@ def test_tokens_are_never_more_than_allowed(chat: ChatCodec, max_tokens: int) ->
     assert trajectory.stop_reason is StopReason.LENGTH
 
 
-def test_one_turn_can_have_a_limit_of_its_own(chat: ChatCodec) -> None:
+def test_one_turn_can_have_a_limit_of_its_own(chat: ChatTemplate) -> None:
     trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_turn_tokens=2))
     assert [len(turn.completion.token_ids) for turn in trajectory.turns] == [2]
     assert trajectory.stop_reason is StopReason.LENGTH
 
 
-def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: ChatCodec) -> None:
+def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: ChatTemplate) -> None:
     def sample(answer: str) -> tuple[list[int], int]:
         texts = (f"<ask>{answer}</ask>\n", "ok")
         trajectory = finished(Speaker(chat, *texts), interaction(chat, Echoes()))
         return [len(turn.completion.token_ids) for turn in trajectory.turns][1:], len(trajectory.turns[1].context_ids)
 
     (short, few), (long, many) = sample("a b"), sample("a b c d e f g h i j k l m n o p q r s t u v w x y z" * 3)
-    assert short == long and few < many <= 16 + len(chat.reply_ids("<got>\n[...]\n</got>\n")[0])
+    assert short == long and few < many <= 16 + len(chat.response_ids("<got>\n[...]\n</got>\n")[0])
 
 
 @pytest.mark.parametrize(
@@ -288,14 +288,14 @@ def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: C
         (Cut.REFUSE, "The result is too long to be shown; ask for less of it."),
     ],
 )
-def test_what_is_cut_is_cut_at_whole_tokens(chat: ChatCodec, cut: Cut, shown: str) -> None:
+def test_what_is_cut_is_cut_at_whole_tokens(chat: ChatTemplate, cut: Cut, shown: str) -> None:
     text = "zero one two three four five six seven eight nine"
     spans = [match.span() for match in re.finditer(r" ?\w+", text)]
-    words = replace(Dialogue(chat, AskCodec(), 4), cut=cut)
+    words = replace(ObservationTokenizer(chat, AskFormat(), 4), cut=cut)
     assert words._shortened(text, spans) == shown
 
 
-def test_seeds_differ_between_turns_and_repeat(chat: ChatCodec) -> None:
+def test_seeds_differ_between_turns_and_repeat(chat: ChatTemplate) -> None:
     first, again = Speaker(chat, *THREE), Speaker(chat, *THREE)
     for engine in (first, again):
         finished(engine, interaction(chat, Echoes()), seed=7)
@@ -314,7 +314,7 @@ def failing(times: int, error: BaseException) -> Callable[[int], Any]:
     return on_step
 
 
-def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatCodec) -> None:
+def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatTemplate) -> None:
     lost = ServiceDownError("search", "does not answer")
     envs = Echoes(failing(1, lost))
     engine = Speaker(chat, *THREE[:2], *THREE)
@@ -332,18 +332,18 @@ def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatCo
     assert str(own) == "t#0, reply 0: the environment: step raised TimeoutError: late"
 
 
-def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: ChatCodec) -> None:
+def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: ChatTemplate) -> None:
     """Two of three rollouts live, one of them at its second attempt: 4 + 4 calls; lost are 1 + 1 and (1 + 1) * 2."""
     lost = ServiceDownError("service", "gone", tool="echo")
     attempts = {0: 1, 1: 2}  # rollout -> attempts that end early
 
-    class Numbered(Interaction):
+    class Numbered(EpisodeRunner):
         async def run(self, engine: Any, sampling: Sampling, task: Task, index: int, seed: int | None) -> Any:
             own = replace(self, envs=Echoes(failing(attempts.get(index, 0), lost)))
             texts = THREE[:2] * attempts.get(index, 0) + THREE
-            return await Interaction.run(own, Speaker(chat, *texts), sampling, task, index, seed)
+            return await EpisodeRunner.run(own, Speaker(chat, *texts), sampling, task, index, seed)
 
-    setting = Numbered(Echoes(), Dialogue(chat, AskCodec(), 16), Budgets())
+    setting = Numbered(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
     group = asyncio.run(GroupRollout(Speaker(chat), chat, DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
     assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
     assert len(to_samples(group, 0)) == 2
@@ -353,7 +353,7 @@ def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: Cha
     assert metrics["tools/calls_mean"] == 4
 
 
-def test_a_dead_engine_ends_everything(chat: ChatCodec) -> None:
+def test_a_dead_engine_ends_everything(chat: ChatTemplate) -> None:
     async def dead() -> None:
         raise EngineError("dead")
 
@@ -361,7 +361,7 @@ def test_a_dead_engine_ends_everything(chat: ChatCodec) -> None:
         play(Speaker(chat, wait=dead), interaction(chat, Echoes()))
 
 
-def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatCodec) -> None:
+def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatTemplate) -> None:
     fault = play(Speaker(chat), interaction(chat, Echoes(), max_prompt_tokens=3))
     assert isinstance(fault, Fault) and "data.max_prompt_length=3" in fault.problem
 
@@ -370,7 +370,7 @@ async def _forever(_: int = 0) -> None:
     await asyncio.sleep(3600)
 
 
-def test_a_hung_environment_runs_into_its_limits(chat: ChatCodec) -> None:
+def test_a_hung_environment_runs_into_its_limits(chat: ChatTemplate) -> None:
     async def second(number: int) -> None:
         if number == 2:
             await _forever()
@@ -382,20 +382,23 @@ def test_a_hung_environment_runs_into_its_limits(chat: ChatCodec) -> None:
         assert envs.closed == [TASK]
         # the calls that were never answered are in the ledger: they are to blame, and not those before them
         assert [len(turn.message.tool_calls) for turn in trajectory.turns] == [1, 2]
-        assert trajectory.turns[1].replies == ()
+        assert trajectory.turns[1].responses == ()
 
 
-def test_an_environment_that_does_not_open_is_a_fault(chat: ChatCodec) -> None:
+def test_an_environment_that_does_not_open_is_a_fault(chat: ChatTemplate) -> None:
     class Shut(Echo):
         async def reset(self) -> Observation:
             await _forever()
             raise AssertionError
 
-    fault = play(Speaker(chat), Interaction(Shut, Dialogue(chat, AskCodec(), 16), Budgets(turn_s=0.05, retries=0)))  # type: ignore[arg-type]
+    fault = play(
+        Speaker(chat),
+        EpisodeRunner(Shut, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(turn_s=0.05, retries=0)),
+    )  # type: ignore[arg-type]
     assert fault == Fault("t#0", 0, "the environment: did not open within env.turn_timeout_s")
 
 
-def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -> None:
+def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatTemplate) -> None:
     async def busy() -> None:
         await asyncio.sleep(0.3)
 
@@ -403,7 +406,7 @@ def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatCodec) -
     assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
 
 
-def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are(chat: ChatCodec) -> None:
+def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are(chat: ChatTemplate) -> None:
     @tool
     async def echo(text: str) -> str:
         """Answers after a while."""
@@ -424,7 +427,7 @@ def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are
     assert asyncio.run(together(Speaker(chat, *many))) == [StopReason.TURN_TIMEOUT]
 
 
-def test_tools_that_come_later_are_told_to_the_policy(chat: ChatCodec) -> None:
+def test_tools_that_come_later_are_told_to_the_policy(chat: ChatTemplate) -> None:
     added = ToolSpec("sort", "Sorts.", {"type": "object", "properties": {}})
 
     class Growing(Echo):
@@ -448,7 +451,7 @@ class Length:
         return Score(float(trajectory.num_tool_calls), {})
 
 
-def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: ChatCodec) -> None:
+def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: ChatTemplate) -> None:
     """The first episode may only end after all others have: a barrier between turns would wait for ever."""
     others = asyncio.Event()
     done: list[int] = []
@@ -481,7 +484,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
         text = chat.tokenizer.decode(prompt_ids)
         asked = text.count("<got>")
         said = f"<ask>{asked}</ask>\n" if asked < 2 else "done"
-        return [*chat.reply_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
+        return [*chat.response_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
 
     setting = interaction(chat, Factory(), retries=0, turn_s=20.0)
     rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(Length()), Sampling(1), setting)
@@ -491,12 +494,12 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
     assert group.faults == ("t#0, reply 1: the environment: step raised RuntimeError: only me",)
 
 
-def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatCodec) -> None:
-    class Refusing(AskCodec):
+def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatTemplate) -> None:
+    class Refusing(AskFormat):
         def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
             raise DataError("no such role")
 
-    setting = Interaction(Echoes(), Dialogue(chat, Refusing(), 16), Budgets())
+    setting = EpisodeRunner(Echoes(), ObservationTokenizer(chat, Refusing(), 16), EpisodeLimits())
     assert play(Speaker(chat), setting) == Fault("t#0", 0, "no such role")
 
 
@@ -510,18 +513,18 @@ def search(query: str) -> str:
     return PASSAGE
 
 
-def searched(chat: ChatCodec, name: str, *texts: str, max_tool_calls: int = 1) -> Trajectory:
+def searched(chat: ChatTemplate, name: str, *texts: str, max_tool_calls: int = 1) -> Trajectory:
     """An episode of Search-R1's format or one like it, whose turns are just enough for its calls."""
-    setting = Interaction(
+    setting = EpisodeRunner(
         ToolEnvFactory([search], ToolRunner(ToolLimits())),
-        Dialogue(chat, build_codec(name), 64),
-        Budgets(max_turns=max_tool_calls + 1, max_tool_calls=max_tool_calls, max_tokens=4000),
+        ObservationTokenizer(chat, build_tool_call_format(name), 64),
+        EpisodeLimits(max_turns=max_tool_calls + 1, max_tool_calls=max_tool_calls, max_tokens=4000),
     )
     return finished(Speaker(chat, *texts), setting)
 
 
 @pytest.mark.parametrize("name", ["search_r1", "otc_search"])
-def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, name: str) -> None:
+def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatTemplate, name: str) -> None:
     reward, task = SearchR1Reward(), replace(TASK, answer='["Paris"]')
     first = searched(chat, name, TAIL)
     last = searched(chat, name, "<search>capital</search>", TAIL)
@@ -550,14 +553,16 @@ def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatCodec, nam
     ],
 )
 def test_what_shares_a_token_with_a_stop_string_is_trained_but_not_read(
-    chat: ChatCodec, name: str, texts: Sequence[str], shown: str, written: list[str]
+    chat: ChatTemplate, name: str, texts: Sequence[str], shown: str, written: list[str]
 ) -> None:
     """Real vocabularies have tokens such as `>.` and `></`, on which an engine stops as a whole."""
-    codec = build_codec(name, {"tool": "search", "argument": "query"} if name == "zerotir" else {})
-    setting = Interaction(
+    tool_call_format = build_tool_call_format(
+        name, {"tool": "search", "argument": "query"} if name == "zerotir" else {}
+    )
+    setting = EpisodeRunner(
         ToolEnvFactory([search], ToolRunner(ToolLimits())),
-        Dialogue(chat, codec, 64),
-        Budgets(max_turns=len(texts), max_tool_calls=1, max_tokens=4000),
+        ObservationTokenizer(chat, tool_call_format, 64),
+        EpisodeLimits(max_turns=len(texts), max_tool_calls=1, max_tokens=4000),
     )
     speaker = Speaker(chat, *texts, beyond_stop=1)
     trajectory = finished(speaker, setting)
@@ -569,23 +574,23 @@ def test_what_shares_a_token_with_a_stop_string_is_trained_but_not_read(
     assert trained == [token for each in speaker.said for token in each.token_ids]
 
 
-def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatCodec) -> None:
+def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: ChatTemplate) -> None:
     trajectory = searched(chat, "search_r1", "<search>a</search>", f"<search>b</search>{PASSAGE}{TAIL}")
     assert trajectory.turns[-1].message.content == "<search>b</search>"
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 1)
 
 
-def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: ChatCodec) -> None:
+def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: ChatTemplate) -> None:
     texts = "<think>between <answer> and </answer>", " it goes</think>"
     for before in ((), ("<search>a</search>",)):
         trajectory = searched(chat, "search_r1", *before, texts[0], texts[1] + TAIL)
-        assert trajectory.reply.endswith("</think><answer>Paris</answer>")
+        assert trajectory.response.endswith("</think><answer>Paris</answer>")
         assert trajectory.stop_reason is StopReason.STOP
 
 
 @pytest.mark.parametrize("name", ["retool", "artist", "fence", "zerotir", "hermes", "xml", "toolrl", "llama3_json"])
 def test_the_last_turn_of_other_formats_runs_on_to_its_end(name: str) -> None:
-    assert build_codec(name).final_stop_strings == ()
+    assert build_tool_call_format(name).final_stop_strings == ()
 
 
 def test_a_typed_call_reaches_the_tool_as_its_schema_says() -> None:
@@ -603,11 +608,13 @@ def test_a_typed_call_reaches_the_tool_as_its_schema_says() -> None:
         "<parameter=mode>\n{}\n</parameter>\n</function>"
     )
     envs = ToolEnvFactory([create], ToolRunner(ToolLimits()))
-    setting = Interaction(envs, Dialogue(chat, build_codec("xml"), 64), Budgets(max_tokens=4000))
+    setting = EpisodeRunner(
+        envs, ObservationTokenizer(chat, build_tool_call_format("xml"), 64), EpisodeLimits(max_tokens=4000)
+    )
     speaker = Speaker(chat, said.replace("{}", "high"), said.replace("{}", "384"), "Done.")
     trajectory = finished(speaker, setting)
     assert seen == [("7", '{"a": 1}', 384)] and trajectory.num_malformed_calls == 1
-    assert "'mode' must be an integer" in trajectory.turns[0].replies[0].content
+    assert "'mode' must be an integer" in trajectory.turns[0].responses[0].content
 
 
 @dataclass
@@ -642,13 +649,13 @@ async def _late(number: int) -> None:
         ({"max_tokens": 3}, THREE, StopReason.LENGTH, 0),
         ({"max_turn_tokens": 20}, ("<ask>a</ask>\n", "I will go on and on " * 9), StopReason.LENGTH, 1),
         ({"max_tokens": 30}, ("<ask>a b c d e f g</ask>\n",), StopReason.LENGTH, 1),
-        ({"tell_malformed": False}, ("<ask>a</ask>\n", "<ask>oh"), StopReason.MALFORMED, 2),
+        ({"feedback_on_parse_error": False}, ("<ask>a</ask>\n", "<ask>oh"), StopReason.MALFORMED, 2),
         ({"turn_s": 0.1}, THREE, StopReason.TURN_TIMEOUT, 2),
         ({"episode_s": 0.1}, THREE, StopReason.EPISODE_TIMEOUT, 2),
     ],
 )
 def test_an_environment_judges_once_however_the_episode_ends(
-    budgets: dict[str, Any], texts: Sequence[str], reason: StopReason, steps: int, chat: ChatCodec
+    budgets: dict[str, Any], texts: Sequence[str], reason: StopReason, steps: int, chat: ChatTemplate
 ) -> None:
     made: list[Watched] = []
 
@@ -656,20 +663,20 @@ def test_an_environment_judges_once_however_the_episode_ends(
         made.append(Watched(task, _late if "turn_s" in budgets or "episode_s" in budgets else None))
         return made[-1]
 
-    setting = Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets(**budgets))  # type: ignore[arg-type]
+    setting = EpisodeRunner(envs, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(**budgets))  # type: ignore[arg-type]
     trajectory = finished(Speaker(chat, *texts), setting)
     assert (trajectory.stop_reason, trajectory.outcome) == (reason, Outcome.SCORED)
     assert trajectory.score == Score(float(steps), {"steps": float(steps)})
     assert [each.asked for each in made] == [["step"] * steps + ["judge", "close"]]
 
 
-def test_without_a_judge_the_episode_is_left_to_a_reward(chat: ChatCodec) -> None:
+def test_without_a_judge_the_episode_is_left_to_a_reward(chat: ChatTemplate) -> None:
     class Undecided(Echo):
         async def judge(self) -> None:  # type: ignore[override]
             return None
 
     for env in (Undecided, ToolEnvFactory([search], ToolRunner(ToolLimits()))):
-        setting = Interaction(env, Dialogue(chat, AskCodec(), 16), Budgets(max_tokens=3))  # type: ignore[arg-type]
+        setting = EpisodeRunner(env, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(max_tokens=3))  # type: ignore[arg-type]
         trajectory = finished(Speaker(chat, *THREE), setting)
         assert (trajectory.outcome, trajectory.score) == (Outcome.MODEL_FAULT, None)
 
@@ -718,27 +725,29 @@ async def _has_a_part_that_is_text() -> Any:
         ),
     ],
 )
-def test_a_verdict_that_fails_is_a_fault_and_no_zero(judge: Callable[[], Any], problem: str, chat: ChatCodec) -> None:
+def test_a_verdict_that_fails_is_a_fault_and_no_zero(
+    judge: Callable[[], Any], problem: str, chat: ChatTemplate
+) -> None:
     class Failing(Echo):
         async def judge(self) -> Score:
             return await judge()  # type: ignore[no-any-return]
 
     engine = Speaker(chat, *THREE)
-    setting = Interaction(Failing, Dialogue(chat, AskCodec(), 16), Budgets(judge_s=0.1))  # type: ignore[arg-type]
+    setting = EpisodeRunner(Failing, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(judge_s=0.1))  # type: ignore[arg-type]
     fault = play(engine, setting)
     assert isinstance(fault, Fault) and fault.problem == problem
     assert len(engine.asked) == 4  # it is not played again
     assert [use.status for use in fault.lost_uses] == [ToolStatus.SUCCESS] * 4
 
 
-def test_an_episode_that_a_service_ended_is_not_judged(chat: ChatCodec) -> None:
+def test_an_episode_that_a_service_ended_is_not_judged(chat: ChatTemplate) -> None:
     made: list[Watched] = []
 
     def envs(task: Task) -> Watched:
         made.append(Watched(task, failing(1, ServiceDownError("search", "gone")) if not made else None))
         return made[-1]
 
-    setting = Interaction(envs, Dialogue(chat, AskCodec(), 16), Budgets())  # type: ignore[arg-type]
+    setting = EpisodeRunner(envs, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())  # type: ignore[arg-type]
     finished(Speaker(chat, *THREE[:2], *THREE), setting)
     assert [each.asked[-2:] for each in made] == [["step", "close"], ["judge", "close"]]
 
@@ -747,11 +756,15 @@ def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for() -> None:
     """The shop: everything is bought and paid when the tokens run out."""
     chat = chat_that_lists_tools()
     (task,) = shop_tasks(1)
-    codec = build_codec("hermes")
+    tool_call_format = build_tool_call_format("hermes")
     wanted = [ToolCall("set_quantity", {"product_id": id, "quantity": n}) for id, n in json.loads(task.answer).items()]
-    texts = (codec.render(wanted), codec.render([ToolCall("checkout", {})]), "So I have bought it. " * 99)
-    budgets = Budgets(max_turn_tokens=200, max_tokens=4000)
-    setting = Interaction(ClassFactory(ShopEnv), Dialogue(chat, codec, 64), budgets)
+    texts = (
+        tool_call_format.render(wanted),
+        tool_call_format.render([ToolCall("checkout", {})]),
+        "So I have bought it. " * 99,
+    )
+    budgets = EpisodeLimits(max_turn_tokens=200, max_tokens=4000)
+    setting = EpisodeRunner(ClassFactory(ShopEnv), ObservationTokenizer(chat, tool_call_format, 64), budgets)
     reward = build_reward("env")
     for said, total in ((texts, 1.0), ((texts[0], texts[2]), 0.0)):
         played = asyncio.run(setting.run(Speaker(chat, *said), Sampling(1), task, 0, None))
@@ -768,9 +781,9 @@ class Paying(Echo):
         return replace(result, reward={1: 0.25, 2: 0.5}.get(self.steps))
 
 
-def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec) -> None:
+def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatTemplate) -> None:
     """A pause is part of the turn that goes on after it: the environment answers, and pays, once."""
-    setting = Interaction(Paying, Dialogue(chat, AskCodec(), 16), Budgets())  # type: ignore[arg-type]
+    setting = EpisodeRunner(Paying, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())  # type: ignore[arg-type]
     trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "<ask>b</ask>\n", "done"), setting)
     assert [turn.reward for turn in trajectory.turns] == [None, 0.25, 0.5, None] and trajectory.turn_rewards == 0.75
     group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
@@ -783,7 +796,7 @@ def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatCodec)
         assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
 
 
-def test_numbers_of_numpy_are_numbers(chat: ChatCodec) -> None:
+def test_numbers_of_numpy_are_numbers(chat: ChatTemplate) -> None:
     class Numpy(Echo):
         async def step(self, message: Message) -> StepResult:
             return replace(await super().step(message), reward=np.float32(0.5))  # type: ignore[arg-type]
@@ -796,7 +809,7 @@ def test_numbers_of_numpy_are_numbers(chat: ChatCodec) -> None:
     assert json.loads(json.dumps(trajectory.score and trajectory.score.parts)) == {"right": 1.0}
 
 
-def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatCodec) -> None:
+def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatTemplate) -> None:
     class Silent(Echo):
         async def step(self, message: Message) -> StepResult:
             return None  # type: ignore[return-value]
@@ -814,12 +827,14 @@ def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatCo
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1"])
-def test_a_reward_of_a_turn_that_is_no_number_is_a_fault(reward: Any, chat: ChatCodec) -> None:
+def test_a_reward_of_a_turn_that_is_no_number_is_a_fault(reward: Any, chat: ChatTemplate) -> None:
     class Odd(Echo):
         async def step(self, message: Message) -> StepResult:
             return replace(await super().step(message), reward=reward)
 
-    fault = play(Speaker(chat, *THREE * 2), Interaction(Odd, Dialogue(chat, AskCodec(), 16), Budgets()))  # type: ignore[arg-type]
+    fault = play(
+        Speaker(chat, *THREE * 2), EpisodeRunner(Odd, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
+    )  # type: ignore[arg-type]
     assert isinstance(fault, Fault) and fault.problem == (
         f"the environment: step gave the reward {reward!r}, not a finite number"
     )

@@ -1,4 +1,5 @@
-"""API-Bank: gold calls are right under every handler, replies score by the rule, rows that cannot be used are told."""
+"""API-Bank: gold calls are right under every handler, responses score by the rule, rows that cannot be used are
+told."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, scores
-from verl.data.codecs.base import Malformed, build_codec
+from verl.data.formats.base import ParseError, build_tool_call_format
 from verl.errors import ConfigError, DataError
 from verl.evaluation.api_bank import api_bank
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 GOLD = {"name": "Add", "parameters": {"a": "1", "b": ["x"]}}
@@ -46,46 +47,48 @@ def row(**changed: Any) -> dict[str, Any]:
     return {"system": SYSTEM, "user": USER, "answer": [GOLD], **changed}
 
 
-def setting(folder: Path, codec: str, *rows: dict[str, Any]) -> Setting:
+def setting(folder: Path, tool_call_format: str, *rows: dict[str, Any]) -> BenchmarkContext:
     for level in (1, 2, 3):
         (folder / f"level-{level}-api_processed.json").write_text(json.dumps(rows))
-    return Setting(folder, codec=codec)
+    return BenchmarkContext(folder, tool_call_format=tool_call_format)
 
 
-def gold_reply(codec: str, task: Task) -> str:
+def gold_response(tool_call_format: str, task: Task) -> str:
     gold = json.loads(task.answer)
-    return build_codec(codec).render([ToolCall(gold["name"], gold["parameters"])])
+    return build_tool_call_format(tool_call_format).render([ToolCall(gold["name"], gold["parameters"])])
 
 
 @pytest.mark.parametrize(("level", "rows"), [(1, 399), (2, 67), (3, 131)])
-@pytest.mark.parametrize("codec", ["toolrl", "hermes"])
-def test_the_gold_call_is_right_in_every_published_row(level: int, rows: int, codec: str) -> None:
+@pytest.mark.parametrize("tool_call_format", ["toolrl", "hermes"])
+def test_the_gold_call_is_right_in_every_published_row(level: int, rows: int, tool_call_format: str) -> None:
     folder = real_data("toolrl", "benchmarks", "apibank_level-1.json").parents[1]
-    one = category(api_bank(Setting(folder, codec=codec)), f"api_bank/level_{level}")
-    found = scores(one, codec, lambda task: [gold_reply(codec, task)])
+    one = category(api_bank(BenchmarkContext(folder, tool_call_format=tool_call_format)), f"api_bank/level_{level}")
+    found = scores(one, tool_call_format, lambda task: [gold_response(tool_call_format, task)])
     assert len(found) == rows
     assert all(score.parts == {"soft": 1.0, "strict": 1.0} for score in found)
 
 
-@pytest.mark.parametrize("codec", ["llama3_json", "tool_n1", "xml"])
-def test_the_gold_call_is_right_under_other_handlers(codec: str) -> None:
+@pytest.mark.parametrize("tool_call_format", ["llama3_json", "tool_n1", "xml"])
+def test_the_gold_call_is_right_under_other_handlers(tool_call_format: str) -> None:
     folder = real_data("toolrl", "benchmarks", "apibank_level-1.json").parent
-    for level in api_bank(Setting(folder, codec=codec)).categories:
+    for level in api_bank(BenchmarkContext(folder, tool_call_format=tool_call_format)).categories:
         few = level.tasks()[:8]
-        found = scores(level, codec, lambda task: [gold_reply(codec, task)], few)
-        assert [score.total for score in found] == [float(can_be_written(codec, task)) for task in few]
-        assert not any(score.total for score in scores(level, codec, lambda _: ["I cannot."], few))
+        found = scores(level, tool_call_format, lambda task: [gold_response(tool_call_format, task)], few)
+        assert [score.total for score in found] == [float(can_be_written(tool_call_format, task)) for task in few]
+        assert not any(score.total for score in scores(level, tool_call_format, lambda _: ["I cannot."], few))
 
 
-def can_be_written(codec: str, task: Task) -> bool:
+def can_be_written(tool_call_format: str, task: Task) -> bool:
     tools = [ToolSpec(**told) for told in task.extra["tools"]]
-    return not isinstance(build_codec(codec).parse(gold_reply(codec, task), tools), Malformed)
+    return not isinstance(
+        build_tool_call_format(tool_call_format).parse(gold_response(tool_call_format, task), tools), ParseError
+    )
 
 
 def test_golds_whose_types_their_tools_forbid_are_as_many_as_the_note_says() -> None:
     """The format without types has the tool's: "4" for an integer is 4, and a list with Python's quotes is none."""
     folder = real_data("toolrl", "benchmarks", "apibank_level-1.json").parent
-    found = api_bank(Setting(folder, codec="xml"))
+    found = api_bank(BenchmarkContext(folder, tool_call_format="xml"))
     tasks = [task for level in found.categories for task in level.tasks()]
     forbidden = sum(not can_be_written("xml", task) for task in tasks)
     assert any(f"{forbidden} golds with a value" in note for note in found.notes)
@@ -151,12 +154,12 @@ RIGHT = '{"name": "Add", "parameters": {"a": "1", "b": ["x"]}}'
 )
 def test_soft_and_strict_by_hand(tmp_path: Path, lines: list[str], soft: int, strict: int) -> None:
     one = api_bank(setting(tmp_path, "toolrl", row(answer=GOLD))).categories[0]
-    reply = "\n".join(["<think> t </think>", "<tool_call>", *lines, "</tool_call>"])
-    (score,) = scores(one, "toolrl", lambda _: [reply])
+    response = "\n".join(["<think> t </think>", "<tool_call>", *lines, "</tool_call>"])
+    (score,) = scores(one, "toolrl", lambda _: [response])
     assert (score.total, dict(score.parts)) == (soft, {"soft": soft, "strict": strict})
 
 
-def test_a_call_in_a_thought_is_none_and_no_reply_hangs(tmp_path: Path) -> None:
+def test_a_call_in_a_thought_is_none_and_no_response_hangs(tmp_path: Path) -> None:
     one = api_bank(setting(tmp_path, "toolrl", row())).categories[0]
     thought = f"<think> <tool_call>\n{RIGHT}\n</tool_call> </think>\n<response> Done. </response>"
     assert scores(one, "toolrl", lambda _: [thought])[0].total == 0.0
@@ -191,6 +194,6 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, changed: dict[str, A
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"level-2-api_processed.json .* ToolRL's repository"):
-        api_bank(Setting(tmp_path, codec="hermes")).categories[1].tasks()
+        api_bank(BenchmarkContext(tmp_path, tool_call_format="hermes")).categories[1].tasks()
     with pytest.raises(ConfigError, match="calls of one tool alone"):
-        api_bank(Setting(tmp_path, codec="search_r1"))
+        api_bank(BenchmarkContext(tmp_path, tool_call_format="search_r1"))

@@ -15,13 +15,13 @@ from tests.bfcl_oracle import gold_calls, with_calls
 from tests.episodes import play, say
 from tests.eval_play import chat, foretold
 from verl.config.schema import SandboxConfig
-from verl.data.codecs.base import Calls, Malformed, build_codec
+from verl.data.formats.base import Calls, ParseError, build_tool_call_format
 from verl.envs import bfcl_tasks
 from verl.envs.bfcl import MAX_STEPS, Api
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Benchmark, Category, Setting
+from verl.evaluation.base import Benchmark, BenchmarkContext, Category
 from verl.evaluation.bfcl import AGGREGATES, ANY, FAULTY, LIVE_AST, NO_CALL, NON_LIVE_AST, SINGLE_TURN, bfcl
 from verl.evaluation.handlers import env_of
 from verl.evaluation.registry import build_benchmarks
@@ -32,7 +32,7 @@ from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score import build_reward
 
 pytest.importorskip("bfcl_eval", reason="needs the optional package bfcl-eval (pip install --no-deps bfcl-eval)")
-SETTING = Setting(Path("unused"))
+SETTING = BenchmarkContext(Path("unused"))
 HANDLERS = ("toolrl", "tool_n1", "hermes")
 ROWS = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 ROWS |= {"live_simple": 256, "live_multiple": 1050, "live_parallel": 16, "live_parallel_multiple": 24}
@@ -58,10 +58,10 @@ def figure(played: Category, trajectory: Trajectory, task: Task) -> float:
     return build_reward(played.play.reward, played.play.reward_options).score(trajectory, task, 0).total
 
 
-def episode(played: Category, handler: str, task: Task, replies: Sequence[str]) -> Trajectory:
+def episode(played: Category, handler: str, task: Task, responses: Sequence[str]) -> Trajectory:
     """A policy that says these texts, one after the other, in the driver of training."""
     tokenizer = chat().tokenizer
-    said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in replies)
+    said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in responses)
     env, limit = env_of(played.play, handler), 100_000
     interaction = build_interaction(env, SandboxConfig(), chat(), limit, limit, None)
     assert interaction is not None
@@ -96,25 +96,25 @@ def test_aggregates_are_made_of_categories_and_of_those_before_them(benchmark: B
 def test_gold_as_each_handler_writes_it_is_right_on_every_row(
     benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str, handler: str
 ) -> None:
-    codec, played = build_codec(handler), category(benchmark, name)
+    tool_call_format, played = build_tool_call_format(handler), category(benchmark, name)
     for task in tasks[name]:
         nothing = figure(played, with_calls(task, ()), task)
         assert nothing == float(name in NO_CALL), task.id
         if name in NO_CALL:
             continue
         gold = [ToolCall(task.extra["tools"][0]["name"], {})] if name in ANY else gold_calls(task)
-        parsed = codec.parse(codec.render(gold))
+        parsed = tool_call_format.parse(tool_call_format.render(gold))
         assert isinstance(parsed, Calls) and figure(played, with_calls(task, parsed.calls), task) == 1.0, task.id
 
 
 def test_untyped_texts_are_read_as_the_gold_by_the_published_schemas(tasks: dict[str, Sequence[Task]]) -> None:
     """Golds that fit the schemas of their own rows; some hold null or true where the schema says string."""
-    codec, checker, found = build_codec("xml"), ArgumentChecker(), []
+    tool_call_format, checker, found = build_tool_call_format("xml"), ArgumentChecker(), []
     for task in (task for name in (*NON_LIVE_AST, *LIVE_AST) for task in tasks[name][:30]):
         tools = {told["name"]: ToolSpec(**told) for told in task.extra["tools"]}
         calls = tuple(gold_calls(task))
         if not any(checker.problem(tools[call.name], call.arguments) for call in calls):
-            found.append(codec.parse(codec.render(calls), list(tools.values())) == Calls(calls))
+            found.append(tool_call_format.parse(tool_call_format.render(calls), list(tools.values())) == Calls(calls))
     assert len(found) > 200 and all(found)
 
 
@@ -125,7 +125,7 @@ def test_no_message_is_lost_and_every_handler_shows_them(tasks: dict[str, Sequen
     for task in (task for task in found if len(task.prompt) > 1):
         tools = (ToolSpec("f", "", {"type": "object", "properties": {}}),)
         for handler in HANDLERS:
-            opening = build_codec(handler).opening(task.prompt, tools)
+            opening = build_tool_call_format(handler).opening(task.prompt, tools)
             shown = opening if isinstance(opening, str) else "\n".join(message.content for message in opening)
             assert all(message.content in shown for message in task.prompt), (handler, task.id)
 
@@ -160,7 +160,7 @@ def test_scenarios_are_lost_by_doing_nothing(benchmark: Benchmark, tasks: dict[s
 
 
 @pytest.mark.parametrize(
-    ("reply", "end"),
+    ("response", "end"),
     [
         ("{gold}", (1.0, StopReason.STOP)),
         ("I would rather not.", (0.0, StopReason.STOP)),
@@ -168,13 +168,17 @@ def test_scenarios_are_lost_by_doing_nothing(benchmark: Benchmark, tasks: dict[s
     ],
 )
 @pytest.mark.parametrize("handler", ["toolrl", "tool_n1"])
-def test_an_episode_is_one_reply_whose_calls_are_judged(
-    benchmark: Benchmark, tasks: dict[str, Sequence[Task]], handler: str, reply: str, end: tuple[float, StopReason]
+def test_an_episode_is_one_response_whose_calls_are_judged(
+    benchmark: Benchmark, tasks: dict[str, Sequence[Task]], handler: str, response: str, end: tuple[float, StopReason]
 ) -> None:
-    played, task, codec = category(benchmark, "simple_python"), tasks["simple_python"][0], build_codec(handler)
-    gold = codec.render(gold_calls(task))
-    said = reply.format(gold=gold, unclosed=gold.partition("</tool_call>")[0])
-    assert isinstance(codec.parse(said), Malformed) == (end[1] is StopReason.MALFORMED)
+    played, task, tool_call_format = (
+        category(benchmark, "simple_python"),
+        tasks["simple_python"][0],
+        build_tool_call_format(handler),
+    )
+    gold = tool_call_format.render(gold_calls(task))
+    said = response.format(gold=gold, unclosed=gold.partition("</tool_call>")[0])
+    assert isinstance(tool_call_format.parse(said), ParseError) == (end[1] is StopReason.MALFORMED)
     trajectory = episode(played, handler, task, [said])
     assert len(trajectory.turns) == 1
     assert (figure(played, trajectory, task), trajectory.stop_reason) == end
@@ -184,10 +188,10 @@ def test_an_episode_is_one_reply_whose_calls_are_judged(
 def test_a_scenario_is_won_in_an_episode_by_its_gold(
     benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str
 ) -> None:
-    played, task, codec = category(benchmark, name), tasks[name][0], build_codec("toolrl")
+    played, task, tool_call_format = category(benchmark, name), tasks[name][0], build_tool_call_format("toolrl")
     api = Api(task.extra)
     turns = [[api.gold_call(made) for made in turn] for turn in json.loads(task.answer)]
-    won = [text for turn in turns for text in (codec.render(turn), "Done.")]
+    won = [text for turn in turns for text in (tool_call_format.render(turn), "Done.")]
     trajectory = episode(played, "toolrl", task, won)
     assert (figure(played, trajectory, task), trajectory.stop_reason) == (1.0, StopReason.STOP)
     assert [len(trajectory.turns), trajectory.num_tool_calls] == [len(won), sum(map(len, turns))]
@@ -235,4 +239,4 @@ def test_the_length_of_a_prompt_is_known_before_it_is_put(
     name: str, benchmark: Benchmark, tasks: Mapping[str, Sequence[Task]]
 ) -> None:
     """With the functions, which are most of it: a prompt that is too long is a wrong answer and not a missing one."""
-    assert all(foretold(category(benchmark, name), codec, tasks[name][-2:]) for codec in HANDLERS)
+    assert all(foretold(category(benchmark, name), tool_call_format, tasks[name][-2:]) for tool_call_format in HANDLERS)

@@ -15,7 +15,7 @@ from huggingface_hub import close_session
 from tests.eval_play import category
 from tests.service import free_port, service
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.evaluation.math import math
 from verl.evaluation.search import bamboogle, search
 from verl.types import Task
@@ -61,7 +61,7 @@ class Hub:
         return self._published[name, config, split]
 
 
-def of(name: str, setting: Setting) -> list[Task]:
+def of(name: str, setting: BenchmarkContext) -> list[Task]:
     make = {"math": math, "search": search, "bamboogle": bamboogle}[name.partition("/")[0]]
     return list(category(make(setting), name).tasks())
 
@@ -70,14 +70,14 @@ def of(name: str, setting: Setting) -> list[Task]:
 def test_published_rows_become_tasks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED[name]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row]}))
-    (task,) = of(name, Setting(tmp_path, hub=True, search=ELSEWHERE))
+    (task,) = of(name, BenchmarkContext(tmp_path, hub=True, search=ELSEWHERE))
     assert (task.prompt[-1].content, task.answer) == ("What is 6 * 7?", "42" if "math" in name else '["42"]')
 
 
 def test_faulty_rows_are_known_by_their_published_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED["math/olympiadbench"]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row, {**row, "id": 1782}]}))
-    (task,) = of("math/olympiadbench", Setting(tmp_path, hub=True))
+    (task,) = of("math/olympiadbench", BenchmarkContext(tmp_path, hub=True))
     assert task.id == "olympiadbench-1606"
 
 
@@ -85,7 +85,7 @@ def test_a_file_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hub = Hub({})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     (tmp_path / "aime24.jsonl").write_text(json.dumps({"id": "mine", **PROBLEM}))
-    (task,) = of("math/aime24", Setting(tmp_path, hub=True))
+    (task,) = of("math/aime24", BenchmarkContext(tmp_path, hub=True))
     assert (task.id, hub.asked) == ("mine", 0)
 
 
@@ -95,15 +95,15 @@ def test_what_is_neither_there_nor_loads_is_told_at_once(tmp_path: Path, monkeyp
     with pytest.raises(
         ConfigError, match=r"gsm8k cannot be loaded \(Couldn't reach .*, and gsm8k_test.jsonl is not in"
     ):
-        of("math/gsm8k", Setting(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* let openai/gsm8k be loaded .* hub=true"):
-        of("math/gsm8k", Setting(tmp_path))
+        of("math/gsm8k", BenchmarkContext(tmp_path))
     assert hub.asked == 1
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install datasets\), and gsm8k_test.jsonl is not in"):
-        of("math/gsm8k", Setting(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     with pytest.raises(ConfigError, match=r"^hotpotqa_100.jsonl is not in"):  # nobody publishes it by a name
-        of("search/hotpotqa_100", Setting(tmp_path, hub=True, search=ELSEWHERE))
+        of("search/hotpotqa_100", BenchmarkContext(tmp_path, hub=True, search=ELSEWHERE))
 
 
 def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
@@ -116,10 +116,10 @@ def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     close_session()  # one that knows that this is no offline mode
     with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(http://127.* is not reached.*HF_HUB_OFFLINE=1"):
-        of("math/gsm8k", Setting(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     assert hub.asked == 0
     with service("-m", "http.server", hub.config.HF_ENDPOINT.rpartition(":")[2], url=hub.config.HF_ENDPOINT):
-        (task,) = of("math/gsm8k", Setting(tmp_path, hub=True))
+        (task,) = of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     assert task.answer == "42"
 
 
@@ -130,14 +130,14 @@ def test_whatever_the_package_raises_is_told(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "datasets", Broken({}))
     with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(Dataset scripts"):
-        of("math/gsm8k", Setting(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
 
 
 def test_published_rows_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED["math/aime24"]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row, {"problem": "What?"}]}))
     with pytest.raises(DataError, match=r"HuggingFaceH4/aime_2024, row 1, field 'answer': is missing"):
-        of("math/aime24", Setting(tmp_path, hub=True))
+        of("math/aime24", BenchmarkContext(tmp_path, hub=True))
 
 
 def test_a_downloaded_copy_is_read_by_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def test_a_downloaded_copy_is_read_by_the_package(tmp_path: Path, monkeypatch: p
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
     )
     (copy / "test.jsonl").write_text(json.dumps(PUBLISHED["math/gsm8k"][1]) + "\n")
-    (task,) = of("math/gsm8k", Setting(tmp_path, hub=True))
+    (task,) = of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     assert (task.id, task.answer) == ("gsm8k-0", "42")
     (tmp_path / "math-ai" / "aime25").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"math-ai/aime25 cannot be loaded from .*, and aime25.jsonl is not in"):
-        of("math/aime25", Setting(tmp_path, hub=True))
+        of("math/aime25", BenchmarkContext(tmp_path, hub=True))

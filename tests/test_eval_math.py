@@ -10,9 +10,9 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, groups
-from verl.data.codecs.base import build_codec
+from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.evaluation.handlers import env_of
 from verl.evaluation.math import math
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
@@ -39,7 +39,7 @@ def total(task: Task, *said: str) -> float:
     ],
 )
 def test_gold_is_right_however_it_is_spelled(name: str, file: str, rows: int) -> None:
-    benchmark = math(Setting(real_data("math", file).parents[1]))
+    benchmark = math(BenchmarkContext(real_data("math", file).parents[1]))
     tasks = category(benchmark, f"math/{name}").tasks()
     assert len(tasks) == rows
     assert [task.answer for task in category(benchmark, f"math/{name}_python").tasks()] == [t.answer for t in tasks]
@@ -64,40 +64,42 @@ def test_signs_around_an_answer_do_not_count(answer: str, gold: str, same: bool)
     assert same_answer(answer, gold) is same
 
 
-def small(folder: Path) -> Setting:
+def small(folder: Path) -> BenchmarkContext:
     (folder / "aime24.jsonl").write_text(json.dumps({"id": "a", "problem": "What is 6 * 7?", "answer": "042"}))
-    return Setting(folder)
+    return BenchmarkContext(folder)
 
 
-def test_plain_is_one_reply_under_any_handler(tmp_path: Path) -> None:
+def test_plain_is_one_response_under_any_handler(tmp_path: Path) -> None:
     one = category(math(small(tmp_path)), "math/aime24")
     (task,) = one.tasks()
     assert [message.role for message in task.prompt] == ["system", "user"] and r"\boxed{}" in task.prompt[0].content
-    assert env_of(one.play, "hermes").codec is None
+    assert env_of(one.play, "hermes").tool_call_format is None
     assert (total(task, r"\boxed{42}"), total(task, r"\boxed{42} \boxed{7}"), total(task, "42")) == (1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("codec", ["hermes", "toolrl"])
-def test_python_is_run_and_the_last_message_answers(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize("tool_call_format", ["hermes", "toolrl"])
+def test_python_is_run_and_the_last_message_answers(tmp_path: Path, tool_call_format: str) -> None:
     one = category(math(small(tmp_path)), "math/aime24_python")
-    code = build_codec(codec).render([ToolCall("python", {"code": r"print(6 * 7, '\\boxed{7}')"})])
-    (group,) = groups(one, codec, lambda _: [code, r"<response> It is \boxed{42}. </response>"])
+    code = build_tool_call_format(tool_call_format).render(
+        [ToolCall("python", {"code": r"print(6 * 7, '\\boxed{7}')"})]
+    )
+    (group,) = groups(one, tool_call_format, lambda _: [code, r"<response> It is \boxed{42}. </response>"])
     (episode,) = group.trajectories
-    assert "42" in episode.turns[0].replies[0].content
+    assert "42" in episode.turns[0].responses[0].content
     assert (episode.num_tool_calls, group.scores[0].total) == (1, 1.0)
 
 
-HERMES = (build_codec("hermes").render([ToolCall("python", {"code": "print(6 * 7)"})]),)
+HERMES = (build_tool_call_format("hermes").render([ToolCall("python", {"code": "print(6 * 7)"})]),)
 ZEROTIR = ("So\n```python", "\nprint(6 * 7)\n```")  # a call takes two turns
 
 
 @pytest.mark.parametrize(("told", "calls"), [(None, 4), (1, 1), (0, 0)])
-@pytest.mark.parametrize(("codec", "call"), [("hermes", HERMES), ("zerotir", ZEROTIR)])
+@pytest.mark.parametrize(("tool_call_format", "call"), [("hermes", HERMES), ("zerotir", ZEROTIR)])
 def test_calls_are_as_many_as_the_setting_says(
-    codec: str, call: tuple[str, ...], told: int | None, calls: int, tmp_path: Path
+    tool_call_format: str, call: tuple[str, ...], told: int | None, calls: int, tmp_path: Path
 ) -> None:
     one = category(math(replace(small(tmp_path), max_tool_calls=told)), "math/aime24_python")
-    (group,) = groups(one, codec, lambda _: [*call * calls, r"\boxed{42}"])
+    (group,) = groups(one, tool_call_format, lambda _: [*call * calls, r"\boxed{42}"])
     assert (group.trajectories[0].num_tool_calls, group.scores[0].total) == (calls, 1.0)
 
 
@@ -109,7 +111,7 @@ def test_a_megabyte_does_not_hang(piece: str) -> None:
 
 
 def test_what_is_missing_or_wrong_is_told(tmp_path: Path) -> None:
-    one = category(math(Setting(tmp_path)), "math/aime24")
+    one = category(math(BenchmarkContext(tmp_path)), "math/aime24")
     with pytest.raises(
         ConfigError, match=r"aime24.jsonl .* 30 problems of AIME 2024, as rows of {id, problem, answer}"
     ):

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tests.conftest import real_data
 from tests.eval_play import category, groups, scores
 from tests.service import free_port, service
-from verl.data.codecs.base import build_codec
+from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.evaluation.search import bamboogle, search
 from verl.services import check_services
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
@@ -42,7 +42,7 @@ def parts(said: str, *golds: str, reward: QaReward | None = None) -> dict[str, f
 
 
 @pytest.mark.parametrize(
-    ("reply", "answer"),
+    ("response", "answer"),
     [
         ("<answer>a</answer> or <answer> b </answer>", "b"),
         ("<response> it is <answer>b</answer> </response>", "b"),
@@ -55,8 +55,8 @@ def parts(said: str, *golds: str, reward: QaReward | None = None) -> dict[str, f
         ("", ""),
     ],
 )
-def test_where_the_answer_stands(reply: str, answer: str) -> None:
-    assert final_answer(reply) == answer
+def test_where_the_answer_stands(response: str, answer: str) -> None:
+    assert final_answer(response) == answer
 
 
 @pytest.mark.parametrize(
@@ -101,22 +101,22 @@ PASSAGES = [
 NOWHERE = "http://127.0.0.1:1/retrieve"
 
 
-def corpus(folder: Path) -> Setting:
+def corpus(folder: Path) -> BenchmarkContext:
     (folder / "wiki_passages.jsonl").write_text("\n".join(map(json.dumps, PASSAGES)))
     (folder / "bamboogle.json").write_text(json.dumps([{"Question": "Which capital?", "Answer": "Rome"}]))
-    return Setting(folder)
+    return BenchmarkContext(folder)
 
 
-def looked_up(codec: str, times: int, end: str) -> list[str]:
-    return [build_codec(codec).render([ToolCall("search", {"query": "capital"})])] * times + [end]
+def looked_up(tool_call_format: str, times: int, end: str) -> list[str]:
+    return [build_tool_call_format(tool_call_format).render([ToolCall("search", {"query": "capital"})])] * times + [end]
 
 
-@pytest.mark.parametrize("codec", ["hermes", "toolrl", "search_r1"])
-def test_an_episode_searches_and_answers(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize("tool_call_format", ["hermes", "toolrl", "search_r1"])
+def test_an_episode_searches_and_answers(tmp_path: Path, tool_call_format: str) -> None:
     (one,) = bamboogle(corpus(tmp_path)).categories
-    (group,) = groups(one, codec, lambda _: looked_up(codec, 2, "<answer>Rome</answer>"))
+    (group,) = groups(one, tool_call_format, lambda _: looked_up(tool_call_format, 2, "<answer>Rome</answer>"))
     (episode,) = group.trajectories
-    assert episode.num_tool_calls == 2 and "Rome is the capital" in episode.turns[0].replies[0].content
+    assert episode.num_tool_calls == 2 and "Rome is the capital" in episode.turns[0].responses[0].content
     assert group.scores[0].total == 1.0
 
 
@@ -126,10 +126,10 @@ def test_a_server_of_passages_can_be_searched_instead(tmp_path: Path) -> None:
     command = ("-m", "verl.envs.tools.retrieval_server", "--corpus", passages, "--port", str(port))
     with service(*command, url=f"http://127.0.0.1:{port}/health"):
         elsewhere = {"retriever": "http", "urls": f"http://127.0.0.1:{port}/retrieve", "topk": 1}
-        benchmark = bamboogle(Setting(of.data_dir, search=elsewhere))
+        benchmark = bamboogle(BenchmarkContext(of.data_dir, search=elsewhere))
         (group,) = groups(benchmark.categories[0], "hermes", lambda _: looked_up("hermes", 1, "<answer>Rome</answer>"))
     (episode,) = group.trajectories
-    assert "Rome is the capital" in episode.turns[0].replies[0].content and group.scores[0].total == 1.0
+    assert "Rome is the capital" in episode.turns[0].responses[0].content and group.scores[0].total == 1.0
     assert not any("7,119" in note for note in benchmark.notes)
 
 
@@ -151,7 +151,7 @@ def test_bamboogle_ends_after_three_calls(tmp_path: Path) -> None:
 )
 def test_gold_answers_are_right_and_silence_is_not(name: str, file: tuple[str, ...], rows: int) -> None:
     folder = real_data(*file).parents[len(file) - 1]
-    setting = Setting(folder, search={"retriever": "http", "urls": NOWHERE})  # these episodes do not search
+    setting = BenchmarkContext(folder, search={"retriever": "http", "urls": NOWHERE})  # these episodes do not search
     one = category((bamboogle if name == "bamboogle" else search)(setting), name)
     tasks = one.tasks()
     assert len(tasks) == rows
@@ -219,7 +219,7 @@ def test_a_judge_that_fails_leaves_the_answer_unscored(said: Any, tmp_path: Path
         of = episode("Monroe", "Madison")
         with pytest.raises(ServiceDownError, match="judge at"):
             QaReward({"url": url, "model": "m"}).score(of, of.task, 0)
-        setting = Setting(corpus(tmp_path).data_dir, judge={"url": url, "model": "m"})
+        setting = BenchmarkContext(corpus(tmp_path).data_dir, judge={"url": url, "model": "m"})
         (one,) = bamboogle(setting).categories
         (group,) = groups(one, "hermes", lambda _: ["<answer>Paris</answer>"])
         assert one.metric == "judge" and group.scores == () and "judge at" in group.faults[0]
@@ -269,8 +269,8 @@ def test_a_judge_has_url_and_model(options: dict[str, str]) -> None:
 
 def test_what_is_missing_or_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"wiki_passages.jsonl.gz .*retriever: http"):
-        bamboogle(Setting(tmp_path))
-    elsewhere = Setting(tmp_path, search={"retriever": "http", "urls": NOWHERE, "topk": 5})
+        bamboogle(BenchmarkContext(tmp_path))
+    elsewhere = BenchmarkContext(tmp_path, search={"retriever": "http", "urls": NOWHERE, "topk": 5})
     with pytest.raises(ConfigError, match=r"bamboogle.json .* ToolRL's repository"):
         bamboogle(elsewhere).categories[0].tasks()
     (tmp_path / "bamboogle.json").write_text('[{"Question": "q", "Answer": "a"}, {"Question": "q", "Answer": 7}]')

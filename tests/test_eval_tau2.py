@@ -11,9 +11,9 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, foretold, groups, scores
-from verl.data.codecs.base import build_codec
+from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.evaluation.tau2 import tau2
 from verl.types import Task, ToolCall
 
@@ -23,12 +23,12 @@ def gold(task: Task) -> list[str]:
     wanted = json.loads(task.answer)
     made = [ToolCall(**action) for action in wanted["actions"]]
     told = "Done: " + "; ".join(wanted["communicate"])
-    return [build_codec("hermes").render(made), told] if made else [told]
+    return [build_tool_call_format("hermes").render(made), told] if made else [told]
 
 
 @pytest.mark.parametrize(("domain", "rows", "idle"), [("retail", 40, 2), ("airline", 20, 7)])
 def test_gold_conversations_are_right(domain: str, rows: int, idle: int) -> None:
-    one = category(tau2(Setting(real_data("tau2", domain, "tasks.json").parents[2])), f"tau2/{domain}")
+    one = category(tau2(BenchmarkContext(real_data("tau2", domain, "tasks.json").parents[2])), f"tau2/{domain}")
     tasks = one.tasks()
     assert len(tasks) == rows
     assert [score.total for score in scores(one, "hermes", gold, tasks)] == [1.0] * rows
@@ -39,9 +39,9 @@ def test_gold_conversations_are_right(domain: str, rows: int, idle: int) -> None
 
 def test_notes_say_who_the_user_is() -> None:
     folder = real_data("tau2", "retail", "tasks.json").parents[2]
-    assert "not comparable" in tau2(Setting(folder)).notes[0]
+    assert "not comparable" in tau2(BenchmarkContext(folder)).notes[0]
     chat = {"user": "chat", "user_url": "http://127.0.0.1:1/v1", "user_model": "big"}
-    benchmark = tau2(Setting(folder, user=chat))
+    benchmark = tau2(BenchmarkContext(folder, user=chat))
     assert "the user is big" in benchmark.notes[0]
     few = benchmark.categories[0].tasks()[:1]
     assert few[0].data_source == "tau2_retail_chat_user"
@@ -49,7 +49,7 @@ def test_notes_say_who_the_user_is() -> None:
     assert group.scores == () and "simulated user" in group.faults[0]
 
 
-def copied(folder: Path, **changed: Any) -> Setting:
+def copied(folder: Path, **changed: Any) -> BenchmarkContext:
     """Retail's data with other fields in its second task of the test split."""
     shutil.copytree(real_data("tau2", "retail"), folder / "retail")
     rows = json.loads((folder / "retail" / "tasks.json").read_text())
@@ -58,7 +58,7 @@ def copied(folder: Path, **changed: Any) -> Setting:
     for name, value in changed.items():
         row.pop(name) if value is None else row.update({name: value})
     (folder / "retail" / "tasks.json").write_text(json.dumps(rows))
-    return Setting(folder)
+    return BenchmarkContext(folder)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_a_task_that_cannot_be_used_is_named(tmp_path: Path, changed: dict[str, 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tasks.json .* data/tau2/domains of tau2-bench's repository"):
-        tau2(Setting(tmp_path))
+        tau2(BenchmarkContext(tmp_path))
     with pytest.raises(ConfigError, match=r"no file .*airline"):
         tau2(copied(tmp_path)).categories[1].tasks()

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
 from verl.config.schema import EvalConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import find_file, numbered_rows
-from verl.evaluation.handlers import codec_of, env_of
+from verl.evaluation.handlers import env_of, tool_call_format_of
 from verl.evaluation.records import Records
 from verl.evaluation.registry import build_benchmarks, check_names
 from verl.evaluation.report import Evaluated, comparison_of, result_of
@@ -50,18 +50,18 @@ SETTINGS = {"n": 1, "handler": "toolrl", "max_prompt_length": 512, "max_response
 
 
 class Says:
-    """A reward: 1 for the gold answer; a reply of "broken" makes it fail."""
+    """A reward: 1 for the gold answer; a response of "broken" makes it fail."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        if trajectory.reply == "broken":
+        if trajectory.response == "broken":
             raise RuntimeError("the judge is away")
-        right = float(trajectory.reply == task.answer)
-        return Score(right, {"right": right, "long": float(len(trajectory.reply))})
+        right = float(trajectory.response == task.answer)
+        return Score(right, {"right": right, "long": float(len(trajectory.response))})
 
 
 @pytest.fixture(scope="module")
-def codec() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def tool_call_format() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
 def tasks(count: int) -> list[Task]:
@@ -69,33 +69,33 @@ def tasks(count: int) -> list[Task]:
 
 
 def category(count: int = 8, metric: str = "right") -> Category:
-    return Category("toy/all", lambda: tasks(count), Play("says", handled=False), metric)
+    return Category("toy/all", lambda: tasks(count), EpisodeConfig("says", uses_tools=False), metric)
 
 
 class Counting:
-    """A model that answers a prompt by `reply(number in the prompt, rollout)` and counts how often it is asked."""
+    """A model that answers a prompt by `response(number in the prompt, rollout)` and counts how often it is asked."""
 
-    def __init__(self, codec: ChatCodec, reply: Callable[[int, int], str]) -> None:
+    def __init__(self, tool_call_format: ChatTemplate, response: Callable[[int, int], str]) -> None:
         self.asked: list[int] = []
-        self._codec, self._reply = codec, reply
+        self._format, self._response = tool_call_format, response
         self.engine = ScriptedEngine(self._script)
 
     def _script(self, prompt_ids: Sequence[int], rollout: int) -> Sequence[int]:
-        text = self._codec.tokenizer.decode(prompt_ids)
+        text = self._format.tokenizer.decode(prompt_ids)
         number = int(text.split("say ")[1].split("<")[0].split()[0])
         self.asked.append(number)
-        ids: list[int] = self._codec.tokenizer(self._reply(number, rollout))["input_ids"]
-        return [*ids, self._codec.end_token_id]
+        ids: list[int] = self._format.tokenizer(self._response(number, rollout))["input_ids"]
+        return [*ids, self._format.end_token_id]
 
 
 def run(
-    codec: ChatCodec, model: Counting, folder: Path, what: Category, n: int = 1, limit: int = 64
+    tool_call_format: ChatTemplate, model: Counting, folder: Path, what: Category, n: int = 1, limit: int = 64
 ) -> tuple[list[str], Records]:
     records = Records(folder, what, n)
-    sampling = Sampling(16, 0.0, n, codec.stop_token_ids)
+    sampling = Sampling(16, 0.0, n, tool_call_format.stop_token_ids)
     reward = Says()
-    rollout = GroupRollout(model.engine, codec, DirectScorer(reward), sampling)
-    runner = Runner(rollout, codec.task_prompt_ids, Rewards(reward), limit, n)
+    rollout = GroupRollout(model.engine, tool_call_format, DirectScorer(reward), sampling)
+    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), limit, n)
     faults = asyncio.run(runner.run(what, records.missing(what.tasks()), records, lambda: None))
     return faults, records
 
@@ -129,71 +129,84 @@ def test_aggregates_over_members_and_rows() -> None:
     assert made["rows"].interval == (0.75, 0.75) and made["rows"].num_rows == 4
 
 
-def test_a_task_is_asked_once_however_wrong(codec: ChatCodec, tmp_path: Path) -> None:
-    model = Counting(codec, lambda number, _: str(number) if number % 2 else "no")
-    faults, _ = run(codec, model, tmp_path, category())
+def test_a_task_is_asked_once_however_wrong(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    model = Counting(tool_call_format, lambda number, _: str(number) if number % 2 else "no")
+    faults, _ = run(tool_call_format, model, tmp_path, category())
     assert faults == [] and sorted(model.asked) == list(range(8))
-    again = Counting(codec, lambda number, _: str(number))
-    run(codec, again, tmp_path, category())
+    again = Counting(tool_call_format, lambda number, _: str(number))
+    run(tool_call_format, again, tmp_path, category())
     assert again.asked == []
     figures = [rows[0]["figure"] for rows in Records(tmp_path, category(), 1).of(tasks(8))]
     assert figures == [0.0, 1.0] * 4
 
 
-def test_a_changed_task_or_rule_is_asked_again(codec: ChatCodec, tmp_path: Path) -> None:
-    run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category())
+def test_a_changed_task_or_rule_is_asked_again(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category())
     records = Records(tmp_path, category(), 1)
     first, *rest = tasks(8)
     assert records.missing([replace(first, answer="other"), *rest]) == [replace(first, answer="other")]
     assert len(Records(tmp_path, category(metric="total"), 1).missing(tasks(8))) == 8
 
 
-def test_what_could_not_be_judged_is_missing_and_asked_again(codec: ChatCodec, tmp_path: Path) -> None:
-    faults, _ = run(codec, Counting(codec, lambda number, _: "broken" if number == 3 else "no"), tmp_path, category())
+def test_what_could_not_be_judged_is_missing_and_asked_again(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    faults, _ = run(
+        tool_call_format,
+        Counting(tool_call_format, lambda number, _: "broken" if number == 3 else "no"),
+        tmp_path,
+        category(),
+    )
     assert len(faults) == 1 and "the judge is away" in faults[0]
-    model = Counting(codec, lambda number, _: str(number))
-    faults, records = run(codec, model, tmp_path, category())
+    model = Counting(tool_call_format, lambda number, _: str(number))
+    faults, records = run(tool_call_format, model, tmp_path, category())
     assert faults == [] and model.asked == [3]
     benchmark = Benchmark("toy", (category(),))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))[:6]})
     assert result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]["missing"] == 2
 
 
-def test_with_too_many_faults_the_rest_is_not_asked(codec: ChatCodec, tmp_path: Path) -> None:
-    model = Counting(codec, lambda number, _: "broken" if number % 2 else "no")
+def test_with_too_many_faults_the_rest_is_not_asked(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    model = Counting(tool_call_format, lambda number, _: "broken" if number % 2 else "no")
     records, reward = Records(tmp_path, category(64), 1), Says()
-    rollout = GroupRollout(model.engine, codec, DirectScorer(reward), Sampling(16, 0.0, 1, codec.stop_token_ids))
-    runner = Runner(rollout, codec.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, most_faults=3)
+    rollout = GroupRollout(
+        model.engine, tool_call_format, DirectScorer(reward), Sampling(16, 0.0, 1, tool_call_format.stop_token_ids)
+    )
+    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, most_faults=3)
     faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
     assert len(faults) == 4 and 8 <= len(model.asked) < 12  # what has begun may end
     assert 50 < len(records.missing(tasks(64))) <= 60  # what was answered is kept
 
 
 @pytest.mark.parametrize("torn", [1, 2, 40])
-def test_a_torn_file_goes_on_where_it_was_whole(codec: ChatCodec, tmp_path: Path, torn: int) -> None:
+def test_a_torn_file_goes_on_where_it_was_whole(tool_call_format: ChatTemplate, tmp_path: Path, torn: int) -> None:
     """The last task loses part of a line, a whole line, or more: it is asked again as a whole, and no other."""
-    run(codec, Counting(codec, lambda number, rollout: str(number + rollout)), tmp_path, category(), n=2)
+    run(
+        tool_call_format,
+        Counting(tool_call_format, lambda number, rollout: str(number + rollout)),
+        tmp_path,
+        category(),
+        n=2,
+    )
     path = tmp_path / "toy-all.jsonl"
     text = path.read_bytes()
     last = json.loads(text.splitlines()[-1])["task_id"]
     path.write_bytes(text[: -1 - torn] if torn > 1 else text[: text.rstrip(b"\n").rfind(b"\n") + 1])
-    model = Counting(codec, lambda number, rollout: str(number + rollout))
-    run(codec, model, tmp_path, category(), n=2)
+    model = Counting(tool_call_format, lambda number, rollout: str(number + rollout))
+    run(tool_call_format, model, tmp_path, category(), n=2)
     assert [f"t#{number}" for number in model.asked] == [last] * 2
     assert {row["task_id"] for row in map(json.loads, path.read_text().splitlines())} == {f"t#{n}" for n in range(8)}
     assert len(path.read_text().splitlines()) == 16
 
 
-def test_a_file_that_is_none_of_ours_is_named(codec: ChatCodec, tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_ours_is_named(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     for line in ('{"other": 1}', '{"digest": "d"}', "[]"):
         (tmp_path / "toy-all.jsonl").write_text(f"{line}\n")
         with pytest.raises(DataError, match=r"toy-all\.jsonl: is no file of answers"):
             Records(tmp_path, category(), 1)
 
 
-def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Path) -> None:
-    model = Counting(codec, lambda number, _: str(number))
-    _, records = run(codec, model, tmp_path, category(), limit=1)
+def test_a_prompt_without_room_is_wrong_and_told(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    model = Counting(tool_call_format, lambda number, _: str(number))
+    _, records = run(tool_call_format, model, tmp_path, category(), limit=1)
     assert model.asked == []
     benchmark = Benchmark("toy", (category(),))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
@@ -201,10 +214,10 @@ def test_a_prompt_without_room_is_wrong_and_told(codec: ChatCodec, tmp_path: Pat
     assert (found["figure"]["mean"], found["not_asked"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
 
 
-def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, tmp_path: Path) -> None:
+def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """Of task k the first k of four rollouts are right, k = 0..4."""
-    model = Counting(codec, lambda number, rollout: str(number) if rollout < number else "no")
-    _, records = run(codec, model, tmp_path, category(5), n=4)
+    model = Counting(tool_call_format, lambda number, rollout: str(number) if rollout < number else "no")
+    _, records = run(tool_call_format, model, tmp_path, category(5), n=4)
     benchmark = Benchmark("toy", (category(5),), (Aggregate("overall", ("toy/all",)),), ("a note",))
     done = Evaluated("m", tmp_path, {**SETTINGS, "n": 4}, {"toy/all": records.of(tasks(5))})
     result = result_of(benchmark, [(category(5), tasks(5))], done, 100)
@@ -217,8 +230,10 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(codec: ChatCodec, t
     assert "50.0" in shown.rows[0] and "80.0" in shown.rows[0] and "| overall | 5 | 50.0 |" in shown.as_markdown()
 
 
-def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: Path) -> None:
-    _, records = run(codec, Counting(codec, lambda number, _: str(number % 3)), tmp_path, category())
+def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    _, records = run(
+        tool_call_format, Counting(tool_call_format, lambda number, _: str(number % 3)), tmp_path, category()
+    )
     benchmark = Benchmark("toy", (category(),), (Aggregate("overall", ("toy/all",)),))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     found = comparison_of(benchmark, done, done, 200)
@@ -231,12 +246,12 @@ def test_a_model_against_itself_differs_in_nothing(codec: ChatCodec, tmp_path: P
     assert note.startswith("max_prompt_length is 512, the base's 256")
 
 
-def test_a_comparison_tells_what_its_figures_are(codec: ChatCodec, tmp_path: Path) -> None:
+def test_a_comparison_tells_what_its_figures_are(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """Handler, formula and warnings stand beside differences as beside a model's own figures."""
-    _, records = run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category())
-    handled = replace(category(), play=Play("says", {"strict": True}, tools=("python",)))
+    _, records = run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category())
+    uses_tools = replace(category(), play=EpisodeConfig("says", {"strict": True}, tools=("python",)))
     aggregates = Aggregate("overall", ("toy/all",)), Aggregate("more", ("x",))
-    benchmark = Benchmark("toy", (handled,), aggregates, ("a part",))
+    benchmark = Benchmark("toy", (uses_tools,), aggregates, ("a part",))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     compared = comparison_of(benchmark, done, done, 10)
     assert comparison_grid(compared).title == "toy: m against m, handler toolrl"
@@ -244,43 +259,53 @@ def test_a_comparison_tells_what_its_figures_are(codec: ChatCodec, tmp_path: Pat
     assert compared["aggregates"] == {"overall": {"formula": "overall = mean over members of toy/all"}}
     plain = comparison_of(Benchmark("toy", (category(),)), done, done, 10)
     assert comparison_grid(plain).title == "toy: m against m, prompts as they are"
-    play = result_of(benchmark, [(handled, tasks(8))], done, 10)["categories"]["toy/all"]["play"]
+    play = result_of(benchmark, [(uses_tools, tasks(8))], done, 10)["categories"]["toy/all"]["play"]
     assert (play["reward"], play["reward_options"], play["tools"]) == ("says", {"strict": True}, ("python",))
 
 
-def test_what_the_model_read_is_kept_word_for_word(codec: ChatCodec, tmp_path: Path) -> None:
-    records = Records(tmp_path, category(1), 1, codec.tokenizer.decode)
+def test_what_the_model_read_is_kept_word_for_word(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    records = Records(tmp_path, category(1), 1, tool_call_format.tokenizer.decode)
     rollout = GroupRollout(
-        Counting(codec, lambda number, _: "no").engine, codec, DirectScorer(Says()), Sampling(16, 0.0)
+        Counting(tool_call_format, lambda number, _: "no").engine,
+        tool_call_format,
+        DirectScorer(Says()),
+        Sampling(16, 0.0),
     )
     asyncio.run(
-        Runner(rollout, codec.task_prompt_ids, Rewards(Says()), 64).run(category(1), tasks(1), records, lambda: None)
+        Runner(rollout, tool_call_format.task_prompt_ids, Rewards(Says()), 64).run(
+            category(1), tasks(1), records, lambda: None
+        )
     )
     (row,) = map(json.loads, records.path.read_text().splitlines())
-    assert row["shown"] == [codec.tokenizer.decode(codec.task_prompt_ids(tasks(1)[0]))] and "say 0" in row["shown"][0]
+    assert (
+        row["shown"] == [tool_call_format.tokenizer.decode(tool_call_format.task_prompt_ids(tasks(1)[0]))]
+        and "say 0" in row["shown"][0]
+    )
 
 
 def test_a_bad_row_is_named_with_a_mend_that_there_is(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": 3}\n')
-    (benchmark,) = build_benchmarks([str(path)], Setting(tmp_path))
+    (benchmark,) = build_benchmarks([str(path)], BenchmarkContext(tmp_path))
     with pytest.raises(DataError, match=r"mine.jsonl, row 0, field 'prompt': .* Correct the row: none is left out"):
         benchmark.categories[0].tasks()
 
 
 def test_a_data_file_is_scored_by_the_reward_that_is_asked_for() -> None:
-    (rows,) = build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward="math"))
+    (rows,) = build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward="math"))
     assert rows.categories[0].play.reward == "math" and rows.categories[0].metric in ("exact", "total")
-    (own,) = build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward=f"{__name__}:Says"))
+    (own,) = build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward=f"{__name__}:Says"))
     assert own.categories[0].metric == "total"
     with pytest.raises(ConfigError, match="unknown reward 'mth'"):
-        build_benchmarks(["x.parquet"], Setting(Path("nowhere"), reward="mth"))
+        build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward="mth"))
 
 
-def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> None:
+def test_differences_are_paired_by_task(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """The base has answered half of the tasks; only those count."""
-    _, better = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path / "a", category())
-    _, worse = run(codec, Counting(codec, lambda number, _: "no"), tmp_path / "b", category(4))
+    _, better = run(
+        tool_call_format, Counting(tool_call_format, lambda number, _: str(number)), tmp_path / "a", category()
+    )
+    _, worse = run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path / "b", category(4))
     benchmark = Benchmark("toy", (category(),))
     ours, theirs = (
         Evaluated(name, tmp_path, SETTINGS, {"toy/all": each.of(tasks(8))})
@@ -290,10 +315,10 @@ def test_differences_are_paired_by_task(codec: ChatCodec, tmp_path: Path) -> Non
     assert (found["rows"], found["difference"]["mean"], found["difference"]["low"]) == (4, 1.0, 1.0)
 
 
-def test_columns_of_a_comparison_are_of_the_same_tasks(codec: ChatCodec, tmp_path: Path) -> None:
+def test_columns_of_a_comparison_are_of_the_same_tasks(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """The model has all of eight tasks, the second half wrong; the base the first four, all right: no difference."""
-    right = Counting(codec, lambda number, _: str(number) if number < 4 else "no")
-    _, records = run(codec, right, tmp_path, category())
+    right = Counting(tool_call_format, lambda number, _: str(number) if number < 4 else "no")
+    _, records = run(tool_call_format, right, tmp_path, category())
     ours, theirs = (Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(count))}) for count in (8, 4))
     found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["figures"]["toy/all"]
     assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
@@ -305,37 +330,39 @@ def test_a_category_without_tasks_is_told() -> None:
         category(0).first(5)
 
 
-def test_tasks_that_are_the_same_are_asked_once(codec: ChatCodec, tmp_path: Path) -> None:
+def test_tasks_that_are_the_same_are_asked_once(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     twice = replace(category(), tasks=lambda: [*tasks(2), *tasks(2)])
-    model = Counting(codec, lambda number, _: "no")
-    _, records = run(codec, model, tmp_path, twice)
+    model = Counting(tool_call_format, lambda number, _: "no")
+    _, records = run(tool_call_format, model, tmp_path, twice)
     assert sorted(model.asked) == [0, 1] and len(records.of(twice.tasks())) == 4
     path = tmp_path / "toy-all.jsonl"
     path.write_text(path.read_text() * 2)  # as two runs at once would have left it
     assert Records(tmp_path, twice, 1).missing(twice.tasks()) == []
 
 
-def test_a_full_disk_leaves_lines_that_are_whole(codec: ChatCodec, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_lines_that_are_whole(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """What is written after the task that no longer fitted must not go on in its torn line."""
-    run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category(4))
+    run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category(4))
     path, limits = tmp_path / "toy-all.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
     try:
         with pytest.raises(DataError, match="Free some space"):
-            run(codec, Counting(codec, lambda number, _: "no"), tmp_path, category(5))
+            run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category(5))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    model = Counting(codec, lambda number, _: "no")
+    model = Counting(tool_call_format, lambda number, _: "no")
     assert len([json.loads(line) for line in _lines(path)]) == 4
-    run(codec, model, tmp_path, category(6))
+    run(tool_call_format, model, tmp_path, category(6))
     assert sorted(model.asked) == [4, 5]
 
 
-def test_faults_are_counted_by_task_and_against_all_of_a_category(codec: ChatCodec, tmp_path: Path) -> None:
+def test_faults_are_counted_by_task_and_against_all_of_a_category(
+    tool_call_format: ChatTemplate, tmp_path: Path
+) -> None:
     """One of eight tasks fails with both of its rollouts, and does so again when the evaluation goes on."""
-    model = Counting(codec, lambda number, _: "broken" if number == 3 else "no")
+    model = Counting(tool_call_format, lambda number, _: "broken" if number == 3 else "no")
     for _ in range(2):
-        faults, _ = run(codec, model, tmp_path, category(), n=2)
+        faults, _ = run(tool_call_format, model, tmp_path, category(), n=2)
         assert len(faults) == 1
         check_faults("toy/all", faults, 8, 1 / 8, Console(file=io.StringIO()))
     with pytest.raises(RewardFaultError, match="1 of 8 could not be judged"):
@@ -382,7 +409,7 @@ def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("verl.trainer.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
     asked = EvalConfig(reward_timeout_s=7.0, reward_memory_mib=8192, reward_fault_policy="infrastructure")
     for config in (EvalConfig(), asked):
-        _scorer(config, Play("math"))
+        _scorer(config, EpisodeConfig("math"))
     assert made == [
         ScoringLimits(120.0, 4096, "policy", keys="reward_"),
         ScoringLimits(7.0, 8192, "infrastructure", keys="reward_"),
@@ -398,7 +425,7 @@ def test_limits_of_a_reward_that_are_none_are_refused(key: str, value: Any) -> N
 
 
 def test_benchmarks_by_name_category_and_file() -> None:
-    setting = Setting(Path("nowhere"))
+    setting = BenchmarkContext(Path("nowhere"))
     (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
     assert rows.name == "test.parquet" and rows.categories[0].metric == "exact"
     with pytest.raises(ConfigError, match="unknown benchmark 'mth'; did you mean 'math'"):
@@ -413,14 +440,14 @@ def test_benchmarks_by_name_category_and_file() -> None:
     assert [benchmark.name for benchmark in both] == ["math", "math.parquet"]
     for name in ("bfcl", "api_bank", "tau2"):
         with pytest.raises(ConfigError, match=f"{name}: the codec 'search_r1' writes calls of one tool alone"):
-            build_benchmarks([name], replace(setting, codec="search_r1"))
+            build_benchmarks([name], replace(setting, tool_call_format="search_r1"))
     (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
     assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
 
 
 def test_own_benchmarks_by_file_and_category(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from tests.test_exams import sums\n")
-    own, setting = f"{tmp_path}/mine.py:sums", Setting(Path("nowhere"))
+    (tmp_path / "mine.py").write_text("from tests.test_online_eval import sums\n")
+    own, setting = f"{tmp_path}/mine.py:sums", BenchmarkContext(Path("nowhere"))
     check_names([own, f"{own}/plain"])
     (whole,) = build_benchmarks([own], setting)
     assert [each.name for each in whole.categories] == ["sums/plain", "sums/handled"]
@@ -432,15 +459,15 @@ def test_own_benchmarks_by_file_and_category(tmp_path: Path) -> None:
 
 def test_handlers() -> None:
     template = "{% if tools %}.. <tool_call> .."
-    assert codec_of("native", template) == "hermes" and codec_of("tool_n1", "") == "tool_n1"
+    assert tool_call_format_of("native", template) == "hermes" and tool_call_format_of("tool_n1", "") == "tool_n1"
     with pytest.raises(ConfigError, match="tells of no tools"):
-        codec_of("native", "{{ messages }}")
+        tool_call_format_of("native", "{{ messages }}")
     with pytest.raises(ConfigError, match="unknown handler 'toolr'; did you mean 'toolrl'"):
-        codec_of("toolr", template)
-    play = Play("env", env="shop", max_turns=5, tell_malformed=False)
+        tool_call_format_of("toolr", template)
+    play = EpisodeConfig("env", env="shop", max_turns=5, feedback_on_parse_error=False)
     env = env_of(play, "hermes")
-    assert (env.name, env.codec, env.max_turns, env.on_malformed) == ("shop", "hermes", 5, "end")
-    assert env_of(replace(play, handled=False), "hermes").codec is None
+    assert (env.name, env.tool_call_format, env.max_turns, env.on_parse_error) == ("shop", "hermes", 5, "end")
+    assert env_of(replace(play, uses_tools=False), "hermes").tool_call_format is None
 
 
 def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -> None:
@@ -530,7 +557,7 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("verl.trainer.evaluate.lone_engine", refuse)
+    monkeypatch.setattr("verl.trainer.evaluate.standalone_engine", refuse)
     assert main(words(model, tmp_path, f"compare={model}")) == 0
     assert result(tmp_path) == first
     (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")
@@ -594,8 +621,8 @@ def test_what_cannot_be_is_told(
     assert not list(tmp_path.iterdir())
 
 
-def test_tables_are_shown_in_a_narrow_terminal(codec: ChatCodec, tmp_path: Path) -> None:
-    _, records = run(codec, Counting(codec, lambda number, _: str(number)), tmp_path, category())
+def test_tables_are_shown_in_a_narrow_terminal(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+    _, records = run(tool_call_format, Counting(tool_call_format, lambda number, _: str(number)), tmp_path, category())
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     grid = result_grid(result_of(Benchmark("toy", (category(),)), [(category(), tasks(8))], done, 10))
     console = Console(width=60, record=True, file=io.StringIO())

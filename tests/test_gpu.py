@@ -106,5 +106,5 @@ def train(dtype: str, num_gpus: int, more: list[str], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["engine/canary_gap"] < (0.25 if dtype == "bfloat16" else 1e-2) for row in rows)
+    assert all(row["engine/canary_logprob_diff"] < (0.25 if dtype == "bfloat16" else 1e-2) for row in rows)
     assert all(row["memory/trainer_gib"] > 0 and row["perf/mfu"] >= 0 for row in rows)

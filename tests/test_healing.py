@@ -25,7 +25,7 @@ from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerError
 from verl.tracking.jsonl import read_rows
 from verl.trainer.build import built, load_inputs
-from verl.trainer.fit import Fit
+from verl.trainer.loop import TrainingRun
 
 pytestmark = pytest.mark.slow
 STOPPED = "does not answer since 3 s; its process is stopped"
@@ -46,7 +46,7 @@ def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Attack(threading.Thread):
     """Sends a signal to a process of the run in the rollout of the second step, and remembers to which."""
 
-    def __init__(self, fit: Fit, signum: int, who: str = "engine") -> None:
+    def __init__(self, fit: TrainingRun, signum: int, who: str = "engine") -> None:
         super().__init__(daemon=True)
         self.fit, self.signum, self.who = fit, signum, who
         self.hit: list[int] = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.publication import publish
 from tests.test_packing import VOCABULARY, tiny_model
+from tests.weight_sync import sync
 from verl.data.packing import make_units, pack
 from verl.errors import EngineError
 from verl.rollout.engine import Sampling
@@ -38,10 +38,10 @@ def generate(engine: HFEngine, prompts: Sequence[Sequence[int]], *samplings: Sam
 
 
 def trainer_logprobs(
-    policy: PackedPolicy, prompt: Sequence[int], reply: Sequence[int], temperature: float
+    policy: PackedPolicy, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> list[float]:
-    ids = (*prompt, *reply)
-    mask = (False,) * len(prompt) + (True,) * len(reply)
+    ids = (*prompt, *response)
+    mask = (False,) * len(prompt) + (True,) * len(response)
     sample = Sample(ids, mask, (0.0,) * len(ids), 0, 0.0)
     packed = pack(make_units([sample], False, 1000), [sample])
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(tem
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.5 * torch.randn_like(parameter))
-            asyncio.run(publish(engine, version, published_names(policy)))
+            asyncio.run(sync(engine, version, published_names(policy)))
         samplings = [Sampling(12, temperature, seed=seed) for seed in range(3)]
         for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, *samplings), strict=True):
             assert completion.weight_version == version and len(completion.token_ids) == 12
@@ -147,10 +147,10 @@ def test_a_failure_reaches_every_one_who_asked() -> None:
     with pytest.raises(IndexError):
         generate(HFEngine(rollout_model()), [[10**6]], Sampling(1))
     with pytest.raises(EngineError, match=r"lacks \d+ weights"):
-        asyncio.run(publish(HFEngine(rollout_model()), 1, []))
+        asyncio.run(sync(HFEngine(rollout_model()), 1, []))
     weights = [*rollout_model().named_parameters(remove_duplicate=False), ("no.such.weight", torch.zeros(1))]
     with pytest.raises(EngineError, match=r"unknown 1 weights, among them 'no\.such\.weight'"):
-        asyncio.run(publish(HFEngine(rollout_model()), 1, weights))
+        asyncio.run(sync(HFEngine(rollout_model()), 1, weights))
 
 
 @pytest.mark.parametrize("seed", [None, 3])

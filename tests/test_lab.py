@@ -13,19 +13,21 @@ from verl.data.tasks import to_task
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score import Mutation, build_reward
 from verl.utils.reward_score.lab import GOLD, LabReward, main, try_reward
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward
 
 CALL_TASK = to_task(row(), "call")
 RESPONSE_TASK = to_task(
-    to_row(example() | {"input": dialogue(["<user> hi </user>"]), "output": render_reply("t", None, "hello")}, "t", 0),
+    to_row(
+        example() | {"input": dialogue(["<user> hi </user>"]), "output": render_response("t", None, "hello")}, "t", 0
+    ),
     "response",
 )
 TWO_CALLS = [
     {"name": "get_weather", "parameters": {"a": 1e17, "b": True}},
     {"name": "get_time", "parameters": {"c": "x"}},
 ]
-TWO_CALLS_TASK = to_task(to_row(example() | {"output": render_reply("t", TWO_CALLS)}, "t", 0), "two calls")
+TWO_CALLS_TASK = to_task(to_row(example() | {"output": render_response("t", TWO_CALLS)}, "t", 0), "two calls")
 ASKED_FOR = {
     "no-op",
     "think only",
@@ -50,15 +52,15 @@ def test_gold_scores_the_maximum_and_every_spoiled_call_less(toggle: str) -> Non
 
 def test_a_call_inside_a_response_is_ToolRLs_own_hole_and_the_penalty_closes_it() -> None:  # noqa: N802
     report = try_reward(RllaReward(RllaOptions()), [RESPONSE_TASK])
-    assert [offence.reply_kind for offence in report.offences] == ["call inside response"]
+    assert [offence.response_kind for offence in report.offences] == ["call inside response"]
     assert try_reward(RllaReward(RllaOptions(unwanted_call_penalty=0.5)), [RESPONSE_TASK]).offences == []
 
 
 class Careless:
-    """Rewards any reply that is not empty."""
+    """Rewards any response that is not empty."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        return Score(float(bool(trajectory.reply)), {})
+        return Score(float(bool(trajectory.response)), {})
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
@@ -71,10 +73,10 @@ class Careless:
 
 
 class Overpaying(Careless):
-    """Pays a spoiled reply more than the gold one, whose score is no number."""
+    """Pays a spoiled response more than the gold one, whose score is no number."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        return Score(float("nan") if trajectory.reply == task.answer else 5.0, {})
+        return Score(float("nan") if trajectory.response == task.answer else 5.0, {})
 
 
 class Failing(Careless):
@@ -86,7 +88,7 @@ class FromStepThree(Careless):
     """Careful from step 3 on."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        return Score(float(trajectory.reply == task.answer or (step < 3 and bool(trajectory.reply))), {})
+        return Score(float(trajectory.response == task.answer or (step < 3 and bool(trajectory.response))), {})
 
 
 def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
@@ -111,8 +113,8 @@ def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
     assert codes == [1, 0]
 
 
-def count_letters(reply: str, answer: str) -> float:
-    return float(len(reply))
+def count_letters(response: str, answer: str) -> float:
+    return float(len(response))
 
 
 def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

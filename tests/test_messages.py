@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_chat import codec_of, text_of, with_template
-from verl.data.codecs.base import build_codec
-from verl.data.codecs.prompt import numbered_tools
-from verl.data.dialogue import Dialogue
+from tests.test_chat import format_of, text_of, with_template
+from verl.data.dialogue import ObservationTokenizer
+from verl.data.formats.base import build_tool_call_format
+from verl.data.formats.prompt import numbered_tools
 from verl.data.messages import as_openai, read_messages, read_tools
 from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet, to_task
@@ -76,8 +76,8 @@ def test_a_dialogue_with_calls_is_kept_on_disk_and_rendered_by_the_template(tmp_
     path.write_text(json.dumps(row()) + "\n")
     (task,) = TaskSet(str(path))[:1]
     assert task == to_task(row(), "rows.jsonl#0")
-    codec = codec_of("qwen2.5")
-    text = text_of(codec, codec.task_prompt_ids(task))
+    tool_call_format = format_of("qwen2.5")
+    text = text_of(tool_call_format, tool_call_format.task_prompt_ids(task))
     assert text == (
         "<|im_start|>system\nBe brief.\n\n# Tools\n\n<tools>\n"
         + json.dumps(WEATHER)
@@ -252,7 +252,7 @@ def test_a_parameter_that_may_be_anything_is_listed() -> None:
 def test_a_tool_may_say_nothing() -> None:
     silent = changed(3, content="")[:4]
     task = to_task(row(silent), "x")
-    assert text_of(codec_of("qwen2.5"), codec_of("qwen2.5").task_prompt_ids(task)).count("<tool_response>") == 1
+    assert text_of(format_of("qwen2.5"), format_of("qwen2.5").task_prompt_ids(task)).count("<tool_response>") == 1
 
 
 def test_texts_of_json_are_read_as_what_they_hold() -> None:
@@ -281,17 +281,17 @@ def test_texts_in_parts_are_lines_of_one() -> None:
 def test_what_a_template_leaves_out_is_named(template: str, prompt: Any, field: str) -> None:
     task = to_task(row(prompt, tools=None), "rows.jsonl#7")
     with pytest.raises(DataError, match="is left out by the chat template") as caught:
-        codec_of(template).task_prompt_ids(task)
+        format_of(template).task_prompt_ids(task)
     assert caught.value.field == field
 
 
 def test_what_a_template_uses_is_passed_on_whatever_it_is() -> None:
     thought = [DIALOGUE[1], {**DIALOGUE[2], "reasoning_content": "I have to look."}, DIALOGUE[3]]
-    codec = codec_of("qwen3")
-    text = text_of(codec, codec.task_prompt_ids(to_task(row(thought), "x#0")))
+    tool_call_format = format_of("qwen3")
+    text = text_of(tool_call_format, tool_call_format.task_prompt_ids(to_task(row(thought), "x#0")))
     assert "<think>\nI have to look.\n</think>" in text
     with pytest.raises(DataError, match=r"refuses messages of the roles .*, tool, user .*single tool"):
-        codec_of("llama3").task_prompt_ids(to_task(row(changed(2, tool_calls=[CALL] * 2)), "x"))
+        format_of("llama3").task_prompt_ids(to_task(row(changed(2, tool_calls=[CALL] * 2)), "x"))
 
 
 def test_calls_without_a_text_are_null_or_empty_as_the_template_knows_them() -> None:
@@ -299,7 +299,10 @@ def test_calls_without_a_text_are_null_or_empty_as_the_template_knows_them() -> 
     of_null = "{% for m in messages %}{{ m.role }}{{ 'none' if m.content is none else m.content }}" + calls
     of_texts = "{% for m in messages %}{{ m.role + m.content }}" + calls
     task = to_task(row(DIALOGUE, tools=None), "x")
-    null, empty = (text_of(codec, codec.task_prompt_ids(task)) for codec in map(with_template, (of_null, of_texts)))
+    null, empty = (
+        text_of(tool_call_format, tool_call_format.task_prompt_ids(task))
+        for tool_call_format in map(with_template, (of_null, of_texts))
+    )
     assert null.replace("none", "") == empty and 'assistantnone{"name": "weather"' in null
 
 
@@ -308,19 +311,19 @@ def test_a_template_that_lists_no_tools_is_refused_with_a_way_out() -> None:
         r"tokenizer in '.*' lists no tools, so .* weather, weather\(city\), weather\(days\); name a tokenizer .*toolrl"
     )
     with pytest.raises(ConfigError, match=said):
-        codec_of("mini").task_prompt_ids(to_task(row(DIALOGUE[:2]), "rows.jsonl#0"))
+        format_of("mini").task_prompt_ids(to_task(row(DIALOGUE[:2]), "rows.jsonl#0"))
 
 
-# --- codecs that write tools and calls themselves
+# --- formats that write tools and calls themselves
 
 
 def opened(name: str, task: Task, options: dict[str, Any] | None = None) -> str:
-    chat = codec_of("mini")  # whose template knows neither tools nor calls
-    dialogue = Dialogue(chat, build_codec(name, options), 100)
+    chat = format_of("mini")  # whose template knows neither tools nor calls
+    dialogue = ObservationTokenizer(chat, build_tool_call_format(name, options), 100)
     return text_of(chat, dialogue.opening_ids(Observation(task.prompt, task.tools)))
 
 
-def test_codecs_write_earlier_calls_in_their_own_words() -> None:
+def test_formats_write_earlier_calls_in_their_own_words() -> None:
     task = to_task(row(), "rows.jsonl#0")
     rlla = opened("toolrl", task)
     assert "1. Name: weather\nDescription: Weather of a city\nParameters: " in rlla and "Be brief." in rlla
@@ -334,12 +337,12 @@ def test_codecs_write_earlier_calls_in_their_own_words() -> None:
     assert json.dumps(WEATHER) in listed and "<|im_start|>tool\n21 degrees" in listed
 
 
-def test_codecs_refuse_what_they_have_no_words_for() -> None:
-    with pytest.raises(DataError, match=r"'prompt\[2\].tool_calls': cannot be written by this env.codec"):
+def test_formats_refuse_what_they_have_no_words_for() -> None:
+    with pytest.raises(DataError, match=r"'prompt\[2\].tool_calls': cannot be written by this env.tool_call_format"):
         opened("search_r1", to_task(row(tools=None), "x"))
     with pytest.raises(DataError, match=r"'prompt\[0\].role': 'developer' is unknown"):
         opened("toolrl", to_task(row(changed(0, role="developer")), "x"))
-    with pytest.raises(DataError, match=r"'prompt\[4\].name': is left out by this env.codec"):
+    with pytest.raises(DataError, match=r"'prompt\[4\].name': is left out by this env.tool_call_format"):
         opened("toolrl", to_task(row(changed(4, name="Ann")), "x"))
     with pytest.raises(DataError, match=r"'prompt\[1\]': has no place in a prompt without a chat template"):
         opened("fence", to_task(row([DIALOGUE[1], {"role": "assistant", "content": "?"}, DIALOGUE[4]]), "x"))
@@ -430,19 +433,19 @@ def test_any_row_reaches_the_template_unchanged_or_is_refused(name: str, data: s
     said = data.draw(st.lists(messages(), min_size=1, max_size=5))
     tools = data.draw(st.lists(schemas, max_size=2, unique_by=lambda tool: tool["function"]["name"]))
     prompt = [spelled(data.draw, message) for message in said]
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     try:
         task = to_task(row(prompt, tools=data.draw(st.sampled_from([tools, json.dumps(tools)]))), "rows.jsonl#0")
         again = to_task(row([as_openai(message) for message in task.prompt], tools=tools), "rows.jsonl#0")
-        ids = codec.task_prompt_ids(task)
+        ids = tool_call_format.task_prompt_ids(task)
     except DataError as error:
         assert error.field.startswith("prompt[") or "chat template refuses" in error.problem
         return
-    expected = codec.tokenizer.apply_chat_template(
+    expected = tool_call_format.tokenizer.apply_chat_template(
         said, tools=tools or None, add_generation_prompt=True, return_dict=False
     )
     assert list(ids) == expected and again == task
-    text = text_of(codec, ids)
+    text = text_of(tool_call_format, ids)
     shown = [{key: value for key, value in each.items() if key not in UNSHOWN} for each in said]
     for each in shown:
         each["tool_calls"] = [made["function"] for made in each.pop("tool_calls", [])]
@@ -453,14 +456,16 @@ def test_any_row_reaches_the_template_unchanged_or_is_refused(name: str, data: s
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3"])
 def test_rows_of_the_common_kind_are_not_refused(name: str) -> None:
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     said = [
         DIALOGUE[0],
         {"role": "user", "content": "Weather in Rome?"},
         {"role": "assistant", "content": None, "tool_calls": call(arguments={"city": "Rome"})},
         *DIALOGUE[3:],
     ]
-    expected = codec.tokenizer.apply_chat_template(said, tools=[WEATHER], add_generation_prompt=True, return_dict=False)
+    expected = tool_call_format.tokenizer.apply_chat_template(
+        said, tools=[WEATHER], add_generation_prompt=True, return_dict=False
+    )
     spelled = [*said[:2], {**said[2], "tool_calls": call(arguments='{"city": "Rome"}')}, *said[3:]]
-    assert list(codec.task_prompt_ids(to_task(row(spelled), "x"))) == expected
+    assert list(tool_call_format.task_prompt_ids(to_task(row(spelled), "x"))) == expected
     assert asdict(to_task(row(spelled), "x")) == asdict(to_task(row(said), "x"))

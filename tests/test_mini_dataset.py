@@ -165,7 +165,7 @@ def test_template_is_chatml_and_prompts_are_short(tokenizer, splits):
     lengths = []
     for row in splits["test"]:
         text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        assert text == chat_text(row, with_reply=False)
+        assert text == chat_text(row, with_response=False)
         lengths.append(len(tokenizer.encode(text)))
     assert max(lengths) <= 160
 

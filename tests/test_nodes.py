@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
-from verl.single_controller.group import Member
+from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import RayGroup
 from verl.trainer.build import built, load_inputs
 
@@ -40,7 +40,7 @@ def test_two_steps_on_two_nodes(
     config = load_config([*words, "trainer.nnodes=2", f"rollout.placement={placement}", "rollout.num_engines=2"])
     with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
         member = fit.trainer.learner.policy.workers
-        assert isinstance(member, Member) and isinstance(member.group, RayGroup)
+        assert isinstance(member, WorkerView) and isinstance(member.group, RayGroup)
         trainer, engines = member.group, fit.trainer.rollouts.rollout.engine._workers  # type: ignore[attr-defined]
         pids = {*trainer.pids, *engines.pids}
         assert len(pids) == 4 and os.getpid() not in pids

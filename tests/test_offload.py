@@ -17,7 +17,7 @@ from verl.transfer.memory import SharedMemory
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
-from verl.workers.offload import Movable, Offload
+from verl.workers.offload import Offload, Offloadable
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -38,14 +38,14 @@ def watched(moves: list[str], trained: bool) -> PolicyWorker:
     module = PackedPolicy(tiny_model("qwen2", tied=True, dtype=torch.float32))
     settings = OptimizerSettings() if trained else None
     engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
-    engine._params = Movable(lambda to: moves.append(f"params to {to}"), GPU, wanted=True)
-    engine._states = Movable(lambda to: moves.append(f"states to {to}"), GPU, wanted=True)
+    engine._params = Offloadable(lambda to: moves.append(f"params to {to}"), GPU, wanted=True)
+    engine._states = Offloadable(lambda to: moves.append(f"states to {to}"), GPU, wanted=True)
     return PolicyWorker(engine, temperature=1.0)
 
 
 def test_a_part_moves_only_when_it_is_elsewhere() -> None:
     moves: list[torch.device] = []
-    part = Movable(moves.append, GPU, wanted=True)
+    part = Offloadable(moves.append, GPU, wanted=True)
     part.bring()
     assert not moves
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_a_part_moves_only_when_it_is_elsewhere() -> None:
 @pytest.mark.parametrize(("device", "wanted"), [(GPU, False), (HOST, True)])
 def test_nothing_moves_unless_it_is_wanted_and_there_is_a_device(device: torch.device, wanted: bool) -> None:
     moves: list[torch.device] = []
-    part = Movable(moves.append, device, wanted)
+    part = Offloadable(moves.append, device, wanted)
     part.put_away()
     part.bring()
     assert not moves
@@ -75,7 +75,7 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         return seen
 
     assert not moves
-    worker.engine.put_away_all()  # as an engine is left when it is made
+    worker.engine.offload_all()  # as an engine is left when it is made
     assert moved() == ["params to cpu", "states to cpu"]
     for _ in range(2):
         worker.score(PACKS)
@@ -100,7 +100,7 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
 def test_a_reference_is_away_unless_it_scores(group: None) -> None:
     moves: list[str] = []
     worker = watched(moves, trained=False)
-    worker.engine.put_away_all()
+    worker.engine.offload_all()
     moves.clear()
     worker.score(PACKS)
     assert moves == ["params to cuda", "params to cpu"]
@@ -148,5 +148,5 @@ def test_on_a_cpu_nothing_moves(group: None) -> None:
     module = PackedPolicy(tiny_model("qwen2", tied=True, dtype=torch.float32))
     mesh = init_device_mesh("cpu", (1,))
     engine = FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), offload=Offload(True, True))
-    engine.put_away_all()
+    engine.offload_all()
     assert not engine._params._away and not engine._states._away

@@ -18,7 +18,7 @@ from verl.config.schema import ModelConfig
 from verl.data.sft import read_demonstrations, to_samples
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_ppo, main_sft
-from verl.trainer.build import load_codec
+from verl.trainer.build import load_chat_template
 from verl.trainer.ppo import PPOTrainer
 
 CITIES = ("Rome", "Bonn", "Lima", "Oslo", "Bern", "Cairo", "Delhi", "Quito", "Seoul", "Turin")
@@ -104,16 +104,20 @@ def rendered(number: int) -> str:
 
 
 def test_demonstrations_teach_the_calls(model: Path, demonstrations: Path, tmp_path: Path) -> None:
-    codec = load_codec(ModelConfig(path=str(model)))
-    samples = to_samples(read_demonstrations(str(demonstrations)), codec, 512)
+    tool_call_format = load_chat_template(ModelConfig(path=str(model)))
+    samples = to_samples(read_demonstrations(str(demonstrations)), tool_call_format, 512)
     assert len(samples) == 20  # a call and an answer of each
     trained = [
-        codec.tokenizer.decode([token for token, own in zip(each.token_ids, each.action_mask, strict=True) if own])
+        tool_call_format.tokenizer.decode(
+            [token for token, own in zip(each.token_ids, each.action_mask, strict=True) if own]
+        )
         for each in samples
     ]
     assert trained[0] == CALL.format(city="Rome") and trained[1] == "It is 10 degrees in Rome.<|im_end|>"
     heads = [
-        codec.tokenizer.decode([token for token, own in zip(each.token_ids, each.action_mask, strict=True) if not own])
+        tool_call_format.tokenizer.decode(
+            [token for token, own in zip(each.token_ids, each.action_mask, strict=True) if not own]
+        )
         for each in samples
     ]
     assert heads[0] == HEAD.replace("{city}", "Rome") and heads[1] == rendered(0)
@@ -127,7 +131,7 @@ def test_the_same_dialogues_are_prompts_of_grpo(model: Path, prompts: Path, tmp_
     config = load_config([*words, "reward.name=math"])
 
     async def train(trained: PPOTrainer) -> None:
-        await trained.publisher.publish(0)
+        await trained.weight_sync.sync(0)
         try:
             for _ in range(2):
                 await trained.train_step()
@@ -136,13 +140,13 @@ def test_the_same_dialogues_are_prompts_of_grpo(model: Path, prompts: Path, tmp_
 
     with local_trainer(config) as trained:
         asyncio.run(train(trained))
-        decode = trained.rollouts.rollout.codec.tokenizer.decode
+        decode = trained.rollouts.rollout.chat.tokenizer.decode
         assert len(trained.groups) == 4
         for group in trained.groups:
             number = int(group.task.id.rpartition("#")[2])
             assert {decode(each.turns[0].context_ids) for each in group.trajectories} == {rendered(number)}
             for trajectory, score in zip(group.trajectories, group.scores, strict=True):
-                said, wanted = set(trajectory.reply), set(group.task.answer)
+                said, wanted = set(trajectory.response), set(group.task.answer)
                 assert score.total == len(said & wanted) / len(wanted)  # the row's reward, not the run's
 
 

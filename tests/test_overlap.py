@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.local_run import local_fit, local_trainer
-from tests.test_exams import sums
+from tests.test_online_eval import sums
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_plain
 from verl.config.schema import EvalConfig
@@ -19,7 +19,7 @@ from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet
 from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Category, Play, Setting
+from verl.evaluation.base import BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
 from verl.evaluation.registry import build_benchmarks
 from verl.trainer.build import load_inputs
@@ -84,8 +84,8 @@ def test_an_overlap_is_refused_or_noted() -> None:
     trained = TrainTasks.of([question("2?"), question("4?")], NOTHING)
     tasks = [question(f"{number}?", f"t#{number}") for number in range(5)]
     asked = [
-        (Category("toy/a", lambda: tasks, Play("rlla")), tasks),
-        (Category("toy/b", list, Play("rlla")), tasks[:2]),
+        (Category("toy/a", lambda: tasks, EpisodeConfig("rlla")), tasks),
+        (Category("toy/b", list, EpisodeConfig("rlla")), tasks[:2]),
     ]
     with pytest.raises(ConfigError) as refused:
         check_overlap(trained, asked, "outputs/m/hf", "allow_train_overlap=true")
@@ -101,7 +101,7 @@ def test_what_artist_trains_on_is_not_what_it_is_judged_by(tmp_path: Path) -> No
     """BFCL's train split against its own benchmark, which has all scenarios, and against those that are held out."""
     pytest.importorskip("bfcl_eval")
     trained = TrainTasks.of(bfcl_tasks("base", "train"), NOTHING)
-    setting = Setting(tmp_path, codec="artist_tools")
+    setting = BenchmarkContext(tmp_path, tool_call_format="artist_tools")
 
     def counted(*names: str) -> list[str]:
         found = [category for benchmark in build_benchmarks(names, setting) for category in benchmark.categories]
@@ -125,7 +125,8 @@ def test_the_command_refuses_before_it_starts_anything(tmp_path: Path, capsys: p
     said = " ".join(capsys.readouterr().out.split())
     assert "4 of 6 tasks are in the training data" in said and "allow_train_overlap=true" in said
     asked = [
-        (category, category.first(6)) for category in build_benchmarks([str(test)], Setting(tmp_path))[0].categories
+        (category, category.first(6))
+        for category in build_benchmarks([str(test)], BenchmarkContext(tmp_path))[0].categories
     ]
     assert len(_trained_on(load_plain([*words, "allow_train_overlap=true"], EvalConfig), asked)) == 1
     other = load_plain([f"model.path={tmp_path}", f"compare={model}"], EvalConfig)
@@ -160,7 +161,7 @@ def test_an_exported_model_knows_what_it_was_trained_on(tmp_path: Path) -> None:
 
 
 def test_demonstrations_are_trained_on_as_well(tmp_path: Path) -> None:
-    """Every reply of a dialogue answers a task: what the user has said until then."""
+    """Every response of a dialogue answers a task: what the user has said until then."""
     data = tmp_path / "sft.jsonl"
     said = [("system", "s"), ("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b")]
     row = {"messages": [{"role": role, "content": content} for role, content in said]}

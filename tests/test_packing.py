@@ -23,24 +23,25 @@ from verl.workers.logprobs import token_logprobs
 VOCABULARY = 97
 
 
-def sample(prompt: list[int], reply: list[int], group: int = 0, masked: tuple[int, ...] = ()) -> Sample:
-    mask = [False] * len(prompt) + [place not in masked for place in range(len(reply))]
-    return Sample(tuple(prompt + reply), tuple(mask), (0.0,) * len(mask), group, 0.0)
+def sample(prompt: list[int], response: list[int], group: int = 0, masked: tuple[int, ...] = ()) -> Sample:
+    mask = [False] * len(prompt) + [place not in masked for place in range(len(response))]
+    return Sample(tuple(prompt + response), tuple(mask), (0.0,) * len(mask), group, 0.0)
 
 
 def random_samples(seed: int, group_sizes: tuple[int, ...] = (4, 1, 3)) -> list[Sample]:
-    """Groups of uneven replies to prompts of uneven length, with a hole in the mask where a tool would have spoken."""
+    """Groups of uneven responses to prompts of uneven length, with a hole in the mask where a tool would have
+    spoken."""
     source = random.Random(seed)
     samples = []
     for group, size in enumerate(group_sizes):
         prompt = [source.randrange(VOCABULARY) for _ in range(15 + 7 * group)]
         for _ in range(size):
-            reply = [source.randrange(VOCABULARY) for _ in range(source.randint(1, 14))]
-            samples.append(sample(prompt, reply, group, masked=(4, 5)))
+            response = [source.randrange(VOCABULARY) for _ in range(source.randint(1, 14))]
+            samples.append(sample(prompt, response, group, masked=(4, 5)))
     return samples
 
 
-def test_two_replies_of_one_prompt_by_hand() -> None:
+def test_two_responses_of_one_prompt_by_hand() -> None:
     samples = [sample([7, 8, 9], [1, 2]), sample([7, 8, 9], [3])]
     (unit,) = make_units(samples, share_prefix=True, max_tokens=100)
     packed = pack([unit], samples, {"advantage": [torch.arange(5.0), torch.arange(10.0, 14.0)]})
@@ -48,7 +49,7 @@ def test_two_replies_of_one_prompt_by_hand() -> None:
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
     assert [(each.start, each.end, each.prefix) for each in packed.segments] == [(0, 3, None), (3, 5, 0), (5, 6, 0)]
     assert packed.target.tolist() == [1, 2, 3]
-    assert packed.source.tolist() == [2, 3, 2]  # both first reply tokens are predicted by the prompt's last token
+    assert packed.source.tolist() == [2, 3, 2]  # both first response tokens are predicted by the prompt's last token
     assert packed.sample.tolist() == [0, 0, 1]
     assert packed.columns["advantage"].tolist() == [3.0, 4.0, 13.0]
 

@@ -34,10 +34,10 @@ from verl.errors import ConfigError, DataError
 from verl.plan import main, spelled_out
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
-from verl.trainer.build import build_meter, interaction_of, load_codec
+from verl.trainer.build import build_meter, interaction_of, load_chat_template
 from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_env import opening_of
-from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, held, updating
+from verl.trainer.build_env import prompt_fn
+from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
 from verl.trainer.plan import (
     Lengths,
     Plan,
@@ -56,8 +56,8 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.rank import RankSpec, TrainingRank
 
-PROMPT, REPLY = 64, 24
-REPLIES = "data.max_response_length=128"
+PROMPT, RESPONSE = 64, 24
+RESPONSES = "data.max_response_length=128"
 SHAPE = {
     "vocab_size": 1000,
     "hidden_size": 96,
@@ -75,17 +75,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
-    """Two replies of one prompt."""
+    """Two responses of one prompt."""
     if shared:
-        ends = PROMPT + REPLY
-        segments = (Segment(0, PROMPT), Segment(PROMPT, ends, 0), Segment(ends, ends + REPLY, 0))
+        ends = PROMPT + RESPONSE
+        segments = (Segment(0, PROMPT), Segment(PROMPT, ends, 0), Segment(ends, ends + RESPONSE, 0))
     else:
-        segments = tuple(Segment(at, at + PROMPT + REPLY) for at in (0, PROMPT + REPLY))
+        segments = tuple(Segment(at, at + PROMPT + RESPONSE) for at in (0, PROMPT + RESPONSE))
     tokens = segments[-1].end
-    source = torch.arange(tokens - 2 * REPLY, tokens)
+    source = torch.arange(tokens - 2 * RESPONSE, tokens)
     ids = torch.randint(1000, (tokens,))
     batch = PackedBatch(ids, torch.arange(tokens), segments, source, ids[source], torch.zeros_like(source), {})
-    return batch, PackShape.of(tokens, PROMPT, REPLY, 2, shared)
+    return batch, PackShape.of(tokens, PROMPT, RESPONSE, 2, shared)
 
 
 def saved_bytes(policy: PackedPolicy, packed: PackedBatch) -> int:
@@ -149,7 +149,7 @@ def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) 
 
 def needed_gib(plan: Plan) -> float:
     """What ranks and engines need on a CPU that has too little."""
-    return float(plan.shortages()[0].split()[4])
+    return float(plan.violations()[0].split()[4])
 
 
 def sums(plan: Plan) -> dict[str, float]:
@@ -158,7 +158,7 @@ def sums(plan: Plan) -> dict[str, float]:
 
 def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:
     settings = RankSettings(compute=2, shards=4)
-    terms = held(SEVEN, settings) | updating(SEVEN, PackShape(2048, 1024), settings)
+    terms = resident(SEVEN, settings) | updating(SEVEN, PackShape(2048, 1024), settings)
     assert sum(terms[name] for name in ("parameters", "optimizer", "gradients")) == 16 * SEVEN.parameters / 4
 
 
@@ -183,7 +183,7 @@ def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
         "score": {"optimizer", "critic's optimizer"},
         "update": {"reference"},
         "step": {"reference"},
-        "publish": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "weight_sync": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
         "save": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
         "engine": set(),
     }
@@ -191,41 +191,41 @@ def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
 
 def test_mends_fit_and_nothing_smaller_was_passed_over() -> None:
     plan = plan_of(["trainer.n_gpus_per_node=2"], "h100")
-    assert plan.shortages()
-    mends = plan.mends()
-    assert mends and len({len(each) for each in mends}) == 1
-    for changes in mends:
+    assert plan.violations()
+    suggested_changes = plan.suggested_changes()
+    assert suggested_changes and len({len(each) for each in suggested_changes}) == 1
+    for changes in suggested_changes:
         config: Any = plan.config
         for number, (key, value) in enumerate(changes.items()):
-            assert replace(plan, config=config).shortages(), f"{number} of {changes} are enough"
+            assert replace(plan, config=config).violations(), f"{number} of {changes} are enough"
             config = changed(config, key, value)
-        assert not replace(plan, config=config).shortages()
+        assert not replace(plan, config=config).violations()
 
 
 def test_a_critic_can_make_room_and_so_can_a_smaller_cache_on_a_cpu() -> None:
     words = ["algorithm.name=ppo", "rollout.n=1", "trainer.n_gpus_per_node=8"]
     words.append("model.enable_gradient_checkpointing=true")
     beside = plan_of([*words, "rollout.gpu_memory_utilization=0.75"], "h100")
-    assert beside.shortages() and {"critic.offload_optimizer": True} in beside.mends()
+    assert beside.violations() and {"critic.offload_optimizer": True} in beside.suggested_changes()
     small = replace(SEVEN, parameters=1_000_000, layer_parameters=20_000, vocabulary=100, largest=1000)
     words = ["rollout.kv_cache_gib=8", "data.max_response_length=64", "actor.max_tokens_per_pack=4096"]
     plan = plan_of(words, "cpu", small)
     needed = needed_gib(replace(plan, place=replace(plan.place, memory_gib=1.0)))
     crowded = replace(plan, place=replace(plan.place, memory_gib=needed - 2.0))
-    assert crowded.shortages() and any(set(each) == {"rollout.kv_cache_gib"} for each in crowded.mends())
+    assert crowded.violations() and any(set(each) == {"rollout.kv_cache_gib"} for each in crowded.suggested_changes())
 
 
 def test_what_fits_needs_no_mend_and_what_never_fits_has_none() -> None:
     roomy = plan_of(["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"])
-    assert roomy.shortages() == [] and roomy.mends() == []
-    assert plan_of([], "a100", replace(SEVEN, parameters=700_000_000_000)).mends() == []
+    assert roomy.violations() == [] and roomy.suggested_changes() == []
+    assert plan_of([], "a100", replace(SEVEN, parameters=700_000_000_000)).suggested_changes() == []
 
 
 def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     words = ["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"]
     beside = plan_of([*words, "rollout.gpu_memory_utilization=0.95"])
-    assert [each.split()[0] for each in beside.shortages()] == ["rollout", "publish", "save"]  # where it is awake
-    assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).shortages() == []
+    assert [each.split()[0] for each in beside.violations()] == ["rollout", "weight_sync", "save"]  # where it is awake
+    assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).violations() == []
     assert beside._options()["rollout.placement"] == ["separate"]
 
 
@@ -239,8 +239,8 @@ def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> No
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
     words = ["trainer.n_gpus_per_node=2", "rollout.name=hf", "rollout.max_num_seqs=384"]
     words.append("model.enable_gradient_checkpointing=true")
-    assert plan_of([*words, "rollout.placement=separate"]).shortages() == []
-    assert [each.split()[0] for each in plan_of(words).shortages()] == ["update", "step"]
+    assert plan_of([*words, "rollout.placement=separate"]).violations() == []
+    assert [each.split()[0] for each in plan_of(words).violations()] == ["update", "step"]
 
 
 def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
@@ -278,9 +278,11 @@ def test_what_goes_on_beside_training_costs_no_time_of_its_own() -> None:
     training = seconds["score"] + seconds["update"] + seconds["step"]
     assert seconds["rollout"] < training
     assert in_turn.step_seconds() == pytest.approx(sum(seconds.values()))
-    assert ahead.step_seconds() == pytest.approx(training + seconds["publish"])
+    assert ahead.step_seconds() == pytest.approx(training + seconds["weight_sync"])
     few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1", "rollout.max_num_seqs=128"])
-    assert few.step_seconds() == pytest.approx(few.seconds()["rollout"][0] + seconds["publish"])  # now it is the longer
+    assert few.step_seconds() == pytest.approx(
+        few.seconds()["rollout"][0] + seconds["weight_sync"]
+    )  # now it is the longer
 
 
 def test_samples_in_flight_are_those_of_all_slots() -> None:
@@ -293,23 +295,23 @@ def test_samples_in_flight_are_those_of_all_slots() -> None:
 
 
 def lengths_of(config: Config, *files: TaskSet) -> Lengths:
-    codec = load_codec(config.model)
-    return read_lengths(config, codec, files, codec.task_prompt_ids)
+    tool_call_format = load_chat_template(config.model)
+    return read_lengths(config, tool_call_format, files, tool_call_format.task_prompt_ids)
 
 
 def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
     lengths = lengths_of(given, TaskSet(str(MINI / "train.parquet")))
-    assert 50 < lengths.prompt < 200 and 10 < lengths.reply < 100 and "train.parquet" in lengths.source
+    assert 50 < lengths.prompt < 200 and 10 < lengths.response < 100 and "train.parquet" in lengths.source
     without = load_config([f"model.path={model}"])
     assert lengths_of(without).prompt == 512
 
 
 def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> None:
-    words = [f"model.path={model}", "env.name=tool", "env.codec=hermes", "env.tools=[calculator]"]
+    words = [f"model.path={model}", "env.name=tool", "env.tool_call_format=hermes", "env.tools=[calculator]"]
     config = load_config([*words, "data.max_response_length=777"])
     lengths = lengths_of(config, TaskSet(str(MINI / "train.parquet")))
-    assert lengths.reply == 777 and "as long as they may be" in lengths.source
+    assert lengths.response == 777 and "as long as they may be" in lengths.source
 
 
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
@@ -371,7 +373,7 @@ def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int)
 
 
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
-    config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", REPLIES])
+    config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", RESPONSES])
     plan = build_plan(config, Lengths(200, 60, "given"), find_place(config))
     assert compared(plan, {"memory/trainer_gib": 1.5}).startswith("memory of a training rank: 1.50 GiB at most, ")
 
@@ -383,7 +385,7 @@ def test_every_device_is_found_by_its_own_name() -> None:
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", REPLIES]
+    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", RESPONSES]
     assert spelled_out([*words, "gpu=h100"])[1] == "h100"
     assert main([*words, "gpu=h100"]) == 0
     said = capsys.readouterr().out
@@ -393,7 +395,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", REPLIES]
+    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", RESPONSES]
     words += [*GROUPS_OF_FOUR[:3], "rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
     said = []
     for place in ("gpu=h100", "gpu=cpu"):
@@ -411,13 +413,13 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
 
 def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe with a prompt template of its own asks for more than the chat template does."""
-    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", REPLIES, "gpu=h100"]
-    code = ["env.name=tool", "env.codec=fence", "env.tools=[python]", "data.prompt_template=torl"]
+    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", RESPONSES, "gpu=h100"]
+    code = ["env.name=tool", "env.tool_call_format=fence", "env.tools=[python]", "data.prompt_template=torl"]
     code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
     config = load_config(spelled_out([*words[:3], *code])[0])
-    tasks, codec = TaskSet(str(MINI / "train.parquet")), load_codec(config.model)
-    interaction = interaction_of(config, codec)
-    opened = read_lengths(config, codec, [tasks], opening_of(interaction, codec)).prompt
+    tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
+    interaction = interaction_of(config, tool_call_format)
+    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(interaction, tool_call_format)).prompt
     assert opened > lengths_of(config, tasks).prompt + 50
     assert main([*words, *code]) == 0
     assert f"{opened:.0f} tokens" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Replies that are being written when new weights come, over engines whose weights can be told from what they write."""
+"""Responses that are being written when new weights come, over engines whose weights can be told from what they
+write."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.test_packing import tiny_model
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
-from verl.rollout.pool import EnginePool, OnPublish, joined
+from verl.rollout.pool import EnginePool, OnWeightSync, joined
 from verl.rollout.stopping import tokens_to_stop
 from verl.single_controller.local import LocalGroup
 from verl.types import Completion, FinishReason
@@ -54,28 +55,30 @@ class Writes:
 
 
 async def published_twice(pool: EnginePool, sampling: Sampling, wait_s: float = 0.02) -> list[Completion]:
-    """Two replies, during which two versions are published."""
-    replies = [asyncio.ensure_future(pool.generate((7, 7), sampling)) for _ in range(2)]
+    """Two responses, during which two versions are published."""
+    responses = [asyncio.ensure_future(pool.generate((7, 7), sampling)) for _ in range(2)]
     for version in (1, 2):
         await asyncio.sleep(wait_s)
         await pool.begin_weights([])
         await pool.end_weights(version)
-    return [completion for each in await asyncio.gather(*replies) for completion in each]
+    return [completion for each in await asyncio.gather(*responses) for completion in each]
 
 
-@pytest.mark.parametrize("on_publish", list(OnPublish))
-def test_every_token_carries_the_version_that_wrote_it(on_publish: OnPublish) -> None:
+@pytest.mark.parametrize("on_weight_sync", list(OnWeightSync))
+def test_every_token_carries_the_version_that_wrote_it(on_weight_sync: OnWeightSync) -> None:
     engine = Writes()
-    pool = EnginePool(LocalGroup(engine), [[0]], on_publish)
+    pool = EnginePool(LocalGroup(engine), [[0]], on_weight_sync)
     done = asyncio.run(published_twice(pool, Sampling(max_tokens=60, n=2)))
     assert len(done) == 4
     for completion in done:
         assert completion.finish_reason is FinishReason.LENGTH
         assert completion.versions == completion.token_ids and len(completion.logprobs) == 60
         assert completion.weight_version == completion.versions[-1]
-        found = {OnPublish.FINISH: {0}, OnPublish.CONTINUE: {0, 1, 2}, OnPublish.ABORT_AND_RETRY: {2}}[on_publish]
+        found = {OnWeightSync.FINISH: {0}, OnWeightSync.CONTINUE: {0, 1, 2}, OnWeightSync.ABORT_AND_RETRY: {2}}[
+            on_weight_sync
+        ]
         assert set(completion.versions) == found and list(completion.versions) == sorted(completion.versions)
-    if on_publish is OnPublish.CONTINUE:
+    if on_weight_sync is OnWeightSync.CONTINUE:
         assert all(asked[:2] == (7, 7) and set(asked[2:]) <= {0, 1} for asked in engine.asked)
 
 
@@ -119,21 +122,21 @@ class Recites:
 
 
 async def recited(words: Sequence[str], stops: Sequence[str], breaks: Sequence[int]) -> Completion:
-    """The reply, with a publication at each break."""
+    """The response, with a publication at each break."""
     engine = Recites(words, breaks)
-    pool = EnginePool(LocalGroup(engine), [[0]], OnPublish.CONTINUE, engine.decode)
+    pool = EnginePool(LocalGroup(engine), [[0]], OnWeightSync.CONTINUE, engine.decode)
     sampling = Sampling(max_tokens=len(words), stop_strings=tuple(stops))
-    reply = asyncio.ensure_future(pool.generate((0,), sampling))
+    response = asyncio.ensure_future(pool.generate((0,), sampling))
     waits = asyncio.ensure_future(engine.waits.wait())
-    while not reply.done():
-        await asyncio.wait((reply, waits), return_when=asyncio.FIRST_COMPLETED)
+    while not response.done():
+        await asyncio.wait((response, waits), return_when=asyncio.FIRST_COMPLETED)
         if waits.done():
             engine.waits.clear()
             await pool.begin_weights([])
             await pool.end_weights(engine.version + 1)
             waits = asyncio.ensure_future(engine.waits.wait())
     waits.cancel()
-    (done,) = reply.result()
+    (done,) = response.result()
     return done
 
 
@@ -144,7 +147,7 @@ async def recited(words: Sequence[str], stops: Sequence[str], breaks: Sequence[i
 )
 @example(words=["<", "/", "a", ">", "a"], stops=["</a>"], breaks=[1, 2, 3, 4])
 @settings(deadline=None)
-def test_a_reply_in_pieces_stops_where_an_unbroken_one_would(
+def test_a_response_in_pieces_stops_where_an_unbroken_one_would(
     words: list[str], stops: list[str], breaks: list[int]
 ) -> None:
     whole = asyncio.run(recited(words, stops, ()))
@@ -166,22 +169,22 @@ def test_stop_strings_are_found_across_a_seam_in_a_character_of_several_tokens()
     assert tokens_to_stop(decode, before, after, ["t>"]) is None
 
 
-@pytest.mark.parametrize("on_publish", list(OnPublish))
-def test_a_canary_need_not_wait_behind_what_waits_for_the_weights(on_publish: OnPublish) -> None:
+@pytest.mark.parametrize("on_weight_sync", list(OnWeightSync))
+def test_a_canary_need_not_wait_behind_what_waits_for_the_weights(on_weight_sync: OnWeightSync) -> None:
     engine = Writes()
-    pool = EnginePool(LocalGroup(engine), [[0]], on_publish)
+    pool = EnginePool(LocalGroup(engine), [[0]], on_weight_sync)
 
     async def probed() -> tuple[int, list[Completion]]:
-        replies = [asyncio.ensure_future(pool.generate((number,), Sampling(max_tokens=20))) for number in range(3)]
+        responses = [asyncio.ensure_future(pool.generate((number,), Sampling(max_tokens=20))) for number in range(3)]
         await asyncio.sleep(0.005)
-        with pool.held():
+        with pool.paused():
             await pool.begin_weights([])
             late = asyncio.ensure_future(pool.generate((3,), Sampling(max_tokens=20)))
             await pool.end_weights(1)
             place = len(engine.asked)
             ((canary,),) = await pool.generate_everywhere((9,), Sampling(max_tokens=5))
             assert canary.versions == (1,) * 5 and len(engine.asked) == place + 1 and not late.done()
-        return place, [each for (each,) in await asyncio.gather(*replies, late)]
+        return place, [each for (each,) in await asyncio.gather(*responses, late)]
 
     place, done = asyncio.run(probed())
     assert engine.asked[place] == (9,) and done[-1].versions == (1,) * 20
@@ -193,12 +196,12 @@ def test_weights_that_are_refused_leave_the_old_ones_in_use() -> None:
             raise ValueError("other names")
 
     async def goes_on() -> list[Completion]:
-        pool = EnginePool(LocalGroup(Refuses()), [[0]], OnPublish.CONTINUE)
-        reply = asyncio.ensure_future(pool.generate((1,), Sampling(max_tokens=30)))
+        pool = EnginePool(LocalGroup(Refuses()), [[0]], OnWeightSync.CONTINUE)
+        response = asyncio.ensure_future(pool.generate((1,), Sampling(max_tokens=30)))
         await asyncio.sleep(0.005)
         with pytest.raises(ValueError, match="other names"):
             await pool.begin_weights([])
-        return list(await reply)
+        return list(await response)
 
     (done,) = asyncio.run(goes_on())
     assert done.token_ids == (0,) * 30 == done.versions
@@ -209,12 +212,12 @@ def test_an_engine_that_breaks_off_by_itself_is_not_asked_again() -> None:
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
             return (Completion((1,), (0.0,), FinishReason.ABORT, 0),)
 
-    pool = EnginePool(LocalGroup(Breaks()), [[0]], OnPublish.CONTINUE)
+    pool = EnginePool(LocalGroup(Breaks()), [[0]], OnWeightSync.CONTINUE)
     (done,) = asyncio.run(pool.generate((1,), Sampling(max_tokens=3)))
     assert done.finish_reason is FinishReason.ABORT
 
 
-def test_a_broken_off_reply_of_the_transformers_engine_has_the_log_probs_of_an_unbroken_one() -> None:
+def test_a_broken_off_response_of_the_transformers_engine_has_the_log_probs_of_an_unbroken_one() -> None:
     model: Any = tiny_model("qwen2", tied=True, dtype=torch.float32)
     model.set_attn_implementation("sdpa")
     engine = HFEngine(model)

@@ -20,7 +20,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.build import load_codec, load_inputs
+from verl.trainer.build import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
 from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
@@ -44,7 +44,7 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     inputs = load_inputs(config)
     plan = build_plan(
         config,
-        read_lengths(config, inputs.codec, inputs.train, inputs.codec.task_prompt_ids),
+        read_lengths(config, inputs.chat, inputs.train, inputs.chat.task_prompt_ids),
         find_place(config, "cpu"),
     )
     preflight(config, inputs, plan, console)
@@ -79,7 +79,9 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
 def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, model: Path, tmp_path: Path) -> None:
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
-    said = check_step(small_copy(shape), load_codec(ModelConfig(path=str(model))), build_rewards("rlla"), tasks, config)
+    said = check_step(
+        small_copy(shape), load_chat_template(ModelConfig(path=str(model))), build_rewards("rlla"), tasks, config
+    )
     assert "sum of advantage * log p" in said
 
 
@@ -99,52 +101,52 @@ class Indifferent:
 def test_a_reward_that_tells_nothing_apart_is_found(model: Path, tmp_path: Path) -> None:
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
     tasks = TaskSet(str(MINI / "train.parquet"))[:4]
-    shape, codec = AutoConfig.from_pretrained(model), load_codec(ModelConfig(path=str(model)))
+    shape, chat = AutoConfig.from_pretrained(model), load_chat_template(ModelConfig(path=str(model)))
     with pytest.raises(ConfigError, match="nothing to learn from it"):
-        check_step(small_copy(shape), codec, Rewards(Indifferent()), tasks, config)
+        check_step(small_copy(shape), chat, Rewards(Indifferent()), tasks, config)
     assert check_reward(Rewards(Indifferent()), tasks) == "brings no golden replies to try"
 
 
 class Deaf:
-    """A codec that loses capitals."""
+    """A format that loses capitals."""
 
     end_token_id, stop_token_ids = 0, (0,)
 
-    def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    def response_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         return tuple(map(ord, text.lower())), []
 
-    def reply_text(self, ids: Sequence[int]) -> str:
+    def response_text(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids[:-1]))
 
 
-def test_a_tokenizer_that_changes_replies_is_found() -> None:
+def test_a_tokenizer_that_changes_responses_is_found() -> None:
     with pytest.raises(ConfigError, match="does not give back what it was given"):
         check_round_trip(Deaf(), REWARD, TaskSet(str(MINI / "train.parquet"))[:2], 999)  # type: ignore[arg-type]
 
 
-def test_a_golden_reply_that_no_policy_could_end_is_found(model: Path) -> None:
-    codec, tasks = load_codec(ModelConfig(path=str(model))), TaskSet(str(MINI / "train.parquet"))[:2]
-    inside = codec.reply_ids(tasks[1].answer.strip())[0][5]
+def test_a_golden_response_that_no_policy_could_end_is_found(model: Path) -> None:
+    chat, tasks = load_chat_template(ModelConfig(path=str(model))), TaskSet(str(MINI / "train.parquet"))[:2]
+    inside = chat.response_ids(tasks[1].answer.strip())[0][5]
     with pytest.raises(ConfigError, match=rf"golden reply of train.parquet#\d holds a token .* \({inside}\)"):
-        check_round_trip(replace(codec, more_stops=(inside,)), REWARD, tasks, 999)
+        check_round_trip(replace(chat, more_stops=(inside,)), REWARD, tasks, 999)
 
 
-def test_too_little_room_for_replies_is_found(model: Path) -> None:
-    codec = load_codec(ModelConfig(path=str(model)))
+def test_too_little_room_for_responses_is_found(model: Path) -> None:
+    chat = load_chat_template(ModelConfig(path=str(model)))
     with pytest.raises(ConfigError, match=r"4 of 4 golden replies have more than data\.max_response_length=16"):
-        check_round_trip(codec, REWARD, TaskSet(str(MINI / "train.parquet"))[:4], 16)
+        check_round_trip(chat, REWARD, TaskSet(str(MINI / "train.parquet"))[:4], 16)
 
 
-def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
-    codec, reward = load_codec(ModelConfig(path=str(model))), build_rewards("rlla")
+def test_validation_counts_totals_parts_and_exact_responses(model: Path) -> None:
+    chat, reward = load_chat_template(ModelConfig(path=str(model))), build_rewards("rlla")
     tasks = TaskSet(str(MINI / "test.parquet"))[:4]
-    golden = {codec.prompt_ids(task.prompt): task.answer for task in tasks[:3]}
+    golden = {chat.prompt_ids(task.prompt): task.answer for task in tasks[:3]}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         text = golden.get(tuple(prompt_ids), "no idea")
-        return (*codec.reply_ids(text)[0], codec.end_token_id)
+        return (*chat.response_ids(text)[0], chat.end_token_id)
 
-    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(reward), Sampling(400))
+    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(reward), Sampling(400))
     found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())
     maxima = [reward.maximum(task, 0) for task in tasks[:3]]
     assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
@@ -152,8 +154,8 @@ def test_validation_counts_totals_parts_and_exact_replies(model: Path) -> None:
     assert found["val/test/total"] == pytest.approx((sum(maxima) + silent) / 4) and silent < 0
 
 
-def test_validation_averages_several_replies_to_a_task(model: Path) -> None:
-    codec, rewards = load_codec(ModelConfig(path=str(model))), build_rewards("rlla")
+def test_validation_averages_several_responses_to_a_task(model: Path) -> None:
+    chat, rewards = load_chat_template(ModelConfig(path=str(model))), build_rewards("rlla")
     (task,) = TaskSet(str(MINI / "test.parquet"))[:1]
     asked: list[Sampling] = []
 
@@ -163,9 +165,9 @@ def test_validation_averages_several_replies_to_a_task(model: Path) -> None:
             return await super().generate(prompt_ids, sampling)
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
-        return (*codec.reply_ids(task.answer if number == 0 else "no idea")[0], codec.end_token_id)
+        return (*chat.response_ids(task.answer if number == 0 else "no idea")[0], chat.end_token_id)
 
-    rollout = GroupRollout(Sampled(script), codec, DirectScorer(rewards), Sampling(400, temperature=1.0, top_p=0.6))
+    rollout = GroupRollout(Sampled(script), chat, DirectScorer(rewards), Sampling(400, temperature=1.0, top_p=0.6))
     validator = Validator({"test": [task, task]}, rollout, rewards, n=4, seed=2)
     found = asyncio.run(validator.run())
     assert found["val/test/exact"] == 0.25

@@ -15,7 +15,7 @@ from tests.conftest import real_data
 from tests.test_tasks import example
 from verl.data.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from verl.data.rows import read_rows
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 
 
 def raw_file(path: Path, examples: list[Any]) -> str:
@@ -170,7 +170,7 @@ def test_the_summary_counts_kinds_calls_and_brackets_in_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = [{"name": "get_weather", "parameters": {}}, {"name": "get_time", "parameters": {}}]
-    outputs = [render_reply("t", calls), render_reply("t", calls[:1], "r"), render_reply("t", None, "r")]
+    outputs = [render_response("t", calls), render_response("t", calls[:1], "r"), render_response("t", None, "r")]
     examples = [example() | {"output": output} for output in outputs for _ in range(len(output) % 3 + 1)]
     source, folder = raw_file(tmp_path / "r.json", examples), tmp_path / "o[/red]ut"
     assert main(["--input", source, "--local_dir", str(folder), "--test-fraction", "0.3"]) == 0

@@ -20,7 +20,7 @@ from tests.tiny import run_words, save_tiny_model
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.rollout.hf_engine import load_hf_engine
-from verl.trainer.build import load_codec
+from verl.trainer.build import load_chat_template
 from verl.trainer.main_ppo import main
 from verl.utils.pretrained import check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.workers.model import load_causal_lm
@@ -144,7 +144,7 @@ def test_code_that_comes_with_a_model_by_auto_map_does_not_run(
         lambda: read_causal_lm(str(folder), torch.float32),
         lambda: check_weights(str(folder)),
         lambda: read_tokenizer(str(folder)),
-        lambda: load_codec(ModelConfig(path=str(folder))),
+        lambda: load_chat_template(ModelConfig(path=str(folder))),
     ):
         with suppress(ConfigError):  # "qwen2" loads, with transformers' own code
             read()
@@ -168,7 +168,7 @@ def test_code_that_comes_with_a_model_by_auto_map_does_not_run(
 def test_a_folder_without_one_of_its_files_loads_or_is_told(name: str, told: str | None, folder: Path) -> None:
     def load() -> None:
         load_causal_lm(str(folder), key="model.path")
-        load_codec(ModelConfig(path=str(folder)))
+        load_chat_template(ModelConfig(path=str(folder)))
 
     load()
     (folder / name).unlink()
@@ -185,10 +185,10 @@ def test_a_folder_without_one_of_its_files_loads_or_is_told(name: str, told: str
 def test_damaged_files_beside_the_weights_are_one_config_error(name: str, content: bytes, folder: Path) -> None:
     (folder / name).write_bytes(content)
     if content == b'{"added_tokens": 7}' and name != "tokenizer.json":
-        load_codec(ModelConfig(path=str(folder)))
+        load_chat_template(ModelConfig(path=str(folder)))
         return
     with pytest.raises(ConfigError, match=r"^model\.path: ") as raised:
-        load_codec(ModelConfig(path=str(folder)))
+        load_chat_template(ModelConfig(path=str(folder)))
     assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI, save_tiny_model
 from verl.config.load import load_probe
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
 from verl.evaluation.advice import advice
 from verl.evaluation.probe import Cost, Judge, row_of, summary
@@ -220,7 +220,7 @@ def test_without_tools_nothing_is_said_of_them() -> None:
 def test_a_recipe_tells_of_episodes_alone() -> None:
     config = load_probe(["recipe=torl", "data=x.parquet", "max_response_length=100"])
     assert (config.n, config.temperature, config.max_prompt_length, config.max_response_length) == (16, 1.0, 400, 100)
-    assert (config.reward.name, config.env.codec, config.env.tools) == ("torl", "fence", ["python"])
+    assert (config.reward.name, config.env.tool_call_format, config.env.tools) == ("torl", "fence", ["python"])
     assert load_probe(["recipe=mini_grpo"]).dtype == "float32"
     assert load_probe([]).n == 8
     assert load_probe(["limit=null"]).limit is None
@@ -234,7 +234,7 @@ def test_a_recipe_tells_of_episodes_alone() -> None:
         (["temperature=0"], "temperature must be positive"),
         (["limit=0"], "limit must be at least 1"),
         (["data.max_response_length=5"], "did you mean 'max_response_length'"),
-        (["env.max_turns=3"], "env.max_turns=3 has no effect: env.codec is not set"),
+        (["env.max_turns=3"], "env.max_turns=3 has no effect: env.tool_call_format is not set"),
         (["engine=hf", "kv_cache_gib=3"], "kv_cache_gib=3 has no effect"),
     ],
 )
@@ -245,9 +245,9 @@ def test_what_a_probe_cannot_use_is_named(words: list[str], said: str) -> None:
 
 
 def test_rewards_are_those_after_shaping() -> None:
-    chat = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
     texts = ["\\boxed{42}", "\\boxed{41}"]
-    engine = ScriptedEngine(lambda prompt_ids, number: chat.reply_ids(texts[number])[0])
+    engine = ScriptedEngine(lambda prompt_ids, number: chat.response_ids(texts[number])[0])
     reward = build_reward("otc_grpo", {"scale": 3.0, "answers": "math"})
     assert isinstance(reward, GroupReward)
     judged = DirectScorer(reward)

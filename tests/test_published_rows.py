@@ -24,13 +24,13 @@ from tests.test_data_scripts import SOLUTION, offences
 from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
 from verl.config.load import load_config
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import build_codec
-from verl.data.codecs.prompt import load_template
+from verl.data.chat import ChatTemplate
+from verl.data.formats.base import build_tool_call_format
+from verl.data.formats.prompt import load_template
 from verl.data.sft import read_demonstrations, to_samples
 from verl.data.tasks import TaskSet
 from verl.trainer.build import interaction_of
-from verl.trainer.build_env import opening_of
+from verl.trainer.build_env import prompt_fn
 from verl.types import Message
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.search_r1 import accepted_answers
@@ -72,8 +72,8 @@ def search_r1(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
 def test_search_r1s_parquet_trains_as_it_is(search_r1: Path) -> None:
@@ -91,20 +91,20 @@ def test_search_r1s_parquet_trains_as_it_is(search_r1: Path) -> None:
 
 @pytest.mark.parametrize("name", ["search_r1", "otc_search"])
 def test_a_prompt_that_holds_its_instruction_gets_no_second_one(name: str, search_r1: Path) -> None:
-    codec = build_codec(name)
+    tool_call_format = build_tool_call_format(name)
     published = TaskSet(str(search_r1))[0].prompt
-    assert codec.opening(published, ()) == published
-    (bare,) = codec.opening((Message("user", "Which is it?"),), ())
+    assert tool_call_format.opening(published, ()) == published
+    (bare,) = tool_call_format.opening((Message("user", "Which is it?"),), ())
     assert isinstance(bare, Message)
     assert bare.content == load_template(name).fill("Which is it?", "")
-    assert codec.opening((bare,), ()) == (bare,)
-    raw = build_codec(name, {"raw": True})  # a base model without a chat template
+    assert tool_call_format.opening((bare,), ()) == (bare,)
+    raw = build_tool_call_format(name, {"raw": True})  # a base model without a chat template
     assert raw.opening(published, ()) == published[0].content == f"{PREFIX}Question: {next(iter(QUESTIONS))}\n"
 
 
 @pytest.mark.parametrize("question", ["What does <search> do in HTML?", "<answer>", "Is <search></search> a tag?"])
 def test_a_question_about_tags_is_a_question_all_the_same(question: str) -> None:
-    (shown,) = build_codec("search_r1").opening((Message("user", question),), ())
+    (shown,) = build_tool_call_format("search_r1").opening((Message("user", question),), ())
     assert isinstance(shown, Message) and shown.content == load_template("search_r1").fill(question, "")
 
 
@@ -182,16 +182,16 @@ def test_a_problem_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "row 0, field 'content': is empty or no text" in " ".join(capsys.readouterr().err.split())
 
 
-def opening(recipe: str, data: Path, chat: ChatCodec) -> tuple[int, ...]:
+def opening(recipe: str, data: Path, chat: ChatTemplate) -> tuple[int, ...]:
     """The tokens that a recipe's first prompt begins with."""
     words = [f"recipe={recipe}", f"model.path={MINI / 'model'}", f"data.train_files=[{data}]"]
     config = load_config([*words, "sandbox.isolation=none"])  # nothing runs here
     (task,) = TaskSet(str(data))
-    return tuple(opening_of(interaction_of(config, chat), chat)(task))
+    return tuple(prompt_fn(interaction_of(config, chat), chat)(task))
 
 
 @pytest.mark.parametrize("recipe", ["retool", "artist_math"])
-def test_math_rows_carry_the_recipes_prompt_and_no_other(recipe: str, tmp_path: Path, chat: ChatCodec) -> None:
+def test_math_rows_carry_the_recipes_prompt_and_no_other(recipe: str, tmp_path: Path, chat: ChatTemplate) -> None:
     """Neither paper has a system message."""
     torl = {
         "data_source": "aime24",
@@ -205,7 +205,7 @@ def test_math_rows_carry_the_recipes_prompt_and_no_other(recipe: str, tmp_path: 
     assert opening(recipe, output, chat) == chat.prompt_ids((Message("user", shown),))
 
 
-def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path, chat: ChatCodec) -> None:
+def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path, chat: ChatTemplate) -> None:
     source, sft, rl = tmp_path / "in.jsonl", tmp_path / "sft.parquet", tmp_path / "rl.parquet"
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
     assert retool_sft.main(["--input", str(source), "--output", str(sft)]) == 0

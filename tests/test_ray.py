@@ -28,7 +28,7 @@ import torch
 
 import verl.single_controller.ray
 from verl.errors import ConfigError
-from verl.single_controller.group import Member, Seat, WorkerError, WorkerGroup, WorkerLostError
+from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
 from verl.workers.rank import _store
@@ -40,7 +40,7 @@ BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
 class Worker:
     """What the tests' groups hold."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerContext) -> None:
         self.seat = seat
         self.inner = {"rank": seat.rank}
         self.word = asyncio.Event()
@@ -155,10 +155,10 @@ def check_verbs(group: WorkerGroup) -> None:
     ranks = list(range(group.size))
     assert group.call(rank_of, 1, 2) == [rank + 3 for rank in ranks]
     assert group.scatter(add, [10 * rank for rank in ranks], 5) == [11 * rank + 5 for rank in ranks]
-    refs = group.refer(tensors)
+    refs = group.call_ref(tensors)
     assert group.call(total, refs[-1]) == [4.0 * ranks[-1] + 3.0] * group.size
     assert asyncio.run(awaited(group)) == 7 + ranks[-1]
-    assert Member(group, "inner").call(inner_rank, 1) == [rank + 1 for rank in ranks]
+    assert WorkerView(group, "inner").call(inner_rank, 1) == [rank + 1 for rank in ranks]
 
 
 async def awaited(group: WorkerGroup) -> Any:
@@ -172,7 +172,7 @@ def test_verbs_on_actors(group: RayGroup) -> None:
 
 
 def test_verbs_in_this_process() -> None:
-    check_verbs(LocalGroup(Worker(Seat(0, 1))))
+    check_verbs(LocalGroup(Worker(WorkerContext(0, 1))))
 
 
 def test_coroutines_of_one_worker_run_side_by_side(group: RayGroup) -> None:
@@ -204,7 +204,7 @@ def test_an_exception_names_the_rank_and_what_it_was_doing(group: RayGroup) -> N
 
 def test_results_are_unpacked_once_and_those_that_are_referred_to_not_at_all(group: RayGroup) -> None:
     unpackings.clear()
-    refs = group.refer(result)
+    refs = group.call_ref(result)
     assert unpackings == [] and group.call(nothing_of, refs[0]) == [1, 1]
     group.call(result)
     assert unpackings == [os.getpid()] * group.size
@@ -277,7 +277,7 @@ def test_another_worker_takes_the_place_of_a_dead_one(pool: PlacementGroup) -> N
     group.close()
 
 
-def seat_of(worker: Worker) -> Seat:
+def seat_of(worker: Worker) -> WorkerContext:
     return worker.seat
 
 
@@ -298,7 +298,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(address: str, monkeypat
     assert time.monotonic() - started < 5
 
 
-def broken_factory(seat: Seat) -> None:
+def broken_factory(seat: WorkerContext) -> None:
     raise KeyError("no such thing")
 
 
@@ -321,7 +321,7 @@ def test_ranks_of_one_machine_meet_on_the_loopback_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    store = _store(Seat(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+    store = _store(WorkerContext(0, 1, "127.0.0.1", port), timedelta(seconds=30))
     store.set("a", "b")
     assert [host for host, other, _ in listening([psutil.Process()]) if other == port] == ["127.0.0.1"]
 
@@ -330,7 +330,7 @@ def test_a_port_that_was_taken_before_the_ranks_met_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} of 127.0.0.1, where the ranks meet, has been taken"):
-            _store(Seat(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+            _store(WorkerContext(0, 1, "127.0.0.1", port), timedelta(seconds=30))
 
 
 def listening(processes: list[psutil.Process]) -> Sockets:

@@ -263,7 +263,7 @@ def test_the_pipelined_run_of_zerotir() -> None:
     ours = resolved(config)
     assert ours["clip"] == (0.22, 0.28, 3.0) and ours["kl"] is None and ours["advantage"] == "reinforce_pp_baseline"
     assert (ours["batch"], ours["n"], ours["mini_batch"]) == (128, 16, 128)
-    assert (config.rollout.max_staleness, config.rollout.on_publish) == (2, "finish")
+    assert (config.rollout.max_staleness, config.rollout.on_weight_sync) == (2, "finish")
 
 
 def test_otcs_limit_on_calls_is_its_smoothing() -> None:

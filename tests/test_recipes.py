@@ -1,6 +1,6 @@
 """Every recipe in its smoke form: one process, a tiny model on the transformers engine, real tools, one training step.
 
-Half of the episodes are the engine's own; the other half say what the recipe's codec and reward want to hear, so that
+Half of the episodes are the engine's own; the other half say what the recipe's format and reward want to hear, so that
 there is something to learn.
 """
 
@@ -22,8 +22,8 @@ from tests.sandbox_host import need_bubblewrap
 from tests.tiny import save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Codec, build_codec
+from verl.data.chat import ChatTemplate
+from verl.data.formats.base import ToolCallFormat, build_tool_call_format
 from verl.envs.base import Observation, StepResult
 from verl.envs.shop import ShopEnv, shop_tasks
 from verl.errors import ConfigError
@@ -76,7 +76,7 @@ class PaidErrand(ErrandWithParts):
 class HalfScripted:
     """Seeds that are even get a script's words, others the engine's own."""
 
-    def __init__(self, engine: RolloutEngine, chat: ChatCodec, words: Sequence[str]) -> None:
+    def __init__(self, engine: RolloutEngine, chat: ChatTemplate, words: Sequence[str]) -> None:
         self._engine, self._chat, self._words = engine, chat, words
         self._turns: dict[tuple[int, ...], int] = {}
 
@@ -84,7 +84,7 @@ class HalfScripted:
         return getattr(self._engine, name)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        if sampling.n > 1:  # replies to one prompt
+        if sampling.n > 1:  # responses to one prompt
             own = await self._engine.generate(prompt_ids, sampling)
             return (self._say(self._words[-1]), *own[1:])
         turn, first = divmod(sampling.seed or 0, 1_000_003_007)
@@ -93,16 +93,16 @@ class HalfScripted:
         return (self._say(self._words[min(turn, len(self._words) - 1)]),)
 
     def _say(self, text: str) -> Completion:
-        ids = (*self._chat.reply_ids(text)[0], *(() if text is not self._words[-1] else (self._chat.end_token_id,)))
+        ids = (*self._chat.response_ids(text)[0], *(() if text is not self._words[-1] else (self._chat.end_token_id,)))
         return Completion(ids, (-1.0,) * len(ids), FinishReason.STOP, 0)
 
 
-def pieces(codec: Codec, call: ToolCall) -> list[str]:
+def pieces(tool_call_format: ToolCallFormat, call: ToolCall) -> list[str]:
     """The call as an engine returns it, which stops at each stop string."""
     found: list[str] = []
-    left = codec.render((call,))
+    left = tool_call_format.render((call,))
     while left:
-        stops = codec.stop_strings("".join(found))
+        stops = tool_call_format.stop_strings("".join(found))
         end = min((left.index(each) + len(each) for each in stops if each in left), default=len(left))
         found.append(left[:end])
         left = left[end:]
@@ -179,8 +179,8 @@ def smoke(recipe: str, model: Path, folder: Path, *more: str) -> Config:
 def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_path: Path) -> None:
     paid = (f"env.name={Path(__file__)}:PaidErrand", f"algorithm.name={algorithm}", "algorithm.kl_placement=none")
     config = smoke("artist_tools", model, tmp_path, *paid)
-    codec = build_codec(config.env.codec or "")
-    words = [codec.render((ToolCall("list_products", {}),)), WITHOUT_GOLD["artist_tools"]]
+    tool_call_format = build_tool_call_format(config.env.tool_call_format or "")
+    words = [tool_call_format.render((ToolCall("list_products", {}),)), WITHOUT_GOLD["artist_tools"]]
 
     async def step() -> dict[str, float]:
         try:
@@ -190,7 +190,7 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
 
     with local_trainer(config) as trained:
         rollout = trained.rollouts.rollout
-        object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.codec, words))
+        object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.chat, words))
         if algorithm == "grpo":
             with pytest.raises(ConfigError, match=r"algorithm.name=grpo takes one reward for an episode"):
                 asyncio.run(step())
@@ -211,7 +211,13 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
     answer = N1_ANSWER if recipe == "tool_n1" else NUMBER
     task = Task("t#0", (Message("user", QUESTION),), answer, "smoke")
     last = reward.gold(task, 0) if isinstance(reward, LabReward) else WITHOUT_GOLD[recipe]
-    first = [] if call is None else pieces(build_codec(config.env.codec or "", config.env.codec_options), call)
+    first = (
+        []
+        if call is None
+        else pieces(
+            build_tool_call_format(config.env.tool_call_format or "", config.env.tool_call_format_options), call
+        )
+    )
 
     async def step() -> dict[str, float]:
         try:
@@ -220,7 +226,7 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
             await trained.rollouts.close()
 
     with local_trainer(config) as trained:
-        chat = trained.rollouts.rollout.codec
+        chat = trained.rollouts.rollout.chat
         engine = HalfScripted(trained.rollouts.rollout.engine, chat, [*first, last])
         object.__setattr__(trained.rollouts.rollout, "engine", engine)
         metrics = asyncio.run(step())
@@ -238,4 +244,4 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         others = [each.total for group in trained.groups for each in group.scores]
         assert score.total == max(others) > min(others)
         if call is CODE or call is SEARCH:
-            assert NUMBER in next(turn.replies[0].content for turn in trajectory.turns if turn.replies)
+            assert NUMBER in next(turn.responses[0].content for turn in trajectory.turns if turn.responses)

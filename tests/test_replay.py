@@ -31,24 +31,24 @@ from verl.replay import main, parsed
 from verl.tracking.jsonl import read_rows
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.record import (
-    Lesson,
     Record,
     Recorder,
+    TrainBatch,
     made_by,
     read_record,
     record_path,
     recorded_steps,
     truncate_after,
 )
-from verl.trainer.replay import Replay, find_way, walk
+from verl.trainer.replay import Replay, plan_replay, replay_from
 from verl.types import Sample
 
 STEPS = 3
 
 
-def lively(reply: str, answer: str) -> float:
-    """A reward under which hardly two replies are alike."""
-    return len(set(reply)) / 10
+def lively(response: str, answer: str) -> float:
+    """A reward under which hardly two responses are alike."""
+    return len(set(response)) / 10
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,12 @@ def recorded_run(model: Path, out: Path, *words: str) -> tuple[Config, Path]:
     return config, folder
 
 
-def again(folder: Path, step: int) -> Replay:
+def replay_step(folder: Path, step: int) -> Replay:
     """`verl.trainer.replay.replay` with a rank in this process."""
-    way = find_way(folder, step)
+    way = plan_replay(folder, step)
     asked = read_record(way.records[-1])
     try:
-        return walk(way, asked, restored_config(asked.settings), OneProcess())  # type: ignore[arg-type]
+        return replay_from(way, asked, restored_config(asked.settings), OneProcess())  # type: ignore[arg-type]
     finally:
         gc.collect()
         dist.destroy_process_group()
@@ -85,12 +85,12 @@ def plain_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("step", "start"), [(1, None), (2, None), (3, "step-000002")])
 def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain_run: Path) -> None:
-    way = find_way(plain_run, step)
+    way = plan_replay(plain_run, step)
     assert (way.start.name if way.start else None) == start
-    replayed = again(plain_run, step)
+    replayed = replay_step(plain_run, step)
     told = next(row for row in read_rows(plain_run / "metrics.jsonl") if row["step"] == step)
     assert replayed.differing() == []
-    for name in ("actor/loss", "actor/grad_norm", "engine/gap_mean", "actor/entropy"):
+    for name in ("actor/loss", "actor/grad_norm", "engine/logprob_diff_mean", "actor/entropy"):
         assert replayed.replayed[name] == replayed.recorded[name] == told[name]
     assert replayed.replayed["actor/grad_norm"] > 0
 
@@ -107,7 +107,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
 )
 def test_whatever_the_arithmetic_needs_is_recorded(words: list[str], model: Path, tmp_path: Path) -> None:
     _, folder = recorded_run(model, tmp_path, *words)
-    replayed = again(folder, STEPS)
+    replayed = replay_step(folder, STEPS)
     assert replayed.differing() == [] and replayed.replayed["actor/grad_norm"] > 0
     if "algorithm.name=ppo" in words:
         first, last = (read_record(record_path(folder, step)).metrics["kl/coefficient"] for step in (1, STEPS))
@@ -121,7 +121,7 @@ def test_the_record_alone_counts(plain_run: Path, tmp_path: Path) -> None:
     samples = [replace(record.lesson.samples[0], reward=9.0), *record.lesson.samples[1:]]
     lesson = replace(record.lesson, samples=samples)
     Recorder(tmp_path, record.settings, record.made_by).write(1, lesson, record.metrics)
-    assert {"actor/loss", "actor/grad_norm"} <= set(again(tmp_path, 1).differing())
+    assert {"actor/loss", "actor/grad_norm"} <= set(replay_step(tmp_path, 1).differing())
 
 
 def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog
         record = read_record(record_path(plain_run, step))
         settings = {**record.settings, "actor.optim.lr": 0.5} if step == 1 else record.settings
         Recorder(tmp_path, settings, {**record.made_by, "code": "older"}).write(step, record.lesson, record.metrics)
-    again(tmp_path, 2)
+    replay_step(tmp_path, 2)
     assert "but older in the record: the result may differ" in caplog.text
     assert "actor.optim.lr is 0.5 in step 1, but 0.01 in the record" in caplog.text
 
@@ -160,14 +160,14 @@ def test_a_step_without_a_way_is_refused(
     steps: list[int], step: int, said: str, plain_run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as caught:
-        find_way(copied(plain_run, tmp_path, steps), step)
+        plan_replay(copied(plain_run, tmp_path, steps), step)
     assert said in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_a_damaged_checkpoint_is_gone_around(plain_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = copied(plain_run, tmp_path, [1, 2, 3])
     (folder / "checkpoints" / "step-000002").mkdir(parents=True)
-    way = find_way(folder, 3)
+    way = plan_replay(folder, 3)
     assert way.start is None and len(way.records) == 3 and "checkpoint skipped" in caplog.text
 
 
@@ -200,18 +200,20 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
 
 numbers = st.floats(allow_nan=False, width=64)
 tokens = st.tuples(st.integers(0, 200_000), st.booleans(), numbers | st.just(math.nan))
-of_turns = st.lists(st.tuples(st.integers(0, 9), numbers), max_size=2).map(tuple)
-rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers, of_turns, st.none() | numbers), min_size=1, max_size=5)
+sample_from_turns = st.lists(st.tuples(st.integers(0, 9), numbers), max_size=2).map(tuple)
+rows = st.lists(
+    st.tuples(st.lists(tokens, min_size=1), numbers, sample_from_turns, st.none() | numbers), min_size=1, max_size=5
+)
 
 
 @settings(deadline=None)
 @given(rows, st.none() | numbers)
 def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, Any, float | None]], kl: float) -> None:
     samples = [
-        Sample(*zip(*each, strict=True), number, reward, of_turns)
-        for number, (each, reward, of_turns, _) in enumerate(rows)
+        Sample(*zip(*each, strict=True), number, reward, sample_from_turns)
+        for number, (each, reward, sample_from_turns, _) in enumerate(rows)
     ]
-    lesson = Lesson(samples, [baseline for *_, baseline in rows], kl)
+    lesson = TrainBatch(samples, [baseline for *_, baseline in rows], kl)
     record = Record(7, lesson, {"actor/loss": 0.1, "actor/lr": math.inf}, {"a.b": [1]}, {"code": "x"})
     with TemporaryDirectory() as folder:
         Recorder(Path(folder), record.settings, record.made_by).write(7, lesson, record.metrics)
@@ -219,7 +221,12 @@ def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, Any,
 
 
 def test_a_configuration_comes_back_from_its_settings(model: Path, tmp_path: Path) -> None:
-    words = ["env.tools=[calculator,{name: python}]", "env.name=tool", "env.codec=hermes", "algorithm.name=kl_cov"]
+    words = [
+        "env.tools=[calculator,{name: python}]",
+        "env.name=tool",
+        "env.tool_call_format=hermes",
+        "algorithm.name=kl_cov",
+    ]
     config = load_config([*run_words(model, tmp_path, "hf", 1), *words, "algorithm.options.share=0.3"])
     assert restored_config(json.loads(json.dumps(flattened(asdict(config))))) == config
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.codecs.base import CODECS, build_codec
+from verl.data.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import REWARDS, build_reward
 from verl.utils.reward_score.math import math_correct, same_answer
@@ -187,13 +187,13 @@ def test_a_long_response_is_scored_in_less_than_a_second(name: str) -> None:
     assert not slow
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_a_long_response_is_read_in_less_than_a_second(name: str) -> None:
-    codec = build_codec(name)
+    tool_call_format = build_tool_call_format(name)
     slow = {}
     for kind, text in LONG.items():
         began = time.process_time()
-        codec.parse(text)
+        tool_call_format.parse(text)
         if (took := time.process_time() - began) > 1.0:
             slow[kind] = took
     assert not slow

@@ -1,4 +1,4 @@
-"""Rewards beside the published functions: totals that those gave for the same replies, over whole grids of replies.
+"""Rewards beside the published functions: totals that those gave for the same responses, over whole grids of responses.
 
 tests/parity/*.json hold what NVlabs' (Tool-N1 at f9b4849) and Search-R1's (at a14dc3a) reward functions returned for
 the cases below, in their order: for each a digit, the place of the total among `values`; null where it raised.
@@ -64,17 +64,17 @@ def published(name: str, variant: str) -> list[float | None]:
 
 
 def tool_n1_cases() -> list[tuple[str, str]]:
-    """(reply, gold answer)"""
+    """(response, gold answer)"""
     cases = product(GOLDS, THOUGHTS, WRAPS, BLOCKS)
     return [(thought + wrap.format(block), gold) for gold, thought, wrap, block in cases]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tool_n1(version: str) -> None:
-    for (reply, gold), expected in zip(tool_n1_cases(), published("tool_n1", version), strict=True):
+    for (response, gold), expected in zip(tool_n1_cases(), published("tool_n1", version), strict=True):
         if expected is not None:
-            ours = total("tool_n1", episode(task(gold), reply), version=version)
-            assert ours == pytest.approx(expected), (reply, gold)
+            ours = total("tool_n1", episode(task(gold), response), version=version)
+            assert ours == pytest.approx(expected), (response, gold)
 
 
 GOLD_ANSWERS = ["Paris", "City of Light"]
@@ -113,7 +113,7 @@ def observed(turn: str) -> str:
 
 def played(turns: list[str]) -> Trajectory:
     told = episode(task(json.dumps(GOLD_ANSWERS)), *turns)
-    shown = [replace(turn, replies=(Message("tool", observed(turn.message.content)),)) for turn in told.turns[:-1]]
+    shown = [replace(turn, responses=(Message("tool", observed(turn.message.content)),)) for turn in told.turns[:-1]]
     return replace(told, turns=(*shown, told.turns[-1]))
 
 

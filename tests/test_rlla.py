@@ -20,7 +20,7 @@ from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 from verl.utils.reward_score import build_reward
 from verl.utils.reward_score.lab import as_trajectory
-from verl.utils.reward_score.parsing import final_turn, matches_shape, render_reply, shape_of
+from verl.utils.reward_score.parsing import final_turn, matches_shape, render_response, shape_of
 from verl.utils.reward_score.rlla import (
     RllaOptions,
     _warn_of_strictmatch,
@@ -33,7 +33,7 @@ from verl.utils.reward_score.rlla import (
 A = {"name": "A", "parameters": {"p": 1, "q": "z"}}
 B: dict[str, Any] = {"name": "B", "parameters": {}}
 C = {"name": "C", "parameters": {"x": 1}}
-GOLD = render_reply("t", [A, B])
+GOLD = render_response("t", [A, B])
 DEFAULT = RllaOptions()
 VARIANTS = {
     "default": DEFAULT,
@@ -44,37 +44,37 @@ VARIANTS = {
 STEPS = (0, 1, 29, 30, 75, 104, 105, 149, 150, 151, 400)
 
 
-def score(reply: str, answer: str = GOLD, step: int = 0, options: RllaOptions = DEFAULT) -> float:
-    return compute_score(reply, answer, step, options)[0]
+def score(response: str, answer: str = GOLD, step: int = 0, options: RllaOptions = DEFAULT) -> float:
+    return compute_score(response, answer, step, options)[0]
 
 
 # S_max = 1 + (1 + 2) + (1 + 0) = 5; total = 1 + 6 * points / 5 - 3
 @pytest.mark.parametrize(
-    ("reply", "default", "refined", "intermediate", "coarse"),
+    ("response", "default", "refined", "intermediate", "coarse"),
     [
-        (render_reply("t", [A, B]), 4.0, 4.0, 4.0, 4.0),
-        (render_reply("t", [{"name": "A", "parameters": {"q": "z", "p": 1}}, B]), 4.0, 4.0, 4.0, 4.0),
-        (render_reply("t", [B, A]), 4.0, 2.8, 4.0, -2.0),
-        (render_reply("t", [{"name": "A", "parameters": {"p": 2, "q": "z"}}, B]), 2.8, 2.8, 2.0, -2.0),
-        (render_reply("t", [A]), 2.2, 1.6, 1.0, -2.0),
-        (render_reply("t", [A, B, C]), 3.6, 2.8, 1 + 6 * (2 / 3 + 2) / 3 - 3, -2.0),
-        (render_reply("t", [A, {"name": "B", "parameters": {"s": 1}}]), 2.8, 2.8, 2.0, -2.0),
+        (render_response("t", [A, B]), 4.0, 4.0, 4.0, 4.0),
+        (render_response("t", [{"name": "A", "parameters": {"q": "z", "p": 1}}, B]), 4.0, 4.0, 4.0, 4.0),
+        (render_response("t", [B, A]), 4.0, 2.8, 4.0, -2.0),
+        (render_response("t", [{"name": "A", "parameters": {"p": 2, "q": "z"}}, B]), 2.8, 2.8, 2.0, -2.0),
+        (render_response("t", [A]), 2.2, 1.6, 1.0, -2.0),
+        (render_response("t", [A, B, C]), 3.6, 2.8, 1 + 6 * (2 / 3 + 2) / 3 - 3, -2.0),
+        (render_response("t", [A, {"name": "B", "parameters": {"s": 1}}]), 2.8, 2.8, 2.0, -2.0),
         ("<think> t </think>\n<tool_call>\n{bad\n</tool_call>", -2.0, -2.0, -2.0, -2.0),
         ("<think> t </think>\n<tool_call>\n\n</tool_call>", -2.0, -2.0, -2.0, -2.0),
         ("no tags", -3.0, -3.0, -3.0, -3.0),
         ("", -3.0, -3.0, -3.0, -3.0),
     ],
 )
-def test_worked_numbers(reply: str, default: float, refined: float, intermediate: float, coarse: float) -> None:
+def test_worked_numbers(response: str, default: float, refined: float, intermediate: float, coarse: float) -> None:
     wanted = (default, refined, intermediate, coarse)
-    got = [score(reply, options=options) for options in VARIANTS.values()]
+    got = [score(response, options=options) for options in VARIANTS.values()]
     assert got == pytest.approx(wanted, abs=1e-12)
 
 
 def test_key_that_does_not_overlap_earns_the_name_only() -> None:
-    gold = render_reply("t", [{"name": "A", "parameters": {"p": 1}}])
+    gold = render_response("t", [{"name": "A", "parameters": {"p": 1}}])
     # S_max = 3: name 1 point, keys disjoint 0, value 0
-    assert score(render_reply("t", [{"name": "A", "parameters": {"r": 1}}]), gold) == pytest.approx(1 + 6 / 3 - 3)
+    assert score(render_response("t", [{"name": "A", "parameters": {"r": 1}}]), gold) == pytest.approx(1 + 6 / 3 - 3)
 
 
 def test_a_space_for_the_newline_costs_the_format_point_alone() -> None:
@@ -87,27 +87,31 @@ def test_blank_line_between_calls_is_the_minimum() -> None:
 
 def test_a_name_that_is_no_text_fails_only_where_toolrl_compares_it_as_a_key() -> None:
     """Refined names are compared as lists, which any value survives; multisets need values that can be hashed."""
-    gold, odd = render_reply("t", [A]), {"name": ["x"], "parameters": {}}
-    reply = render_reply("t", [A, odd])
-    assert score(reply, gold) == -2.0
-    assert score(reply, gold, options=VARIANTS["refined"]) == pytest.approx(1 + 6 * (0 + 1 + 2) / 4 - 3)
+    gold, odd = render_response("t", [A]), {"name": ["x"], "parameters": {}}
+    response = render_response("t", [A, odd])
+    assert score(response, gold) == -2.0
+    assert score(response, gold, options=VARIANTS["refined"]) == pytest.approx(1 + 6 * (0 + 1 + 2) / 4 - 3)
 
 
 def test_greedy_and_optimal_matching_part_ways() -> None:
     first, second = {"name": "A", "parameters": {"p": 1, "q": 2}}, {"name": "A", "parameters": {"p": 1}}
-    gold = render_reply("t", [second, first])
+    gold = render_response("t", [second, first])
     # Greedy: `second` takes the first prediction at 0.5 + 1 (a tie would be needed to leave it), `first` gets the rest.
-    reply = render_reply("t", [{"name": "A", "parameters": {"p": 1, "q": 2}}, {"name": "A", "parameters": {"p": 3}}])
+    response = render_response(
+        "t", [{"name": "A", "parameters": {"p": 1, "q": 2}}, {"name": "A", "parameters": {"p": 3}}]
+    )
     greedy = 1 + (0.5 + 1) + 0.5  # names, second with the first prediction, first with the second one
     optimal = 1 + 1 + 3  # second with {"p": 3}: key 1, value 0; first with its equal: 1 + 2
-    assert score(reply, gold) == pytest.approx(1 + 6 * greedy / 6 - 3)
-    assert score(reply, gold, options=RllaOptions(matching="optimal")) == pytest.approx(1 + 6 * optimal / 6 - 3)
+    assert score(response, gold) == pytest.approx(1 + 6 * greedy / 6 - 3)
+    assert score(response, gold, options=RllaOptions(matching="optimal")) == pytest.approx(1 + 6 * optimal / 6 - 3)
 
 
 def test_refined_ignores_order_is_the_papers_set_equality() -> None:
     options = RllaOptions(refined=True, refined_ignores_order=True)
-    assert score(render_reply("t", [B, A]), options=options) == 4.0
-    assert score(render_reply("t", [A]), options=options) == score(render_reply("t", [A]), options=VARIANTS["refined"])
+    assert score(render_response("t", [B, A]), options=options) == 4.0
+    assert score(render_response("t", [A]), options=options) == score(
+        render_response("t", [A]), options=VARIANTS["refined"]
+    )
 
 
 # Published schedule: step -> (format high, format low, correctness high)
@@ -150,28 +154,28 @@ def test_clamped_reward_schedule_is_symmetric_and_ends() -> None:
 
 
 def test_length_counts_the_words_of_the_last_thought() -> None:
-    reply = render_reply("w " * 128, [A, B])
-    assert compute_score(reply, GOLD, 0, RllaOptions(with_length=True)) == (4.25, 1.0, 3.0, 0.25)
+    response = render_response("w " * 128, [A, B])
+    assert compute_score(response, GOLD, 0, RllaOptions(with_length=True)) == (4.25, 1.0, 3.0, 0.25)
     assert compute_score("no thought", GOLD, 0, RllaOptions(with_length=True))[3] == 0.0
-    assert compute_score(render_reply("w " * 9999, [A]), GOLD, 0, RllaOptions(with_length=True))[3] == 1.0
+    assert compute_score(render_response("w " * 9999, [A]), GOLD, 0, RllaOptions(with_length=True))[3] == 1.0
 
 
 def test_schedule_length_alone_switches_the_length_reward_on() -> None:
-    reply = render_reply("w " * 192, [A, B])
-    assert compute_score(reply, GOLD, 0, RllaOptions.from_env({"SCHEDULELENGTH": "1"}))[3] == 0.5
+    response = render_response("w " * 192, [A, B])
+    assert compute_score(response, GOLD, 0, RllaOptions.from_env({"SCHEDULELENGTH": "1"}))[3] == 0.5
 
 
 def test_unwanted_call_penalty() -> None:
-    gold = render_reply("t", response="hello")
-    calling = render_reply("t", [A], "hello")
+    gold = render_response("t", response="hello")
+    calling = render_response("t", [A], "hello")
     smuggled = gold.replace("hello", "<tool_call>\n{}\n</tool_call>")
     assert (score(calling, gold), score(smuggled, gold)) == (0.0, 1.0)
     penalised = RllaOptions(unwanted_call_penalty=2.0)
-    assert [score(reply, gold, options=penalised) for reply in (calling, smuggled, gold)] == [-2.0, -1.0, 1.0]
+    assert [score(response, gold, options=penalised) for response in (calling, smuggled, gold)] == [-2.0, -1.0, 1.0]
     musing = gold.replace(" t ", " no <tool_call> needed ")
     assert score(musing, gold, options=penalised) == 1.0
     dodges = [f"<tool_call>\n{{}}\n</tool_call>{gold}", "<tool_call>{}</tool_call></think>", "<think> <tool_call>{}"]
-    assert [score(reply, gold, options=penalised) for reply in dodges] == [-2.0, -2.0, -2.0]
+    assert [score(response, gold, options=penalised) for response in dodges] == [-2.0, -2.0, -2.0]
 
 
 def test_the_assistants_turn_is_found_from_the_markers() -> None:
@@ -208,7 +212,7 @@ def test_data_error_names_the_task() -> None:
 
 
 def test_published_scores() -> None:
-    """800 replies scored by ToolRL's published code, all variants and both chat templates."""
+    """800 responses scored by ToolRL's published code, all variants and both chat templates."""
     with gzip.open(real_data("parity", "reward_cases.json.gz"), "rt") as file:
         cases = json.load(file)
     assert len(cases) == 800
@@ -234,12 +238,12 @@ pieces = st.sampled_from(
 def answers(draw: st.DrawFn) -> str:
     made = draw(st.lists(calls, min_size=1, max_size=4))
     kind = draw(st.integers(0, 5))
-    return render_reply("t", made if kind < 4 else None, "r" if kind >= 3 else None)
+    return render_response("t", made if kind < 4 else None, "r" if kind >= 3 else None)
 
 
 @st.composite
-def replies(draw: st.DrawFn, answer: str) -> str:
-    """Near misses of the answer's calls in a reply whose pieces were dropped, doubled or put in the wrong place."""
+def responses(draw: st.DrawFn, answer: str) -> str:
+    """Near misses of the answer's calls in a response whose pieces were dropped, doubled or put in the wrong place."""
     made = draw(st.lists(calls | oddities, max_size=5))
     if "<tool_call>\n" in answer:
         gold = [json.loads(line) for line in answer.split("<tool_call>\n")[1].split("\n</tool_call>")[0].split("\n")]
@@ -255,14 +259,14 @@ def replies(draw: st.DrawFn, answer: str) -> str:
 
 
 @settings(max_examples=500)
-@given(answers().flatmap(lambda answer: st.tuples(st.just(answer), replies(answer))), st.integers(0, 2**8 - 1))
+@given(answers().flatmap(lambda answer: st.tuples(st.just(answer), responses(answer))), st.integers(0, 2**8 - 1))
 def test_equals_the_plain_telling(said: tuple[str, str], bits: int) -> None:
-    """At every step another set of toggles; drawing a reply costs more than scoring it."""
-    answer, reply = said
+    """At every step another set of toggles; drawing a response costs more than scoring it."""
+    answer, response = said
     for number, step in enumerate(STEPS):
         on = {name for place, name in enumerate(TOGGLES[:-1]) if (bits + 37 * number) >> place & 1}
-        got = compute_score(reply, answer, step, RllaOptions.from_env(dict.fromkeys(on, "1")))
-        assert got == pytest.approx(oracle_score(reply.strip(), answer, step, on), abs=1e-9)
+        got = compute_score(response, answer, step, RllaOptions.from_env(dict.fromkeys(on, "1")))
+        assert got == pytest.approx(oracle_score(response.strip(), answer, step, on), abs=1e-9)
 
 
 json_values = st.recursive(
@@ -275,9 +279,9 @@ anything = st.text(st.characters()) | json_values.map(json.dumps) | st.lists(pie
 
 @settings(max_examples=500, deadline=None)
 @given(anything, anything, st.booleans(), st.sampled_from([*VARIANTS.values(), RllaOptions(matching="optimal")]))
-def test_no_reply_raises(head: str, body: str, wrapped: bool, options: RllaOptions) -> None:
-    reply = f"<think>{head}</think>\n<tool_call>\n{body}\n</tool_call>" if wrapped else head + body
-    total, *parts = compute_score(reply, GOLD, 0, options)
+def test_no_response_raises(head: str, body: str, wrapped: bool, options: RllaOptions) -> None:
+    response = f"<think>{head}</think>\n<tool_call>\n{body}\n</tool_call>" if wrapped else head + body
+    total, *parts = compute_score(response, GOLD, 0, options)
     assert -3.0 <= total <= 4.0 and total == pytest.approx(sum(parts))
 
 

@@ -32,20 +32,20 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
-from verl.trainer.collection import Collection, NoSignalError
-from verl.trainer.depth import Depth
+from verl.trainer.collection import NoSignalError, StepGroups
+from verl.trainer.depth import LookaheadController
 from verl.trainer.experience import Experience
-from verl.trainer.fit import Fit
+from verl.trainer.loop import TrainingRun
 from verl.trainer.metrics import Metrics
-from verl.trainer.policy import Policy, ScoringLayout
+from verl.trainer.policy import Policy, ScoringBatch
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.record import Lesson, Recorder
-from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
-from verl.trainer.weights import Publisher
+from verl.trainer.record import Recorder, TrainBatch
+from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.trainer.weights import WeightSync
 from verl.types import Message, Sample, Task, TrajectoryGroup
 
 TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]
-DYNAMIC = replace(DAPO, overlong=None, max_draws=3)
+DYNAMIC = replace(DAPO, overlong=None, max_resample_rounds=3)
 
 
 @dataclass
@@ -75,12 +75,12 @@ class Latent:
         """Nothing to end."""
 
 
-def rollouts(engine: Latent, algorithm: Any, cursor: TaskCursor | None = None, **of: Any) -> Rollouts:
-    settings = RolloutSettings(rollouts_per_prompt=2, max_fault_share=1.0, **of)
-    return Rollouts(settings, algorithm, TaskStream([TASKS], cursor=cursor), engine)  # type: ignore[arg-type]
+def rollouts(engine: Latent, algorithm: Any, cursor: TaskCursor | None = None, **of: Any) -> RolloutManager:
+    settings = RolloutManagerConfig(rollouts_per_prompt=2, max_fault_share=1.0, **of)
+    return RolloutManager(settings, algorithm, TaskStream([TASKS], cursor=cursor), engine)  # type: ignore[arg-type]
 
 
-async def steps(source: Rollouts, first: int, last: int) -> list[Collection]:
+async def steps(source: RolloutManager, first: int, last: int) -> list[StepGroups]:
     """What each step took; a step that had nothing is left out."""
     taken = []
     for step in range(first, last):
@@ -111,8 +111,8 @@ def test_staleness_is_bounded_and_nothing_is_lost_or_trained_twice(
     of = {"prompts_per_step": prompts, "max_staleness": staleness, "max_reuse": reuse}
     chance = random.Random(seed)
 
-    async def killed_half_way() -> tuple[list[Collection], list[tuple[int, int]], list[int]]:
-        taken: list[Collection] = []
+    async def killed_half_way() -> tuple[list[StepGroups], list[tuple[int, int]], list[int]]:
+        taken: list[StepGroups] = []
         begun: list[tuple[int, int]] = []
         state: dict[str, Any] | None = None
         step = 0
@@ -134,7 +134,7 @@ def test_staleness_is_bounded_and_nothing_is_lost_or_trained_twice(
         return taken, begun, pending
 
     taken, begun, pending = asyncio.run(killed_half_way())
-    assert all(0 <= age <= staleness for each in taken for age in each.ages)
+    assert all(0 <= age <= staleness for each in taken for age in each.staleness)
     times = Counter(seed for each in taken for seed in seeds(each.kept))
     drawn = Counter(seed for each in taken for seed in seeds(each.drawn))
     assert max(times.values(), default=0) <= reuse and max(drawn.values(), default=0) <= 1
@@ -160,7 +160,7 @@ def test_without_staleness_it_is_the_plain_loop() -> None:
         for step in range(4):
             collected = await source.take(step)
             assert seeds(collected.kept) == await plain(theirs, step, stream)
-            assert ours.begun == theirs.begun and collected.ages == [0, 0, 0]
+            assert ours.begun == theirs.begun and collected.staleness == [0, 0, 0]
             assert source.state()["pending"] == []
 
     asyncio.run(both())
@@ -189,20 +189,20 @@ def test_prompts_begin_further_ahead_only_while_steps_wait(turns: int, depths: l
                 await asyncio.sleep(0)
 
         ticking = asyncio.create_task(tick())
-        depths, ages = [], []
+        depths, staleness = [], []
         for step in range(18):
             collected = await source.take(step)
             depths.append(int(collected.staleness_metrics()["staleness/depth"]))
-            ages.append(max(collected.ages))
+            staleness.append(max(collected.staleness))
             for _ in range(30):
                 await asyncio.sleep(0)
         ticking.cancel()
         await source.close()
-        return depths, ages
+        return depths, staleness
 
-    told, ages = asyncio.run(trained())
+    told, staleness = asyncio.run(trained())
     assert told == depths
-    assert max(ages) == ages[-1] == depths[-1]  # no sample is older than it has to be
+    assert max(staleness) == staleness[-1] == depths[-1]  # no sample is older than it has to be
 
 
 @pytest.mark.parametrize(("staleness", "reuse", "depth"), [(1, 2, 0), (2, 2, 1), (3, 2, 1), (3, 3, 1)])
@@ -232,22 +232,22 @@ def test_what_begins_ahead_is_still_young_enough_to_be_used_again(staleness: int
 
 
 def test_a_depth_is_judged_over_what_is_in_flight_once_what_it_added_has_had_its_turn() -> None:
-    depth, told = Depth(most=3), []
+    depth, told = LookaheadController(most=3), []
     for step, waited in enumerate((10, 0.5, 0.6, 5, 5, 0.3, 0.3, 0.3, 0.1, 0.4, 0.7)):  # of ten seconds
-        depth.saw(step, waited, 10.0 * step)
+        depth.update(step, waited, 10.0 * step)
         told.append(depth.now)
     # The first cannot but wait, 1 and 2 do so 5.5 % of their time, 3 and 4 began one step ahead, the others wait less.
     assert told == [1, 1, *[2] * 9]
-    assert Depth(most=0).now == 0
+    assert LookaheadController(most=0).now == 0
 
 
 def test_a_depth_that_spares_no_waiting_is_taken_back() -> None:
-    depth = Depth(most=3)
+    depth = LookaheadController(most=3)
 
     def over(steps: range, share: float) -> list[int]:
         told = []
         for step in steps:
-            depth.saw(step, 10 * share, 10.0 * step)
+            depth.update(step, 10 * share, 10.0 * step)
             told.append(depth.now)
         return told
 
@@ -326,7 +326,7 @@ class AsksTheLoop:
 
     end_publication = begin_publication
 
-    def laid_out(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -337,8 +337,8 @@ class AsksTheLoop:
 def test_episodes_are_answered_while_ranks_publish() -> None:
     async def published() -> None:
         policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
-        publisher = Publisher(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
-        assert await publisher.publish(1) == 0.0 and policy.asked == 3
+        weight_sync = WeightSync(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
+        assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
 
     asyncio.run(published())
 
@@ -381,17 +381,17 @@ def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
     assert asked == [None] * 4
 
 
-@pytest.mark.parametrize("on_publish", ["continue", "finish", "abort_and_retry"])
-def test_a_training_whose_rollouts_go_on_while_it_learns(on_publish: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_weight_sync", ["continue", "finish", "abort_and_retry"])
+def test_a_training_whose_rollouts_go_on_while_it_learns(on_weight_sync: str, tmp_path: Path) -> None:
     words = [
         *run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1),
         "rollout.max_staleness=1",
-        f"rollout.on_publish={on_publish}",
+        f"rollout.on_weight_sync={on_weight_sync}",
     ]
     config = load_config([*words, "data.train_batch_size=2", "rollout.n=2", "data.max_response_length=6"])
 
     async def train(trained: PPOTrainer) -> list[dict[str, float]]:
-        await trained.publisher.publish(0)
+        await trained.weight_sync.sync(0)
         try:
             return [await trained.train_step() for _ in range(4)]
         finally:
@@ -424,12 +424,12 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             return super().latest(hashes)
 
     class Patient(Recorder):
-        def write(self, step: int, lesson: Lesson, metrics: Mapping[str, float]) -> None:
+        def write(self, step: int, lesson: TrainBatch, metrics: Mapping[str, float]) -> None:
             wait("recording")
             super().write(step, lesson, metrics)
 
     class Slow(Policy):
-        def score(self, layout: ScoringLayout) -> list[Tensor]:
+        def score(self, layout: ScoringBatch) -> list[Tensor]:
             wait("scoring")
             return super().score(layout)
 
@@ -437,7 +437,7 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             wait("learning")
             return super().update(experience, algorithm)
 
-    async def run(fit: Fit) -> None:
+    async def run(fit: TrainingRun) -> None:
         async def turn() -> None:
             while True:
                 turned.set()
@@ -450,7 +450,7 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
     with local_trainer(config) as trained:
         policy = Slow(trained.learner.policy.workers, trained.learner.policy.packing)
         trained.learner.policy = policy
-        trained.publisher = replace(trained.publisher, policy=policy)
+        trained.weight_sync = replace(trained.weight_sync, policy=policy)
         recorder = Patient(tmp_path / "run", {}, {})
         fit = local_fit(trained, config, CollapseWatch(), recorder)
         fit.store = Store(tmp_path / "run" / "checkpoints", 2, 0)

@@ -13,7 +13,7 @@ import pytest
 from tests.test_chat import TEMPLATES, with_template
 from tests.tiny import MINI, save_tiny_model
 from verl.config.load import load_config
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.lengths import RowPolicy, fitting, read_tasks
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.bfcl_tasks import bfcl_tasks
@@ -23,14 +23,14 @@ from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnv
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer, ScoringPool
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_generation
 from verl.trainer.build import interaction_of, load_inputs
-from verl.trainer.build_env import build_interaction, opening_of
+from verl.trainer.build_env import build_interaction, prompt_fn
 from verl.trainer.preflight import check_reward
 from verl.trainer.validate import Validator
 from verl.types import Task
@@ -61,11 +61,11 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatCodec:
+def chat() -> ChatTemplate:
     return with_template((TEMPLATES / "qwen2.5.jinja").read_text())
 
 
-def interaction(chat: ChatCodec, *words: str) -> Interaction | None:
+def interaction(chat: ChatTemplate, *words: str) -> EpisodeRunner | None:
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]", *words])
     return build_interaction(config.env, config.sandbox, chat, 10_000, 10_000, config.data.prompt_template)
 
@@ -113,9 +113,9 @@ def test_an_unknown_reward_is_an_error_with_its_row(name: str, said: str, tmp_pa
     assert said in str(caught.value)
 
 
-def test_rewards_within_a_group_are_shaped_by_the_rows_own(chat: ChatCodec) -> None:
+def test_rewards_within_a_group_are_shaped_by_the_rows_own(chat: ChatTemplate) -> None:
     """OTC's reward remembers the fewest calls of a question; each reward has a memory of its own."""
-    engine = ScriptedEngine(lambda _, number: chat.reply_ids(BOXED)[0])
+    engine = ScriptedEngine(lambda _, number: chat.response_ids(BOXED)[0])
     rewards = build_rewards("otc_grpo", {"answers": "math"})
     rollout = GroupRollout(engine, chat, DirectScorer(rewards), Sampling(64))
     lone, own = (asyncio.run(rollout.run(each, 2, 0)) for each in (task(reward="math"), task()))
@@ -127,8 +127,8 @@ def test_rewards_within_a_group_are_shaped_by_the_rows_own(chat: ChatCodec) -> N
     assert (shaped.rewards, states) == (expected, {"other": {"kept": 1}, "otc_grpo": state}) and state
 
 
-def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str, chat: ChatCodec) -> None:
-    engine = ScriptedEngine(lambda _, number: chat.reply_ids(BOXED)[0])
+def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str, chat: ChatTemplate) -> None:
+    engine = ScriptedEngine(lambda _, number: chat.response_ids(BOXED)[0])
     rewards = build_rewards("math")
     tasks = [task(), task(reward="torl", reward_model={"ground_truth": "5"}), task(reward=mine, data_source="mine")]
     found = asyncio.run(
@@ -162,26 +162,26 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
 # --- environments
 
 
-def test_a_row_of_an_environment_needs_a_codec(tmp_path: Path) -> None:
+def test_a_row_of_an_environment_needs_a_format(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(env="shop"))
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
-    with pytest.raises(DataError, match=r"row 1, field 'env': 'shop' needs env.codec"):
+    with pytest.raises(DataError, match=r"row 1, field 'env': 'shop' needs env.tool_call_format"):
         load_inputs(load_config(words))
     path = write(tmp_path / "rows.jsonl", row(env="single_turn"))
     assert len(load_inputs(load_config(words)).train[0]) == 1
 
 
-def test_rows_play_in_the_environment_that_they_name(chat: ChatCodec) -> None:
-    """One file: a tool's episode, one reply, and a shop that judges itself."""
-    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.codec=hermes")
+def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None:
+    """One file: a tool's episode, one response, and a shop that judges itself."""
+    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     shop = shop_tasks()[0]
     envs = [type(setting.envs(each)) for each in (task(), task(env="tool"), task(env="single_turn"), shop)]
     assert envs == [ToolEnv, ToolEnv, SingleTurnEnv, ShopEnv]
-    prompt_ids = opening_of(setting, chat)
+    prompt_ids = prompt_fn(setting, chat)
     shown = [chat.tokenizer.decode(prompt_ids(each)) for each in (task(), task(env="single_turn"))]
     assert ["calculator" in text for text in shown] == [True, False]
-    engine = ScriptedEngine(lambda _, number: (*chat.reply_ids("I am done.")[0], chat.end_token_id))
+    engine = ScriptedEngine(lambda _, number: (*chat.response_ids("I am done.")[0], chat.end_token_id))
     rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
 
     async def play() -> list[Any]:
@@ -205,11 +205,13 @@ def test_rows_play_in_the_environment_that_they_name(chat: ChatCodec) -> None:
     ],
 )
 def test_unusable_environments_are_errors_with_their_row(
-    more: dict[str, Any], field: str, said: str, chat: ChatCodec, tmp_path: Path
+    more: dict[str, Any], field: str, said: str, chat: ChatTemplate, tmp_path: Path
 ) -> None:
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
-        fitting(tasks, opening_of(interaction(chat, "env.codec=hermes"), chat), RowPolicy(10_000), tasks.report)
+        fitting(
+            tasks, prompt_fn(interaction(chat, "env.tool_call_format=hermes"), chat), RowPolicy(10_000), tasks.report
+        )
     assert caught.value.field == field and said in str(caught.value)
 
 
@@ -220,10 +222,14 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
         for more in ({"env": "single_turn"}, {"env": "single_turn", "reward": "math"})
     ]
     for each, refused in zip(rows, (True, False), strict=True):
-        words = [f"data.train_files=[{write(tmp_path / 'rows.jsonl', each)}]", "env.name=shop", "env.codec=hermes"]
+        words = [
+            f"data.train_files=[{write(tmp_path / 'rows.jsonl', each)}]",
+            "env.name=shop",
+            "env.tool_call_format=hermes",
+        ]
         config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
         chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-        prompt_ids = opening_of(interaction_of(config, chat), chat, config.reward.name)
+        prompt_ids = prompt_fn(interaction_of(config, chat), chat, config.reward.name)
         if refused:
             with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
                 prompt_ids(to_task(each, "x#0"))
@@ -231,7 +237,9 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
             assert prompt_ids(to_task(each, "x#0"))
 
 
-def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(chat: ChatCodec, tmp_path: Path) -> None:
+def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(
+    chat: ChatTemplate, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "class Plain:\n    def __init__(self, task):\n        pass\n\n"
@@ -239,7 +247,7 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(cha
         "class Judging(Plain):\n    async def judge(self):\n        return None\n"
     )
     for name, refused in (("Plain", True), ("Judging", False)):
-        prompt_ids = opening_of(interaction(chat, f"env.name={mine}:{name}", "env.codec=toolrl"), chat, "env")
+        prompt_ids = prompt_fn(interaction(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), chat, "env")
         if refused:
             with pytest.raises(DataError, match="Plain does not judge; expected an environment that does"):
                 prompt_ids(task())
@@ -249,21 +257,23 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(cha
 
 @pytest.mark.parametrize("more", [{"reward": "no_such"}, {"env": "no_such"}])
 def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
-    more: dict[str, Any], chat: ChatCodec, tmp_path: Path
+    more: dict[str, Any], chat: ChatTemplate, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "rows.jsonl", *[row()] * 99, row(**more))
     with pytest.raises(DataError, match=r"rows.jsonl, row 99, field '(reward|env)'.*no_such"):
         read_tasks(
-            source, opening_of(interaction(chat, "env.codec=toolrl"), chat), RowPolicy(10_000, max_bad_share=1.0)
+            source,
+            prompt_fn(interaction(chat, "env.tool_call_format=toolrl"), chat),
+            RowPolicy(10_000, max_bad_share=1.0),
         )
 
 
 # --- tools
 
 
-def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatCodec) -> None:
-    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.codec=hermes")
-    prompt_ids = opening_of(setting, chat)
+def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatTemplate) -> None:
+    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
+    prompt_ids = prompt_fn(setting, chat)
     told = {**CALCULATOR, "description": "Adds up."}
     text = chat.tokenizer.decode(prompt_ids(task(tools=[told])))
     assert "Adds up." in text and text.count('"name": "calculator"') == 1  # in the row's words
@@ -273,13 +283,13 @@ def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatCodec) -> 
         prompt_ids(task(tools=[{"name": "calculator", "parameters": {"properties": {"sum": {}}}}]))
 
 
-def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatCodec) -> None:
+def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatTemplate) -> None:
     scenario = bfcl_tasks()[0]
-    prompt_ids = opening_of(interaction(chat, "env.name=bfcl", "env.codec=hermes"), chat)
+    prompt_ids = prompt_fn(interaction(chat, "env.name=bfcl", "env.tool_call_format=hermes"), chat)
     assert len(prompt_ids(scenario)) > 100
     with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.name=bfcl does not offer"):
         prompt_ids(replace(scenario, tools=task(tools=[{"name": "clock"}]).tools))
-    setting = interaction(chat, "env.name=bfcl", "env.codec=hermes")
+    setting = interaction(chat, "env.name=bfcl", "env.tool_call_format=hermes")
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     opening = setting.envs.known_opening(scenario)
     assert opening is not None and prompt_ids(replace(scenario, tools=opening.tools)) == prompt_ids(scenario)
@@ -289,7 +299,7 @@ def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatCodec) -
         prompt_ids(replace(scenario, tools=opening.tools[1:]))
 
 
-def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatCodec, tmp_path: Path) -> None:
+def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTemplate, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
         "from verl.envs.base import Observation, StepResult\n"
         "class Late:\n"
@@ -298,30 +308,34 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatCod
         "    async def step(self, message):\n        return StepResult(done=True)\n"
         "    async def close(self):\n        pass\n"
     )
-    setting = interaction(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.codec=hermes")
-    engine = ScriptedEngine(lambda *_: (*chat.reply_ids(BOXED)[0], chat.end_token_id))
+    setting = interaction(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.tool_call_format=hermes")
+    engine = ScriptedEngine(lambda *_: (*chat.response_ids(BOXED)[0], chat.end_token_id))
     rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
     assert asyncio.run(rollout.run(task(), 1, 0)).rewards == (1.0,)
     refused = asyncio.run(rollout.run(task(tools=[CALCULATOR]), 1, 0))
     assert not refused.scores and "'tools': lists 'calculator', which" in refused.faults[0]
 
 
-def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatCodec) -> None:
+def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatTemplate) -> None:
     setting = interaction(chat, "recipe=torl", "sandbox.isolation=none")
-    with pytest.raises(DataError, match=r"'tools': cannot be listed: env.codec writes calls of one tool alone"):
-        opening_of(setting, chat)(task(tools=[CALCULATOR]))
+    with pytest.raises(
+        DataError, match=r"'tools': cannot be listed: env.tool_call_format writes calls of one tool alone"
+    ):
+        prompt_fn(setting, chat)(task(tools=[CALCULATOR]))
 
 
-@pytest.mark.parametrize("words", [("env.codec=hermes",), ()])
+@pytest.mark.parametrize("words", [("env.tool_call_format=hermes",), ()])
 def test_a_run_whose_template_lists_no_tools_does_not_start(words: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "reward.name=math", *words])
     with pytest.raises(ConfigError, match=r"mini/model' lists no tools, so .* calculator, calculator\(expression\); "):
         load_inputs(config)
-    tool = [*("env.name=tool", "env.tools=[calculator]"), *(words or ("env.codec=xml",))]
+    tool = [*("env.name=tool", "env.tools=[calculator]"), *(words or ("env.tool_call_format=xml",))]
     with pytest.raises(ConfigError, match="lists no tools, so that the policy would never learn of calculator"):
         interaction(with_template(NO_TOOLS), *tool)
-    assert interaction(with_template(NO_TOOLS), *tool[:2], "env.codec=toolrl") is not None  # lists them itself
+    assert (
+        interaction(with_template(NO_TOOLS), *tool[:2], "env.tool_call_format=toolrl") is not None
+    )  # lists them itself
 
 
 def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,4 +356,4 @@ def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path)
     path = write(tmp_path / "rows.jsonl", row(), row(env=f"{mine}:Shop"))
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
     with pytest.raises(ServiceDownError, match="the shop: is closed"):
-        load_inputs(load_config([*words, "env.codec=toolrl"]))
+        load_inputs(load_config([*words, "env.tool_call_format=toolrl"]))

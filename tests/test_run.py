@@ -86,7 +86,7 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     zero, one, two = rows(tmp_path)
     assert zero["val/test/total"] < 0 and {"val/test/exact", "val/test/format"} <= two.keys()
     assert zero["eval/test_new_tools.parquet/figure"] == two["eval/test_new_tools.parquet/figure"] == 0.0
-    assert one["engine/gap_mean"] < 1e-4 and two["engine/canary_gap"] < 1e-4
+    assert one["engine/logprob_diff_mean"] < 1e-4 and two["engine/canary_logprob_diff"] < 1e-4
     assert one["actor/grad_norm"] > 0 and two["step"] == 2
     assert [name for row in (zero, one, two) for name in row if name not in ("step", "time") and not known(name)] == []
     folder = tmp_path / "run"
@@ -180,9 +180,9 @@ def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int
 
 def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() -> None:
     process = start_code(
-        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.command import told\n"
+        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.command import run_cli\n"
         "async def stand(): print('waiting', flush=True); time.sleep(100)\n"
-        "sys.exit(told([], '', Config, lambda words, console: asyncio.run(stand())))"
+        "sys.exit(run_cli([], '', Config, lambda words, console: asyncio.run(stand())))"
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     said = interrupted(process, 10)

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: users' code that raises, hangs or dies costs one reply and nothing else."""
+"""Rewards in processes of their own: users' code that raises, hangs or dies costs one response and nothing else."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def pool(file: Path) -> Iterator[ScoringPool]:
         yield made
 
 
-def scores(pool: ScoringPool, *replies: str) -> list[Score | Fault]:
+def scores(pool: ScoringPool, *responses: str) -> list[Score | Fault]:
     task = Task("t", (Message("user", "?"),), "yes", "rlla")
 
     async def together() -> list[Score | Fault]:
-        scoring = asyncio.gather(*(pool.score(as_trajectory(task, reply), task, 0) for reply in replies))
+        scoring = asyncio.gather(*(pool.score(as_trajectory(task, response), task, 0) for response in responses))
         return await asyncio.wait_for(scoring, 100)
 
     return asyncio.run(together())
 
 
-def totals(pool: ScoringPool, *replies: str) -> list[float | None]:
+def totals(pool: ScoringPool, *responses: str) -> list[float | None]:
     """None: not scored"""
-    return [score.total if isinstance(score, Score) else None for score in scores(pool, *replies)]
+    return [score.total if isinstance(score, Score) else None for score in scores(pool, *responses)]
 
 
 def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("reply", "problem"),
+    ("response", "problem"),
     [
         ("raise", "the reward raised ValueError: no service"),
         ("interrupt", "the reward raised KeyboardInterrupt"),
@@ -140,9 +140,9 @@ def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypat
     ],
 )
 def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
-    pool: ScoringPool, reply: str, problem: str
+    pool: ScoringPool, response: str, problem: str
 ) -> None:
-    one, fault, two = scores(pool, "yes", reply, "no")
+    one, fault, two = scores(pool, "yes", response, "no")
     assert isinstance(fault, Fault) and problem in str(fault) and str(fault).startswith("t, reply 0: ")
     assert isinstance(one, Score) and isinstance(two, Score)
     assert totals(pool, "yes") == [1.0]
@@ -169,7 +169,7 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "limit"),
+    ("response", "limit"),
     [
         ("hang", "did not end within 2 s (reward.timeout_s)"),
         ("ignore", "did not end within 2 s (reward.timeout_s)"),
@@ -179,9 +179,9 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
     ],
 )
 def test_a_response_over_a_limit_is_scored_as_an_empty_one(
-    file: Path, pool: ScoringPool, reply: str, limit: str
+    file: Path, pool: ScoringPool, response: str, limit: str
 ) -> None:
-    one, score = scores(pool, "yes", reply)
+    one, score = scores(pool, "yes", response)
     assert one == Score(1.0, {"score": 1.0})
     assert isinstance(score, Score) and score.total == -1.0 and limit in score.exceeded
 
@@ -287,12 +287,14 @@ def kill_as_told(path: Path, how: signal.Signals) -> None:
     os.kill(int(path.read_text()), how)
 
 
-def scores_with(pool: ScoringPool, reply: str, meanwhile: Callable[[], None]) -> bool:
-    """Whether the reply is scored as a wrong answer is, whatever happens meanwhile."""
+def scores_with(pool: ScoringPool, response: str, meanwhile: Callable[[], None]) -> bool:
+    """Whether the response is scored as a wrong answer is, whatever happens meanwhile."""
     task = Task("t", (Message("user", "?"),), "yes", "rlla")
 
     async def together() -> Score | Fault:
-        score, _ = await asyncio.gather(pool.score(as_trajectory(task, reply), task, 0), asyncio.to_thread(meanwhile))
+        score, _ = await asyncio.gather(
+            pool.score(as_trajectory(task, response), task, 0), asyncio.to_thread(meanwhile)
+        )
         return score
 
     return asyncio.run(together()) == Score(0.0, {"score": 0.0})

@@ -60,19 +60,22 @@ def test_a_chat_user_that_is_not_there_is_told(tmp_path: Path) -> None:
     asyncio.run(check_services([build_env_factory("tau2", {"data": str(tmp_path)})]))
 
 
-TOOLS = ["env.name=tool", "env.codec=toolrl"]
+TOOLS = ["env.name=tool", "env.tool_call_format=toolrl"]
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "hint"),
     [
         ([*TOOLS, "env.tools=[python]", "sandbox.urls=[URL]"], "or correct sandbox.urls"),
         ([*TOOLS, "env.tools=[{name: search, retriever: http, urls: URL}]"], "or correct the tool's urls"),
-        (["env.name=remote", "env.codec=hermes", "env.options={urls: URL}"], "or correct the environment's urls"),
+        (
+            ["env.name=remote", "env.tool_call_format=hermes", "env.options={urls: URL}"],
+            "or correct the environment's urls",
+        ),
     ],
 )
 def test_commands_tell_before_the_data_are_read(
-    words: list[str], mend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, url = tmp_path / "rows.jsonl", dead()
     data.write_text(json.dumps({"prompt": 5}) + "\n")
@@ -81,4 +84,4 @@ def test_commands_tell_before_the_data_are_read(
     assert main_ppo.main([*words, f"data.train_files=[{data}]", "trainer.device=cpu", folder]) == 1
     assert main_generation.main([*words, f"files=[{data}]", "engine=hf", "device=cpu"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count(mend) == 2 and said.count(url) >= 2 and "Traceback" not in said
+    assert said.count(hint) == 2 and said.count(url) >= 2 and "Traceback" not in said

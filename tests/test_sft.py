@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import real_data
-from tests.test_chat import codec_of, with_template
+from tests.test_chat import format_of, with_template
 from tests.tiny import MINI
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
@@ -23,37 +23,37 @@ from verl.types import Message, Sample
 
 
 @pytest.fixture(scope="module")
-def codec() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
 def conversation(*texts: str) -> tuple[Message, ...]:
     return tuple(Message(role, text) for role, text in zip(("user", "assistant") * len(texts), texts, strict=False))
 
 
-def trained_text(sample: Sample, codec: ChatCodec) -> str:
+def trained_text(sample: Sample, chat: ChatTemplate) -> str:
     chosen = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
-    text: str = codec.tokenizer.decode(chosen)
+    text: str = chat.tokenizer.decode(chosen)
     return text
 
 
-def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(codec: ChatCodec) -> None:
+def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(chat: ChatTemplate) -> None:
     messages = conversation("Hi", "Hello there", "buy 3", "Done")
-    one, two = to_samples([Demonstration(messages)], codec, 1000)
-    assert trained_text(one, codec) == "Hello there<|im_end|>" and trained_text(two, codec) == "Done<|im_end|>"
+    one, two = to_samples([Demonstration(messages)], chat, 1000)
+    assert trained_text(one, chat) == "Hello there<|im_end|>" and trained_text(two, chat) == "Done<|im_end|>"
     for sample, before in ((one, messages[:1]), (two, messages[:3])):
-        prompt = codec.prompt_ids(before)
+        prompt = chat.prompt_ids(before)
         assert sample.token_ids[: len(prompt)] == prompt and not any(sample.action_mask[: len(prompt)])
     assert one.group == two.group
 
 
-def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(codec: ChatCodec) -> None:
-    (sample,) = to_samples([Demonstration(conversation("Hi", "Hello"))], replace(codec, more_stops=(5, 7)), 1000)
-    assert trained_text(sample, codec) == "Hello<|im_end|>" and sample.action_mask[-1]
+def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(chat: ChatTemplate) -> None:
+    (sample,) = to_samples([Demonstration(conversation("Hi", "Hello"))], replace(chat, more_stops=(5, 7)), 1000)
+    assert trained_text(sample, chat) == "Hello<|im_end|>" and sample.action_mask[-1]
 
 
 @pytest.mark.parametrize(
-    ("reply", "own"),
+    ("response", "own"),
     [
         ("I look. <obs> 21 degrees </obs> It is warm.", "I look.  It is warm.<|im_end|>"),
         ("Run ```output\n42\n``` so 42", "Run  so 42<|im_end|>"),
@@ -61,9 +61,9 @@ def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(co
         ("no <obs> is closed", "no <obs> is closed<|im_end|>"),
     ],
 )
-def test_what_a_tool_said_inside_a_reply_is_not_learned(reply: str, own: str, codec: ChatCodec) -> None:
-    (sample,) = to_samples([Demonstration(conversation("Hi", reply))], codec, 1000)
-    assert trained_text(sample, codec).split() == own.split()
+def test_what_a_tool_said_inside_a_response_is_not_learned(response: str, own: str, chat: ChatTemplate) -> None:
+    (sample,) = to_samples([Demonstration(conversation("Hi", response))], chat, 1000)
+    assert trained_text(sample, chat).split() == own.split()
 
 
 def test_the_three_kinds_of_rows_agree() -> None:
@@ -103,11 +103,11 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
         assert len(read_demonstrations(str(path), 1.0)) == 1
 
 
-def test_long_demonstrations_are_left_out_and_never_cut(codec: ChatCodec) -> None:
+def test_long_demonstrations_are_left_out_and_never_cut(chat: ChatTemplate) -> None:
     short, long = Demonstration(conversation("Hi", "Ho")), Demonstration(conversation("Hi", "Ho " * 200))
-    assert len(to_samples([short, long], codec, 60)) == 1
+    assert len(to_samples([short, long], chat, 60)) == 1
     with pytest.raises(DataError, match=r"has no usable row \(1 longer than 60 tokens\)"):
-        to_samples([long], codec, 60)
+        to_samples([long], chat, 60)
 
 
 def test_toolrls_own_file_is_read() -> None:
@@ -147,28 +147,28 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"pr
     ],
 )
 def test_calls_are_trained_as_the_template_writes_them(template: str, call: str) -> None:
-    codec = codec_of(template)
+    chat = format_of(template)
     demonstration = to_demonstration({"messages": CALLS, "tools": TOOLS})
-    one, two = to_samples([demonstration], codec, 1000)
-    assert trained_text(one, codec) == call and trained_text(two, codec) == "It is 21 degrees.<|im_end|>"
+    one, two = to_samples([demonstration], chat, 1000)
+    assert trained_text(one, chat) == call and trained_text(two, chat) == "It is 21 degrees.<|im_end|>"
     said = [*CALLS[:1], {**CALLS[1], "tool_calls": [with_object(CALLS[1]["tool_calls"][0])]}, *CALLS[2:]]
-    render = partial(codec.tokenizer.apply_chat_template, tools=TOOLS, return_dict=False)
+    render = partial(chat.tokenizer.apply_chat_template, tools=TOOLS, return_dict=False)
     assert list(one.token_ids) == render(said[:2])[: len(one.token_ids)]  # the template ends turns with a line break
     assert len(render(said[:2])) - len(one.token_ids) == 1
     head = render(said[:3], add_generation_prompt=True)
     assert list(two.token_ids[: len(head)]) == head and not any(two.action_mask[: len(head)])
-    assert '"name": "weather", "parameters"' in codec.tokenizer.decode(head)
+    assert '"name": "weather", "parameters"' in chat.tokenizer.decode(head)
 
 
 def with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
 
 
-def test_arguments_may_hold_what_a_reply_may_not_quote() -> None:
+def test_arguments_may_hold_what_a_response_may_not_quote() -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "<result>Rome</result>"}}}
     rows = {"messages": [CALLS[0], {"role": "assistant", "content": "See <obs> 3 </obs>", "tool_calls": [call]}]}
-    (sample,) = to_samples([to_demonstration(rows)], codec_of("qwen2.5"), 1000)
-    text = trained_text(sample, codec_of("qwen2.5"))
+    (sample,) = to_samples([to_demonstration(rows)], format_of("qwen2.5"), 1000)
+    text = trained_text(sample, format_of("qwen2.5"))
     assert "<result>Rome</result>" in text and "obs" not in text and text.startswith("See")
 
 
@@ -190,15 +190,15 @@ def test_templates_whose_turns_cannot_be_trained_are_errors_with_the_row(templat
         "rewrites": "{{ messages | length }}{% for m in messages %}" + body + "<|im_end|>{% endfor %}",
         "unended": "{% for m in messages %}" + body + "\n{% endfor %}",
     }
-    codec = with_template(others[template]) if template in others else codec_of(template)
+    chat = with_template(others[template]) if template in others else format_of(template)
     demonstration = replace(to_demonstration({"messages": CALLS}), id="rows.jsonl#3")
     with pytest.raises(DataError, match=said):
-        to_samples([demonstration], codec, 1000)
+        to_samples([demonstration], chat, 1000)
     plain = Demonstration(conversation("Hi", "Ho"))
-    assert len(to_samples([demonstration, plain], codec, 1000, max_bad_share=1.0)) == 1
+    assert len(to_samples([demonstration, plain], chat, 1000, max_bad_share=1.0)) == 1
 
 
 def test_a_template_that_lists_no_tools_teaches_no_calls() -> None:
     demonstration = to_demonstration({"messages": CALLS[:1] + CALLS[3:], "tools": TOOLS})
     with pytest.raises(ConfigError, match=r"lists no tools, .* weather, weather\(city\)"):
-        to_samples([demonstration], codec_of("mini"), 1000, max_bad_share=1.0)
+        to_samples([demonstration], format_of("mini"), 1000, max_bad_share=1.0)

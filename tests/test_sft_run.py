@@ -21,16 +21,16 @@ from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
 from verl.config.schema import ModelConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.sft import read_demonstrations, to_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import Trace, TrainTasks
 from verl.signals import Ended
-from verl.single_controller.group import Member, Seat
+from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
-from verl.trainer.build import load_codec
+from verl.trainer.build import load_chat_template
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.main_sft import main
 from verl.trainer.metrics import Metrics
@@ -51,8 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(model: Path) -> list[Sample]:
-    codec: ChatCodec = load_codec(ModelConfig(path=str(model)))
-    return to_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], codec, 512)
+    chat: ChatTemplate = load_chat_template(ModelConfig(path=str(model)))
+    return to_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], chat, 512)
 
 
 @pytest.fixture(autouse=True)
@@ -72,14 +72,14 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     optimizer = OptimizerSettings(lr=1e-2, weight_decay=0.0, schedule="cosine", total_steps=8, min_lr_ratio=0.1)
-    rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer), Seat(0, 1, port=port))
+    rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer), WorkerContext(0, 1, port=port))
     workers = LocalGroup(rank)
     store = CheckpointStore(out / "checkpoints", keep_last=2, keep_best=0)
     made = SFTRun(
         SFTSettings(steps, batch_size=16, test_freq=4, save_freq=4),
         samples[:50],
         samples[50:],
-        Policy(Member(workers, "policy"), PackSettings(2048)),
+        Policy(WorkerView(workers, "policy"), PackSettings(2048)),
         workers,
         store,
         build_trackers([], Run(out)),
@@ -90,12 +90,12 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
     )
     policy = made.policy
 
-    def imitate(batch: Sequence[Sample]) -> Metrics:
+    def sft_step(batch: Sequence[Sample]) -> Metrics:
         if made.step + 1 == signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return policy.imitate(batch)
+        return policy.sft_step(batch)
 
-    made.policy = SimpleNamespace(imitate=imitate, score=policy.score, laid_out=policy.laid_out)  # type: ignore[assignment]
+    made.policy = SimpleNamespace(sft_step=sft_step, score=policy.score, pack_for_scoring=policy.pack_for_scoring)  # type: ignore[assignment]
     try:
         with made.listening(True, Console(file=io.StringIO())):
             made.run()

@@ -33,7 +33,7 @@ from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
 from verl.types import Message
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 
 INSTRUCTION = "Use tools.\n\n" + tool_list([Tool("get_weather", "Weather of a city"), Tool("get_time", "Time")])
 
@@ -43,7 +43,7 @@ def example(city: str = "Rome", name: str = "get_weather") -> dict[str, str]:
     return {
         "instruction": INSTRUCTION,
         "input": dialogue([f"<user> Weather in {city}? </user>"]),
-        "output": render_reply("t", [call]),
+        "output": render_response("t", [call]),
     }
 
 
@@ -68,7 +68,7 @@ def test_optional_columns_choose_environment_and_reward() -> None:
     assert (task.env, task.reward) == ("tool", "torl")
 
 
-CALL = render_reply("t", [{"name": "get_weather", "parameters": {}}])
+CALL = render_response("t", [{"name": "get_weather", "parameters": {}}])
 BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "not an object": (3, "", "is of type int"),
     "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),

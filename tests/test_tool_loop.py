@@ -40,8 +40,8 @@ def test_the_data_is_right_apart_and_repeats(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "one" / "demonstrations.jsonl").read_text().splitlines()]
     asked += [numbers(row["messages"][0]["content"]) for row in rows]
     assert len(set(asked)) == len(asked)
-    replies = [row["messages"][1]["content"] for row in rows]
-    asking = sum("<code>" in reply for reply in replies) / len(replies)
+    responses = [row["messages"][1]["content"] for row in rows]
+    asking = sum("<code>" in response for response in responses) / len(responses)
     assert 0.25 < asking < 0.35
     assert len(read_demonstrations(str(tmp_path / "one" / "demonstrations.jsonl"))) == len(rows)
 

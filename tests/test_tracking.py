@@ -183,11 +183,11 @@ def test_all_trackers_are_told_and_closed_though_one_fails(run: Run) -> None:
     assert steps_of(run.folder / "metrics.jsonl") == [1]
 
 
-def group(reply: str) -> TrajectoryGroup:
+def group(response: str) -> TrajectoryGroup:
     task = Task("train.parquet#17", (Message("system", "be good"), Message("user", "1+1?")), "two [gold]", "sums")
     answers = (Message("tool", "2"),)
     turns = (
-        Turn((1, 2), Completion((3, 4), (-0.1, -0.2), FinishReason.STOP, 5), Message("assistant", reply), answers),
+        Turn((1, 2), Completion((3, 4), (-0.1, -0.2), FinishReason.STOP, 5), Message("assistant", response), answers),
         Turn((5,), Completion((6,), (-0.3,), FinishReason.STOP, 5), Message("assistant", "two")),
     )
     uses = (ToolUse("calculator", ToolStatus.SUCCESS, 0.25),)
@@ -197,9 +197,9 @@ def group(reply: str) -> TrajectoryGroup:
 
 
 def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
-    reply = "line\nbreak \u2028 é \ud800 [bold]\x1b[31m"  # a lone surrogate, markup and an escape sequence among it
+    response = "line\nbreak \u2028 é \ud800 [bold]\x1b[31m"  # a lone surrogate, markup and an escape sequence among it
     console = Console(file=io.StringIO(), width=100)
-    path = Transcripts(tmp_path, console, show=1, max_chars=20).write(12, [group(reply), group("b" * 50)])
+    path = Transcripts(tmp_path, console, show=1, max_chars=20).write(12, [group(response), group("b" * 50)])
     assert path == tmp_path / "transcripts" / "step-000012.jsonl" and list(path.parent.iterdir()) == [path]
     rows = read_rows(path)
     assert [row["index"] for row in rows] == [0, 1, 0, 1]
@@ -210,7 +210,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "index": 1,
         "prompt": [{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1?"}],
         "replies": [
-            {"role": "assistant", "content": reply},
+            {"role": "assistant", "content": response},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "two"},
         ],
@@ -338,7 +338,7 @@ def test_every_name_in_the_table_is_well_formed() -> None:
         assert names.known(re.sub("<[a-z_]+>", "anything", metric.name)), metric
 
 
-@pytest.mark.parametrize("name", [*METRICS, "reward/openai/gsm8k/total", "time/publish_s", "actor/ppo_kl"])
+@pytest.mark.parametrize("name", [*METRICS, "reward/openai/gsm8k/total", "time/weight_sync_s", "actor/ppo_kl"])
 def test_known_names(name: str) -> None:
     assert names.known(name)
 

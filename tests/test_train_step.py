@@ -28,7 +28,7 @@ from verl.algorithms.reinforce_pp import reinforce_pp
 from verl.algorithms.toolrl_grpo import TOOLRL_GRPO
 from verl.batch import PackedBatch
 from verl.config.load import load_config
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.tasks import TaskStream
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
@@ -42,18 +42,18 @@ from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.experience import (
     Experience,
     build_experience,
-    rows_with_signal,
+    drop_zero_advantage,
+    nonzero_advantage_rows,
     with_metric_weights,
-    with_signal,
     with_weights,
 )
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RewardFaultError, Rollouts, RolloutSettings
-from verl.trainer.weights import Publisher, StaleEngineError
-from verl.transfer.bucket import Layout, Offer, Receiver
+from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.trainer.weights import StaleEngineError, WeightSync
+from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
 from verl.transfer.memory import SharedMemory
 from verl.types import Message, Outcome, Sample, Score, StopReason, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards
@@ -84,10 +84,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class SaysEvenWords:
-    """Share of the reply's words with an even number: about a half to begin with."""
+    """Share of the response's words with an even number: about a half to begin with."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        words = trajectory.reply.split()
+        words = trajectory.response.split()
         share = sum(int(word[1:]) % 2 == 0 for word in words) / len(words) if words else 0.0
         return Score(share, {"share": share})
 
@@ -118,15 +118,15 @@ def trainer(
     scorer = scorer or SaysEvenWords()
     tasks = [Task(f"t{n}", (Message("user", f"w{n} w{n + 1}"),), "w7", "words") for n in range(1, 5)]
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
-    engine, codec, learner = HFEngine(rollout_model), ChatCodec(tokenizer()), policy(lr)
-    rollout = GroupRollout(engine, codec, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
+    engine, chat, learner = HFEngine(rollout_model), ChatTemplate(tokenizer()), policy(lr)
+    rollout = GroupRollout(engine, chat, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
     settings = StepSettings(minibatches)
-    probes = [codec.prompt_ids(tasks[0].prompt)]
+    probes = [chat.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
-    publisher = Publisher(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
-    rollouts = Rollouts(RolloutSettings(4, 8), algorithm, TaskStream([tasks]), rollout)
-    return PPOTrainer(rollouts, Learner(settings, algorithm, learner, reference, critic, control), publisher)
+    weight_sync = WeightSync(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
+    rollouts = RolloutManager(RolloutManagerConfig(4, 8), algorithm, TaskStream([tasks]), rollout)
+    return PPOTrainer(rollouts, Learner(settings, algorithm, learner, reference, critic, control), weight_sync)
 
 
 def value_model() -> Critic:
@@ -138,7 +138,7 @@ def value_model() -> Critic:
 
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
     receiver, found = Receiver(torch.device("cpu")), {}
-    for layout in trained.publisher.layouts:
+    for layout in trained.weight_sync.layouts:
         flat = receiver.receive(layout, trained.learner.policy.offers(layout.number))
         found |= {name: view.clone() for name, view in layout.named(flat)}
     return found
@@ -152,8 +152,8 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     assert rewards[-1] > 0.8 > 0.65 > rewards[0]
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
     assert {"time/rollout_s", "time/update_s", "actor/grad_norm", "actor/entropy"} <= history[0].keys()
-    assert history[0]["engine/gap_max"] < 1e-4 and history[-1]["engine/canary_gap"] < 1e-4
-    assert history[0]["correction/ess"] == pytest.approx(1.0) and history[0]["correction/mismatch_kl"] < 1e-6
+    assert history[0]["engine/logprob_diff_max"] < 1e-4 and history[-1]["engine/canary_logprob_diff"] < 1e-4
+    assert history[0]["correction/ess"] == pytest.approx(1.0) and history[0]["correction/engine_kl"] < 1e-6
     assert [name for name in history[0] if not known(name)] == []
 
 
@@ -192,8 +192,10 @@ def test_cut_samples_are_trained_on_from_the_whole_distribution() -> None:
     rollout = learning.rollouts.rollout
     learning.rollouts.rollout = replace(rollout, sampling=replace(rollout.sampling, top_k=5))
     metrics = asyncio.run(learning.train_step())
-    assert metrics["engine/kl"] > 0.5 and metrics["engine/canary_gap"] < 1e-4
-    assert metrics["engine/kl"] == pytest.approx(metrics["engine/gap_mean"])  # no token is less likely to the engine
+    assert metrics["engine/kl"] > 0.5 and metrics["engine/canary_logprob_diff"] < 1e-4
+    assert metrics["engine/kl"] == pytest.approx(
+        metrics["engine/logprob_diff_mean"]
+    )  # no token is less likely to the engine
     assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/clip_fraction"] == 0.0
 
 
@@ -231,8 +233,8 @@ def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correctio
     algorithm = replace(PLAIN, correction=correction)
 
     def pay(learning: PPOTrainer, experience: Experience) -> Experience:
-        scored = learning.policy.score(learning.policy.laid_out(experience.samples))
-        return experience.having("old_logprobs", scored)
+        scored = learning.policy.score(learning.policy.pack_for_scoring(experience.samples))
+        return experience.with_column("old_logprobs", scored)
 
     free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
     paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
@@ -243,7 +245,7 @@ def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correctio
 
 
 def test_mfu_by_hand() -> None:
-    """Two replies of 2 and 3 tokens to one prompt of 4, which is computed once; 3 forwards' worth of FLOPs."""
+    """Two responses of 2 and 3 tokens to one prompt of 4, which is computed once; 3 forwards' worth of FLOPs."""
     samples = [sample((False,) * 4 + (True,) * length, 0.0) for length in (2, 3)]
     meter = Meter(DecoderShape(parameters=10, layers=1, hidden=8, head_parameters=5), peak=1000.0, num_devices=2)
     tokens, pairs = 4 + 2 + 3, (4 * 5 / 2) + (2 * 4 + 2 * 3 / 2) + (3 * 4 + 3 * 4 / 2)
@@ -264,7 +266,7 @@ def test_the_kl_coefficient_follows_its_target(old: OldLogprobs) -> None:
 
 
 class FailsOn:
-    """Raises for some of the replies."""
+    """Raises for some of the responses."""
 
     def __init__(self, every: int) -> None:
         self.every, self.count = every, 0
@@ -288,7 +290,7 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
 class Forgetful(HFEngine):
     """Says that it has the new weights, and has not."""
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         pass
 
 
@@ -322,7 +324,7 @@ def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_sav
 
 def test_a_stale_engine_stops_the_run() -> None:
     learning = trainer(PLAIN)
-    learning.publisher.engine.__class__ = Forgetful
+    learning.weight_sync.engine.__class__ = Forgetful
     with pytest.raises(StaleEngineError, match="generates with other weights"):
         asyncio.run(learning.train_step())
 
@@ -348,7 +350,7 @@ def test_groups_without_a_signal_change_nothing() -> None:
 
 
 class OnlyTheFirstTaskDiffers:
-    """Rewards differ in the group of one task alone, by the reply's first word."""
+    """Rewards differ in the group of one task alone, by the response's first word."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(float(task.id == "t1" and trajectory.index % 2), {})
@@ -378,7 +380,7 @@ def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
     lean, full = (trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=1) for _ in range(2))
     one = asyncio.run(lean.train_step())
     tokens = dict(passes)["update"]
-    monkeypatch.setattr("verl.trainer.policy.with_signal", lambda experience, algorithm: experience)
+    monkeypatch.setattr("verl.trainer.policy.drop_zero_advantage", lambda experience, algorithm: experience)
     two = asyncio.run(full.train_step())
     assert one["actor/computed_share"] == 0.25 and two["actor/computed_share"] == 1.0
     assert 0 < tokens < dict(passes)["update"]
@@ -407,8 +409,8 @@ def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> Non
             weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
         told.append(asyncio.run(learning.train_step()))
     plain, corrected = told
-    assert plain["correction/mismatch_kl"] == pytest.approx(corrected["correction/mismatch_kl"], rel=1e-4)
-    assert plain["correction/mismatch_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
+    assert plain["correction/engine_kl"] == pytest.approx(corrected["correction/engine_kl"], rel=1e-4)
+    assert plain["correction/engine_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
     assert plain["correction/weight_max"] > 1.1 and corrected["correction/weight_max"] == pytest.approx(1.1)
     assert plain["correction/ess"] < corrected["correction/ess"] < 1.0 and corrected["correction/truncated"] > 0.0
     assert plain["actor/grad_norm"] != pytest.approx(corrected["actor/grad_norm"], rel=1e-3)
@@ -419,7 +421,7 @@ def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passe
     metrics = asyncio.run(learning.train_step())
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     # against the trainer, not against itself, and before the policy has learned
-    assert 0.0 < metrics["engine/gap_mean"] < 1e-4 and metrics["engine/gap_max"] < 1e-3
+    assert 0.0 < metrics["engine/logprob_diff_mean"] < 1e-4 and metrics["engine/logprob_diff_max"] < 1e-3
     assert metrics["correction/weight_max"] < 1.001
 
 
@@ -443,13 +445,13 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
 
 def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
     experience = build_experience([sample((False, True), 1.0), sample((False, True), 1.0)], None, PLAIN)
-    assert rows_with_signal(experience, PLAIN) == []
+    assert nonzero_advantage_rows(experience, PLAIN) == []
     for algorithm in (
         replace(PLAIN, entropy_coefficient=0.01),
         replace(PLAIN, kl=KLTerm(KLPlacement.LOSS, "k3", 0.1)),
     ):
-        assert rows_with_signal(experience, algorithm) == [0, 1]
-        assert len(with_signal(experience, algorithm).samples) == 2
+        assert nonzero_advantage_rows(experience, algorithm) == [0, 1]
+        assert len(drop_zero_advantage(experience, algorithm).samples) == 2
 
 
 def test_the_engine_generates_with_the_trained_weights() -> None:
@@ -539,4 +541,4 @@ def test_a_tokenizer_without_a_template_is_a_config_error(tmp_path: Path) -> Non
     plain = tokenizer()
     plain.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        ChatCodec(plain)
+        ChatTemplate(plain)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.conftest import ROOT, need_vllm
 from verl.errors import EngineError
 from verl.trainer.build_workers import cpu_links
-from verl.transfer.bucket import Layout, Offer, Outlet, Receiver, all_names, digest, plan
-from verl.transfer.gpu import Meeting
+from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, Receiver, all_names, digest, plan
+from verl.transfer.gpu import Rendezvous
 from verl.transfer.memory import ByReference, SharedMemory
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def weights() -> list[tuple[str, Tensor]]:
     ]
 
 
-def fill(layout: Layout, outlet: Outlet) -> Tensor:
+def fill(layout: BucketLayout, outlet: BucketSender) -> Tensor:
     flat = outlet.buffer(layout)
     tensors = dict(weights())
     for piece, view in layout.unpack(flat):
@@ -56,7 +56,7 @@ def test_every_weight_is_in_one_bucket_and_a_tied_one_travels_once(dtype: torch.
             torch.testing.assert_close(view, dict(weights())[name].detach().to(dtype), rtol=0, atol=0)
 
 
-def offered(layout: Layout, outlet: Outlet) -> Offer:
+def offered(layout: BucketLayout, outlet: BucketSender) -> BucketHandle:
     return outlet.offer(layout, fill(layout, outlet))
 
 
@@ -150,7 +150,7 @@ def test_ranks_without_nccl_do_not_take_a_broadcast_that_does_nothing_for_one(
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]
-    meeting = Meeting(host, port, 2)
+    meeting = Rendezvous(host, port, 2)
     with ThreadPoolExecutor(2) as ranks:
         both = [ranks.submit(meeting.join, rank) for rank in range(2)]
         for rank, each in enumerate(both):

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT, real_data
 from tests.local_run import local_trainer
-from tests.test_episode import AskCodec, Echoes, Speaker
+from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_probe
 from verl.data import sft
-from verl.data.chat import ChatCodec
-from verl.data.dialogue import Dialogue
+from verl.data.chat import ChatTemplate
+from verl.data.dialogue import ObservationTokenizer
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.data.report import RowReport
 from verl.data.rlla import to_row
@@ -30,13 +30,13 @@ from verl.data.samples import to_samples
 from verl.envs.base import Observation
 from verl.errors import DataError
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.episode import EpisodeLimits, EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_eval, main_generation
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import opening_of, truncating
+from verl.trainer.build_env import prompt_fn, truncating
 from verl.trainer.plan import read_lengths
 from verl.types import Message, Task
 from verl.utils.reward_score.base import build_reward
@@ -46,22 +46,22 @@ TASK = Task("rows.jsonl#0", LONG, "The answer", "mine")
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatCodec:
-    return ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
 @pytest.mark.parametrize("length", [1, 7, 10_000])
-def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatCodec) -> None:
-    """As veRL's `input_ids[:, -max_length:]`: tokens are cut, not words, and the head of the reply's turn stays."""
+def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatTemplate) -> None:
+    """As veRL's `input_ids[:, -max_length:]`: tokens are cut, not words, and the head of the response's turn stays."""
     whole, cut = chat.prompt_ids(LONG), replace(chat, max_prompt_tokens=length)
     assert cut.task_prompt_ids(TASK) == cut.opening_ids(LONG) == whole[-length:]
     assert cut.opening_ids("a text without a template") == chat.opening_ids("a text without a template")[-length:]
     assert cut.prompt_ids(LONG) == whole  # observations and demonstrations are no prompts of episodes
 
 
-def test_episodes_of_one_reply_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatCodec) -> None:
-    dialogue = Dialogue(chat, AskCodec(), 16)
-    uncut = Interaction(Echoes(), dialogue, Budgets(max_prompt_tokens=40, max_tokens=200))
+def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatTemplate) -> None:
+    dialogue = ObservationTokenizer(chat, AskFormat(), 16)
+    uncut = EpisodeRunner(Echoes(), dialogue, EpisodeLimits(max_prompt_tokens=40, max_tokens=200))
     cut, interaction = truncating("left", 40, chat, uncut)
     in_turns = dialogue.opening_ids(Observation(LONG))
     for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (interaction, 2, in_turns)):
@@ -77,8 +77,8 @@ def test_episodes_of_one_reply_and_of_several_turns_begin_with_the_cut_tokens(ch
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop"])
-def test_otherwise_nothing_is_cut(truncation: str, chat: ChatCodec) -> None:
-    uncut = Interaction(Echoes(), Dialogue(chat, AskCodec(), 16), Budgets())
+def test_otherwise_nothing_is_cut(truncation: str, chat: ChatTemplate) -> None:
+    uncut = EpisodeRunner(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
     assert truncating(truncation, 40, chat, uncut) == (chat, uncut)
 
 
@@ -92,7 +92,7 @@ def row(words: int) -> dict[str, Any]:
     return {"data_source": "mine", "prompt": prompt, "reward_model": {"ground_truth": "much"}}
 
 
-def test_each_policy_counts_what_it_does(chat: ChatCodec, tmp_path: Path) -> None:
+def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> None:
     data = str(write_rows(tmp_path / "rows.jsonl", [row(5), row(100), {}, row(6), row(200)]))
 
     def read(truncation: str) -> tuple[list[str], str]:
@@ -112,7 +112,7 @@ def test_each_policy_counts_what_it_does(chat: ChatCodec, tmp_path: Path) -> Non
         read("error")
 
 
-def test_a_dropped_row_has_no_note(chat: ChatCodec, tmp_path: Path) -> None:
+def test_a_dropped_row_has_no_note(chat: ChatTemplate, tmp_path: Path) -> None:
     stranger = to_row(example(name="get_news"), "train", 0)
     data = str(write_rows(tmp_path / "rows.jsonl", [stranger, row(5)]))
     used, dropped = (str(read_tasks(data, chat.task_prompt_ids, RowPolicy(length, "drop"))[1]) for length in (1000, 60))
@@ -140,13 +140,13 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
     (report,) = inputs.reports
     assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
     assert report.notes == {"cut to the last 300 tokens": 80}
-    prompt_ids = opening_of(inputs.interaction, inputs.codec)
+    prompt_ids = prompt_fn(inputs.interaction, inputs.chat)
     assert {len(prompt_ids(task)) for task in inputs.train[0][:9]} == {300}
-    assert read_lengths(config, inputs.codec, inputs.train, prompt_ids).prompt == 300
+    assert read_lengths(config, inputs.chat, inputs.train, prompt_ids).prompt == 300
     with local_trainer(config) as trainer:
         for _ in range(3):
             metrics = asyncio.run(trainer.train_step())
-            assert metrics["reply/tokens_mean"] > 0.0 and metrics["reward/format"] >= 0.0
+            assert metrics["response_length/mean"] > 0.0 and metrics["reward/format"] >= 0.0
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_probe_cuts_as_training_does_or_counts(truncation: str, too_long: int,
     assert (found["rows"], found["rows_too_long"]) == (2 - too_long, too_long)
 
 
-def test_sft_counts_replies_that_are_too_long(chat: ChatCodec, tmp_path: Path) -> None:
+def test_sft_counts_responses_that_are_too_long(chat: ChatTemplate, tmp_path: Path) -> None:
     def conversation(*words: int) -> dict[str, Any]:
         roles = ("user", "assistant") * (len(words) // 2)
         turns = zip(roles, words, strict=True)

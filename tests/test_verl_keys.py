@@ -67,7 +67,7 @@ def ours(words: list[str]) -> dict[str, Any]:
         "steps": trainer.total_training_steps,
         "shuffle": data.shuffle,
         "validation": (rollout.val_kwargs.n, rollout.val_kwargs.temperature, rollout.val_kwargs.top_p),
-        "tool calls": config.env.max_tool_calls if config.env.several_turns else None,
+        "tool calls": config.env.max_tool_calls if config.env.multi_turn else None,
         "critic": None,
     }
     if spec.critic_path is not None:

@@ -22,18 +22,18 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.conftest import ROOT, need_vllm
-from tests.publication import publish
 from tests.test_hf_engine import trainer_logprobs
 from tests.test_plan import plan_of
 from tests.tiny import save_untrained
+from tests.weight_sync import sync
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling
-from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
 from verl.scratch import scratch_folder
 from verl.single_controller.local import LocalGroup
-from verl.transfer.bucket import Layout, Outlet
+from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, load_causal_lm, published_names
@@ -63,8 +63,8 @@ class Runner:
 
         return [completion for completions in self(together()) for completion in completions]
 
-    def publish(self, version: int, policy: PackedPolicy) -> None:
-        self(publish(self.engine, version, published_names(policy), getattr(torch, self.engine._settings.dtype)))
+    def sync(self, version: int, policy: PackedPolicy) -> None:
+        self(sync(self.engine, version, published_names(policy), getattr(torch, self.engine._settings.dtype)))
 
     def close(self) -> None:
         self(self.engine.close())
@@ -94,7 +94,7 @@ def runner(model_path: Path) -> Iterator[Runner]:
 def policy(model_path: Path, runner: Runner) -> PackedPolicy:
     """The trainer's model with weights of this test's own, published."""
     policy = shaken(load_causal_lm(str(model_path)), 1)
-    runner.publish(1, policy)
+    runner.sync(1, policy)
     return policy
 
 
@@ -122,11 +122,11 @@ def mean_gap(runner: Runner, policy: PackedPolicy, temperature: float, version: 
 
 def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:
     policy = PackedPolicy(load_causal_lm(str(model_path)))
-    runner.publish(1, policy)  # other tests may have come first
+    runner.sync(1, policy)  # other tests may have come first
     for version, temperature in ((1, 1.0), (1, 0.7)):
         assert mean_gap(runner, policy, temperature, version) < 1e-4
     changed = shaken(policy.model, 2)
-    runner.publish(2, changed)
+    runner.sync(2, changed)
     for version, temperature in ((2, 1.0), (2, 0.7)):
         assert mean_gap(runner, changed, temperature, version) < 1e-4
 
@@ -175,7 +175,7 @@ def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner:
         assert max(range(VOCABULARY), key=logprobs.__getitem__) == token
 
 
-def test_replies_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
+def test_responses_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
     del policy
     (free,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0))
     stop, unsaid = free.token_ids[2], min(set(range(VOCABULARY)) - set(free.token_ids))
@@ -194,7 +194,7 @@ def test_the_prefix_cache_does_not_survive_an_update(runner: Runner, policy: Pac
             assert max(gaps(policy, LONG, completion, 1.0)) < 1e-3
         if version == 1:
             policy = shaken(policy.model, 3)
-            runner.publish(2, policy)
+            runner.sync(2, policy)
 
 
 def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, policy: PackedPolicy) -> None:
@@ -203,7 +203,7 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
         await asyncio.sleep(0.1)
-        await publish(runner.engine, 2, published_names(changed))
+        await sync(runner.engine, 2, published_names(changed))
         assert not pending.done()
         return await pending
 
@@ -215,12 +215,12 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
 
 def test_a_broken_off_request_goes_on_with_the_new_weights(runner: Runner, policy: PackedPolicy) -> None:
     changed = shaken(load_causal_lm(runner.engine._settings.model_path), 6)
-    pool = EnginePool(LocalGroup(runner.engine), [[0]], OnPublish.CONTINUE)
+    pool = EnginePool(LocalGroup(runner.engine), [[0]], OnWeightSync.CONTINUE)
 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
         await asyncio.sleep(0.1)
-        await publish(pool, 2, published_names(changed))
+        await sync(pool, 2, published_names(changed))
         assert not pending.done()
         return await pending
 
@@ -238,29 +238,29 @@ def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, po
     changed = shaken(load_causal_lm(runner.engine._settings.model_path), 5)
     without_head = [(name, weight) for name, weight in published_names(changed) if name != "lm_head.weight"]
     with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
-        runner(publish(runner.engine, 2, without_head))
+        runner(sync(runner.engine, 2, without_head))
     assert mean_gap(runner, policy, 1.0, version=1) < 1e-4
 
 
 def test_a_forgotten_part_of_a_fused_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
     name = "model.layers.1.self_attn.k_proj.bias"
     with pytest.raises(EngineError, match=r"k_proj\.bias is missing"):
-        runner(publish(runner.engine, 2, [each for each in published_names(policy) if each[0] != name]))
+        runner(sync(runner.engine, 2, [each for each in published_names(policy) if each[0] != name]))
 
 
 def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
     weights = [*published_names(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
     with pytest.raises(EngineError, match=r"model\.layers\.0\.no_such\.bias is unknown"):
-        runner(publish(runner.engine, 2, weights))
+        runner(sync(runner.engine, 2, weights))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**13, 2**30])
 @pytest.mark.parametrize("outlet", [SharedMemory, ByReference])
 def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
-    runner: Runner, policy: PackedPolicy, bucket_bytes: int, outlet: Callable[[], Outlet]
+    runner: Runner, policy: PackedPolicy, bucket_bytes: int, outlet: Callable[[], BucketSender]
 ) -> None:
     changed = shaken(policy.model, bucket_bytes)
-    runner(publish(runner.engine, 2, published_names(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
+    runner(sync(runner.engine, 2, published_names(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
     assert mean_gap(runner, changed, 1.0, version=2) < 1e-4
 
 
@@ -283,7 +283,7 @@ def test_a_sampling_that_vllm_refuses_is_told(runner: Runner) -> None:
         runner.generate([[1]], Sampling(1, temperature=5.0))
 
 
-def test_a_stop_string_ends_the_reply_and_its_tokens_are_kept_whole(runner: Runner, policy: PackedPolicy) -> None:
+def test_a_stop_string_ends_the_response_and_its_tokens_are_kept_whole(runner: Runner, policy: PackedPolicy) -> None:
     del policy
     decode = AutoTokenizer.from_pretrained(TOKENIZER).decode
     (free,) = runner.generate([PROMPTS[2]], Sampling(20, 0.0))
@@ -366,7 +366,7 @@ def test_bf16_weights_are_as_near_after_a_publication_as_after_a_start(tmp_path:
     policy.model.save_pretrained(tmp_path)
     published, fresh = Runner(settings(model_path, "bfloat16")), Runner(settings(tmp_path, "bfloat16"))
     try:
-        published.publish(1, policy)
+        published.sync(1, policy)
         found = {}
         for version, runner in ((1, published), (0, fresh)):
             found[version] = sum(mean_gap(runner, policy, 1.0, version) for _ in range(8)) / 8
@@ -379,7 +379,7 @@ def test_bf16_weights_are_as_near_after_a_publication_as_after_a_start(tmp_path:
 class Flipping(SharedMemory):
     """Alters one bit of the third bucket behind its digest."""
 
-    def offer(self, layout: Layout, flat: torch.Tensor) -> SharedFile:
+    def offer(self, layout: BucketLayout, flat: torch.Tensor) -> SharedFile:
         offer = super().offer(layout, flat)
         if layout.number == 2:
             flat.view(torch.uint8)[7] ^= 1
@@ -392,7 +392,7 @@ def test_an_altered_bucket_ends_the_engine(model_path: Path) -> None:
     try:
         policy = PackedPolicy(load_causal_lm(str(model_path)))
         with pytest.raises(EngineError, match=r"bucket 2 .* is not as it was sent"):
-            runner(publish(runner.engine, 1, published_names(policy), outlet=Flipping()))
+            runner(sync(runner.engine, 1, published_names(policy), outlet=Flipping()))
         with pytest.raises(EngineError, match="in part; start it anew"):
             runner.generate([[5]], Sampling(1))
     finally:

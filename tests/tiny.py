@@ -41,7 +41,7 @@ def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None
 
 
 def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
-    """Words for main_ppo: a few prompts, short replies, nothing but what the test asks for."""
+    """Words for main_ppo: a few prompts, short responses, nothing but what the test asks for."""
     return [
         f"model.path={model}",
         "model.compute_dtype=float32",

@@ -11,15 +11,15 @@ from collections import Counter
 from typing import Any
 
 
-def oracle_score(reply: str, answer: str, step: int, on: set[str]) -> tuple[float, float, float, float]:
-    """(score, format, correctness, length) of a stripped reply under the toggles that are on."""
-    form = _format(reply, answer, step, on)
-    correctness = _correctness(reply, answer, step, on)
-    length = _length(reply, step, on) if on & {"WITHLENGTH", "SCHEDULELENGTH"} else 0.0
+def oracle_score(response: str, answer: str, step: int, on: set[str]) -> tuple[float, float, float, float]:
+    """(score, format, correctness, length) of a stripped response under the toggles that are on."""
+    form = _format(response, answer, step, on)
+    correctness = _correctness(response, answer, step, on)
+    length = _length(response, step, on) if on & {"WITHLENGTH", "SCHEDULELENGTH"} else 0.0
     return form + correctness + length, form, correctness, length
 
 
-def _format(reply: str, answer: str, step: int, on: set[str]) -> float:
+def _format(response: str, answer: str, step: int, on: set[str]) -> float:
     low, high = 0.0, 1.0
     if "MAX1STEP30MAX3" in on and step >= 30:
         high = 0.5
@@ -30,19 +30,19 @@ def _format(reply: str, answer: str, step: int, on: set[str]) -> float:
     pattern += r"\n<tool_call>\n.*?\n</tool_call>" if call else ""
     pattern += r"\n<response>.*?</response>" if response else ""
     tags = ["<tool_call>", "</tool_call>"] * call + ["<response>", "</response>"] * response
-    fits = re.fullmatch(pattern, reply, re.DOTALL) and all(reply.count(tag) == 1 for tag in tags)
+    fits = re.fullmatch(pattern, response, re.DOTALL) and all(response.count(tag) == 1 for tag in tags)
     return high if fits else low
 
 
-def _length(reply: str, step: int, on: set[str]) -> float:
-    if "<think>" not in reply or "</think>" not in reply:
+def _length(response: str, step: int, on: set[str]) -> float:
+    if "<think>" not in response or "</think>" not in response:
         return 0.0
     full = 384 + 256 * step / 105 if "SCHEDULELENGTH" in on else 512
-    words = reply.split("<think>")[-1].split("</think>")[0].split()
+    words = response.split("<think>")[-1].split("</think>")[0].split()
     return min(round(len(words) / full, 2), 1.0)
 
 
-def _correctness(reply: str, answer: str, step: int, on: set[str]) -> float:
+def _correctness(response: str, answer: str, step: int, on: set[str]) -> float:
     if "<tool_call>" not in answer:
         return 0.0
     top = 1.0 if "CORRECTMAX1" in on else 3.0
@@ -51,10 +51,10 @@ def _correctness(reply: str, answer: str, step: int, on: set[str]) -> float:
     if "SCHEDULEREWARD" in on:
         top = min((top - 2) * step / 150 + 2, 3.0)
     gold = _block(answer)
-    if "<tool_call>" not in reply or "</tool_call>" not in reply:
+    if "<tool_call>" not in response or "</tool_call>" not in response:
         return -top
     try:
-        return 2 * top * _agreement(gold, _block(reply), on) - top
+        return 2 * top * _agreement(gold, _block(response), on) - top
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return -top
 

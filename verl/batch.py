@@ -16,7 +16,7 @@ from torch import Tensor
 class Segment:
     """A stretch of packed tokens that attends to itself causally, and wholly to its prefix segment if it has one.
 
-    Example, two replies of one prompt: Segment(0, 900), Segment(900, 1150, prefix=0), Segment(1150, 1400, prefix=0)
+    Example, two responses of one prompt: Segment(0, 900), Segment(900, 1150, prefix=0), Segment(1150, 1400, prefix=0)
     """
 
     start: int

@@ -51,7 +51,7 @@ class Daemon(Generic[_T]):
             self._ended.set_result(end)
 
 
-async def in_daemon(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def run_in_daemon_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """As `asyncio.to_thread`, but for a thread that nothing waits for once this is cancelled."""
     return await Daemon(getattr(function, "__name__", "work"), lambda: function(*args, **kwargs)).result()
 

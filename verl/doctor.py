@@ -72,8 +72,8 @@ def check_disk(folder: Path) -> Check:
     found = f"{free:.1f} GiB free in {folder}"
     if free >= DISK_WARN_GIB:
         return Check("disk", "ok", found)
-    mend = f"free some; {DISK_WARN_GIB} GiB hold the environment and a small model's checkpoints"
-    return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, mend)
+    hint = f"free some; {DISK_WARN_GIB} GiB hold the environment and a small model's checkpoints"
+    return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, hint)
 
 
 def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
@@ -213,7 +213,7 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
     missing = [check.name for check in failed if check.found == "missing"]
     for check in failed:
         if check.name not in missing:
-            print(f"{check.name}: {check.found}. Mend: {check.mend}")
+            print(f"{check.name}: {check.found}. Mend: {check.hint}")
     if missing:
         print(f"missing: {', '.join(missing)}. Mend: {SET_UP}")
     if not failed:
@@ -238,8 +238,8 @@ def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
 
 def _tell(check: Check) -> None:
     print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
-    if check.mend:
-        print(f"{'':5} {'':16} -> {check.mend}")
+    if check.hint:
+        print(f"{'':5} {'':16} -> {check.hint}")
 
 
 def main(arguments: list[str] | None = None) -> int:

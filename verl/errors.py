@@ -35,7 +35,7 @@ class DataError(VerlError, ValueError):
 
     problem: str
     expected: str = ""
-    mend: str = ""
+    hint: str = ""
     file: str = ""
     row: int | None = None
     field: str = ""
@@ -60,10 +60,10 @@ class DataError(VerlError, ValueError):
         text = f"{', '.join(place)}: {self.problem}" if place else self.problem
         if self.expected:
             text += f"; expected {self.expected}"
-        return f"{text}. {self.mend}" if self.mend else text
+        return f"{text}. {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
-        return type(self), (self.problem, self.expected, self.mend, self.file, self.row, self.field)
+        return type(self), (self.problem, self.expected, self.hint, self.file, self.row, self.field)
 
 
 class EngineError(VerlError):

@@ -23,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Makes the folder if need be. Raises DataError when the disk is full or the place cannot be written to.
     """
     if not path.name:
-        raise DataError("names no file to write", mend="Give a path that ends in a file name", file=str(path))
+        raise DataError("names no file to write", hint="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def unwritable(path: Path, error: OSError) -> DataError:
     """The error to raise when `path` could not be written because of `error`."""
     if error.errno in _FULL:
-        return DataError(f"no space left on {path} ({error.strerror})", mend="Free some space")
-    return DataError(f"cannot be written ({error.strerror or error})", mend="Name another place", file=str(path))
+        return DataError(f"no space left on {path} ({error.strerror})", hint="Free some space")
+    return DataError(f"cannot be written ({error.strerror or error})", hint="Name another place", file=str(path))
 
 
 def full(folder: Path) -> OSError | None:

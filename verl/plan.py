@@ -22,7 +22,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import Words, check_files, check_model, told
+from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 
 _SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "data.train_files"}
 
@@ -30,7 +30,7 @@ _SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         settings, gpu = spelled_out(words.settings)
         config = load_config(settings)
         if words.only_show(config, console):
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         check_files("data.train_files", config.data.train_files)
         return plan(config, gpu, console)
 
-    return told(words, __doc__ or "", Config, run)
+    return run_cli(words, __doc__ or "", Config, run)
 
 
 def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -58,23 +58,23 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     """Print the plan. Everything heavy is imported here."""
     from verl.daemon import run_async
     from verl.data.tasks import TaskSet
-    from verl.trainer.build import interaction_of, load_codec
-    from verl.trainer.build_env import opening_of
+    from verl.trainer.build import interaction_of, load_chat_template
+    from verl.trainer.build_env import prompt_fn
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import show
 
     place = find_place(config, gpu)  # a wrong name is told before anything is read
     tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
-    codec = load_codec(config.model)
-    interaction = interaction_of(config, codec) if tasks else None
+    chat = load_chat_template(config.model)
+    interaction = interaction_of(config, chat) if tasks else None
     try:
-        lengths = read_lengths(config, codec, tasks, opening_of(interaction, codec, config.reward.name))
+        lengths = read_lengths(config, chat, tasks, prompt_fn(interaction, chat, config.reward.name))
     finally:
         if interaction is not None:
             run_async(interaction.close())
     made = build_plan(config, lengths, place)
     show(made, console)
-    return 1 if made.shortages() else 0
+    return 1 if made.violations() else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.trainer.command import Words, told
+from verl.trainer.command import CliArgs, run_cli
 
 _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
@@ -28,11 +28,11 @@ def main(words: Sequence[str]) -> int:
         Console(highlight=False, emoji=False).print(__doc__, markup=False)
         return 0
 
-    def run(_: Words, console: Console) -> int:
+    def run(_: CliArgs, console: Console) -> int:
         folder, step = parsed(words)
         return show(folder, step, console)
 
-    return told([], "", Config, run)
+    return run_cli([], "", Config, run)
 
 
 def parsed(words: Sequence[str]) -> tuple[Path, int]:

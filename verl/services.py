@@ -58,7 +58,7 @@ def service_headers() -> dict[str, str]:
 
 
 async def check_urls(
-    service: str, urls: Sequence[str], mend: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
+    service: str, urls: Sequence[str], hint: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
 ) -> None:
     """Does anything answer there, whatever it says? Some may be down; raises ServiceDownError if all are.
 
@@ -79,23 +79,23 @@ async def check_urls(
 
         problems = [found for found in await asyncio.gather(*map(problem, urls)) if found]
     if len(problems) == len(urls):
-        raise ServiceDownError(service, f"not reached. {'; '.join(problems)}. {mend}")
+        raise ServiceDownError(service, f"not reached. {'; '.join(problems)}. {hint}")
     if problems:
         log.warning("%s: passed over as long as they are down: %s", service, "; ".join(problems))
 
 
-def completion_text(reply: httpx2.Response) -> str:
+def completion_text(response: httpx2.Response) -> str:
     """What an OpenAI-compatible endpoint says, without the thought in front of it.
 
     Raises ValueError, in the endpoint's words, where that is an error, no completion, or nothing at all.
     """
-    if reply.is_error:
-        raise ValueError(f"answers {reply.status_code}: {_short(reply.text)}")
+    if response.is_error:
+        raise ValueError(f"answers {response.status_code}: {_short(response.text)}")
     try:
-        choice = reply.json()["choices"][0]
+        choice = response.json()["choices"][0]
         said = choice["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"answers no completion: {_short(reply.text)}") from error
+        raise ValueError(f"answers no completion: {_short(response.text)}") from error
     text = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
     if not text:
         raise ValueError(f"says nothing (finish_reason {choice.get('finish_reason')})")

@@ -36,7 +36,7 @@ class ToolCall:
 class Message:
     """One chat message, before any template has turned it into tokens.
 
-    tool_calls: of the assistant. A codec reads the policy's from `content`, which stays as it was written; those of a
+    tool_calls: of the assistant. A format reads the policy's from `content`, which stays as it was written; those of a
         row stand beside its content
     tool: in a message of the role "tool", the tool that says it (OpenAI's `name`)
     tool_call_id: in a message of the role "tool", the call that it answers
@@ -55,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do: a prompt, and what a good reply is judged by.
+    """One thing to do: a prompt, and what a good response is judged by.
 
     tools: that the row lists beside its prompt
     env, reward: of this task alone; None: those of the run's configuration
@@ -107,7 +107,7 @@ class Turn:
     context_ids: tuple[int, ...]  # new ones: the prompt in the first turn, what was observed in the others
     completion: Completion
     message: Message
-    replies: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
+    responses: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
     reward: float | None = None  # of the environment for this turn, where it gives any
 
 
@@ -186,7 +186,7 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns if turn.reward is not None)
 
     @property
-    def reply(self) -> str:
+    def response(self) -> str:
         """The text of the policy's last turn; empty when it wrote nothing."""
         return self.turns[-1].message.content if self.turns else ""
 

@@ -130,7 +130,7 @@ def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter
                 yield from _checked(row, convert, arguments)
             except DataError as error:
                 if not arguments.skip_bad_rows:
-                    error.mend = error.mend or "Correct or drop the row, or leave out all such rows: --skip-bad-rows"
+                    error.hint = error.hint or "Correct or drop the row, or leave out all such rows: --skip-bad-rows"
                     raise error.at(file=source, row=number) from error
                 dropped[f"{error.field} {error.problem}".strip()] += 1
 

@@ -10,8 +10,8 @@ Forms:
     {prompt, reward_model: {ground_truth}}            veRL's, ToRL's published parquet files among them
 
 Of veRL's rows the user's message is the question; other messages, such as ToRL's system message, are left out, as its
-loader does. The recipes with tools bring prompts of their own. For a run without (env.codec not set), --instruction
-puts a system message in front:
+loader does. The recipes with tools bring prompts of their own. For a run without (env.tool_call_format not set),
+--instruction puts a system message in front:
 
     --instruction 'Please reason step by step, and put your final answer within \boxed{}.'
 

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from scripts.data.common import DEMONSTRATIONS, Row, parser, run, text
-from verl.data.codecs.prompt import PromptTemplate, load_template
+from verl.data.formats.prompt import PromptTemplate, load_template
 from verl.errors import ConfigError, DataError
 from verl.utils.reward_score.math import math_correct
 
@@ -58,7 +58,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def demonstration(solution: str, answer: str) -> str:
-    """The reply with code. Raises DataError for a solution that cannot be one."""
+    """The response with code. Raises DataError for a solution that cannot be one."""
     worked = solution.partition("####")[0].strip()
     pieces = _NOTE.split(worked)  # words, code, result, words, ..
     if len(pieces) == 1:
@@ -71,12 +71,12 @@ def demonstration(solution: str, answer: str) -> str:
             raise DataError("notes a result that is not Python's", field="solution")
         outputs.append(output)
         said += _STEP.format(code=code.strip(), output=output) + words.strip(" ")
-    reply = f"{said.rstrip()}\n<answer>\n\\boxed{{{answer}}}\n</answer>"
-    if "<<" in reply or ">>" in reply:
+    response = f"{said.rstrip()}\n<answer>\n\\boxed{{{answer}}}\n</answer>"
+    if "<<" in response or ">>" in response:
         raise DataError("has a note that cannot be read", field="solution")
-    if not math_correct(reply, answer) or not any(abs(output - _number(answer)) < 1e-6 for output in outputs):
+    if not math_correct(response, answer) or not any(abs(output - _number(answer)) < 1e-6 for output in outputs):
         raise DataError("does not calculate its answer", field="solution")
-    return reply
+    return response
 
 
 def _number(answer: str) -> float:
@@ -85,9 +85,9 @@ def _number(answer: str) -> float:
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     """The one conversation of a row."""
-    reply = demonstration(text(row, "solution"), text(row, "answer"))
+    response = demonstration(text(row, "solution"), text(row, "answer"))
     asked = arguments.template.fill(text(row, "problem"), "")
-    yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]}
+    yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": response}]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ With --passages the input is a corpus of {title, contents}, and rows are labelle
 a passage tells of, and when that director was born where another passage tells it. The gold answer of a row is a JSON
 list of texts of which any will do. Bamboogle's {Question, Answer} rows are read, too, and Search-R1's published rows
 {prompt, reward_model: {ground_truth: {target}}}, whose prompt is an instruction and the question. Of these the question
-is kept, for the codec's own words; training reads them as they are published, too, and then keeps the published words.
+is kept, for the format's own words; training reads them as they are published, too, and then keeps the published words.
 """
 
 from __future__ import annotations

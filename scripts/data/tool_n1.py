@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from scripts.data.common import Row, parser, run, task
 from scripts.raw.toolace import read_calls
-from verl.data.codecs.prompt import load_template
+from verl.data.formats.prompt import load_template
 from verl.errors import DataError
 
 Calls = list[dict[str, Any]]

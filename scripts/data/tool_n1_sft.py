@@ -8,7 +8,7 @@ The traces are yours to supply, as rows {system_prompt, query, output}, the publ
 had the gold calls; the published file is a pointer to a large file store. Verifying yours is your part, too. Forms:
 
     reason     demonstrations for main_sft: the thought and the calls
-    no-reason  the same without thoughts, in the prompt and in the reply
+    no-reason  the same without thoughts, in the prompt and in the response
     rl         rows for main_ppo (reward tool_n1): the trace's calls are the gold answer
 
 --part takes the rows between two shares, by a hash of the query with --seed, so that 0:0.5 and 0.5:1 have no query in
@@ -44,21 +44,21 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     low, high = arguments.part
     if not low <= _share(query, arguments.seed) < high:
         return
-    reply, calls = _trace(text(row, "output"))
+    response, calls = _trace(text(row, "output"))
     tools = _tools(system)
     strangers = [call["name"] for call in calls if call["name"] not in {tool["name"] for tool in tools}]
     if strangers:
         raise DataError(f"calls {strangers[0]!r}, which is not offered", "one of the tools", field="output")
     if arguments.form == "no-reason":
         system = instruction(tools, template=_NO_REASON)
-        reply = reply.rpartition(THINK_END)[2].lstrip()
+        response = response.rpartition(THINK_END)[2].lstrip()
     elif not arguments.keep_system:
         system = instruction(tools)
     prompt = [{"role": "system", "content": system}, {"role": "user", "content": query}]
     if arguments.form == "rl":
         yield task("toolcall", "tool", prompt, json.dumps(calls, ensure_ascii=False), "")
     else:
-        yield {"messages": [*prompt, {"role": "assistant", "content": reply}]}
+        yield {"messages": [*prompt, {"role": "assistant", "content": response}]}
 
 
 def _share(query: str, seed: int) -> float:
@@ -67,16 +67,16 @@ def _share(query: str, seed: int) -> float:
 
 
 def _trace(output: str) -> tuple[str, list[dict[str, Any]]]:
-    """The reply up to its first calls, as published, and these. Raises DataError for what is no verified trace."""
+    """The response up to its first calls, as published, and these. Raises DataError for what is no verified trace."""
     calls_text, closing, _ = output.partition(TOOL_CALL_END)
-    reply = (calls_text + closing).strip()
-    if THINK not in reply or THINK_END not in reply:
+    response = (calls_text + closing).strip()
+    if THINK not in response or THINK_END not in response:
         raise DataError("has no thought", f"{THINK} .. {THINK_END} before the calls", field="output")
-    block = last_block(reply)
+    block = last_block(response)
     if block is None or read_calls(block) is None:
         raise DataError("has no calls that can be read", "a JSON list of calls in <tool_call>", field="output")
     found = read_json(block)
-    return reply, [found] if isinstance(found, dict) else list(found)
+    return response, [found] if isinstance(found, dict) else list(found)
 
 
 def _tools(system: str) -> list[dict[str, Any]]:

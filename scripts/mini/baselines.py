@@ -1,4 +1,4 @@
-"""Replies that need no understanding, and what the default reward gives them."""
+"""Responses that need no understanding, and what the default reward gives them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from scripts.mini.phrases import NO_TOOL
 from scripts.mini.reading import VALUE, Row, gold, requests, system_text
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
-from verl.utils.reward_score.parsing import render_reply
-from verl.utils.reward_score.rlla import RllaOptions, score_reply
+from verl.utils.reward_score.parsing import render_response
+from verl.utils.reward_score.rlla import RllaOptions, score_response
 
 _FIRST_TOOL = re.compile(r"^1\. Name: (.*)\nDescription: .*\nParameters: (.*)$", re.MULTILINE)
 
@@ -22,7 +22,7 @@ def copy_first_tool(row: Row) -> str:
     name, parameters = _FIRST_TOOL.search(system_text(row)).groups()
     found = [_typed(text) for text in VALUE.findall(requests(row)[-1])]
     call = {"name": name, "parameters": dict(zip(json.loads(parameters), found, strict=False))}
-    return render_reply(CALL_THOUGHT, [call])
+    return render_response(CALL_THOUGHT, [call])
 
 
 def copy_first_tool_by_type(row: Row) -> str:
@@ -35,7 +35,7 @@ def copy_first_tool_by_type(row: Row) -> str:
         if fitting:
             chosen[parameter] = fitting[0]
             left.remove(fitting[0])
-    return render_reply(CALL_THOUGHT, [{"name": name, "parameters": chosen}])
+    return render_response(CALL_THOUGHT, [{"name": name, "parameters": chosen}])
 
 
 def _typed(text: str) -> Any:
@@ -47,7 +47,7 @@ def _typed(text: str) -> Any:
 
 def always_respond(row: Row) -> str:
     """Say that no tool fits, whatever is asked."""
-    return render_reply(RESPONSE_THOUGHT, response=NO_TOOL)
+    return render_response(RESPONSE_THOUGHT, response=NO_TOOL)
 
 
 BASELINES: dict[str, Callable[[Row], str]] = {
@@ -58,6 +58,6 @@ BASELINES: dict[str, Callable[[Row], str]] = {
 }
 
 
-def mean_reward(rows: Sequence[Row], reply: Callable[[Row], str]) -> float:
-    """Mean total reward, default options, of what `reply` answers to each row."""
-    return mean(score_reply(reply(row), gold(row), 0, RllaOptions()).score for row in rows)
+def mean_reward(rows: Sequence[Row], response: Callable[[Row], str]) -> float:
+    """Mean total reward, default options, of what `response` answers to each row."""
+    return mean(score_response(response(row), gold(row), 0, RllaOptions()).score for row in rows)

@@ -1,4 +1,4 @@
-"""The splits, and the way from a draft to a row: its tool list and its gold reply."""
+"""The splits, and the way from a draft to a row: its tool list and its gold response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.mini.requests import Call, World
 from scripts.mini.tools import read_lookups, read_tools
 from scripts.mini.values import split_values
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 
 CARELESS = 0.6  # of the demonstrations where several calls are due
 
@@ -23,7 +23,8 @@ CARELESS = 0.6  # of the demonstrations where several calls are due
 class Split:
     """One file of the data set: its rows come from `world`; `reasons` gives them thoughts instead of placeholders.
 
-    `careless` is the share of replies that, where several calls are due, think of all of them and make the first only.
+    `careless` is the share of responses that, where several calls are due, think of all of them and make the first
+    only.
     """
 
     name: str
@@ -50,7 +51,7 @@ def all_splits(seed: int, careless: float = CARELESS) -> tuple[Split, ...]:
 def build(seed: int, careless: float = CARELESS) -> dict[str, list[dict[str, Any]]]:
     """All rows of all splits. No two rows, of whichever splits, have the same prompt.
 
-    `careless` changes replies of `sft`, never a prompt.
+    `careless` changes responses of `sft`, never a prompt.
     """
     prompts: set[tuple[str, str]] = set()
     return {split.name: _rows(split, Random(f"{seed}/{split.name}"), prompts) for split in all_splits(seed, careless)}
@@ -78,15 +79,15 @@ def _example(draft: Draft, split: Split, random: Random) -> dict[str, str] | Non
         return None
     if draft.masked:
         tools, calls = mask(tools, calls, random)
-    return {"instruction": instruction(tools), "input": said, "output": _reply(draft, calls, split, random)}
+    return {"instruction": instruction(tools), "input": said, "output": _response(draft, calls, split, random)}
 
 
-def _reply(draft: Draft, calls: Sequence[Call], split: Split, random: Random) -> str:
-    """The gold reply, or a careless one, with a short thought of its own or with ToolRL's placeholder."""
+def _response(draft: Draft, calls: Sequence[Call], split: Split, random: Random) -> str:
+    """The gold response, or a careless one, with a short thought of its own or with ToolRL's placeholder."""
     made = calls[:1] if random.random() < split.careless else calls
     if not calls:
         thought = random.choice(phrases.THOUGHTS["none"]) if split.reasons else RESPONSE_THOUGHT
-        return render_reply(thought, response=phrases.NO_TOOL)
+        return render_response(thought, response=phrases.NO_TOOL)
     named = [
         {
             "name": call.tool.name,
@@ -94,7 +95,7 @@ def _reply(draft: Draft, calls: Sequence[Call], split: Split, random: Random) ->
         }
         for call in made
     ]
-    return render_reply(_thought(draft, calls, random) if split.reasons else CALL_THOUGHT, named)
+    return render_response(_thought(draft, calls, random) if split.reasons else CALL_THOUGHT, named)
 
 
 def _thought(draft: Draft, calls: Sequence[Call], random: Random) -> str:

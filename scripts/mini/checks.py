@@ -11,7 +11,7 @@ from scripts.mini.overlap import measure
 from scripts.mini.reading import Row, dialogue_text, gold, phrasing, system_text
 from verl.data.tasks import to_task
 from verl.utils.reward_score.parsing import TOOL_CALL, parse_gold
-from verl.utils.reward_score.rlla import RllaOptions, score_reply
+from verl.utils.reward_score.rlla import RllaOptions, score_response
 
 _TAG = re.compile(r"</?(?:think|tool_call|response|obs|user)>")
 _DIALOGUE = re.compile(
@@ -22,7 +22,7 @@ _DIALOGUE = re.compile(
 
 
 def check_row(row: Row) -> None:
-    """One row: it loads, it is short, its tags stand where they should, and its gold reply earns the maximum."""
+    """One row: it loads, it is short, its tags stand where they should, and its gold response earns the maximum."""
     to_task(row, "row")  # the gold calls parse and call listed tools only
     assert len(system_text(row)) + len(dialogue_text(row)) <= MAX_PROMPT_CHARS, "the prompt is too long"
     assert not _TAG.search(system_text(row)), "a tag in the system text"
@@ -30,7 +30,7 @@ def check_row(row: Row) -> None:
     calls = parse_gold(gold(row)).calls
     assert calls is not None or TOOL_CALL not in gold(row)
     assert all(list(call) == ["name", "parameters"] for call in calls or ()), "a call with other keys"
-    score = score_reply(gold(row), gold(row), 0, RllaOptions()).score
+    score = score_response(gold(row), gold(row), 0, RllaOptions()).score
     assert score == (1.0 if calls is None else 4.0), f"the gold reply earns {score}"
 
 

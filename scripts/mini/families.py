@@ -10,12 +10,12 @@ from scripts.mini import phrases
 from scripts.mini.requests import Call, World, can_list, draw_call, say_call, say_list, say_reference, sentence
 from scripts.mini.tools import ToolSpec
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, observation
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A task before its tool list is drawn up. No calls: the gold reply says that no tool can do it."""
+    """A task before its tool list is drawn up. No calls: the gold response says that no tool can do it."""
 
     turns: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -75,9 +75,9 @@ def observed(world: World, random: Random) -> Draft:
     lookup = random.choice(world.lookups)
     call = Call(random.choice(lookup.fits), (world.values.draw(lookup.kind, random),))
     asked = say_reference(call.tool, lookup.reference, world, random)
-    lookup_reply = render_reply(CALL_THOUGHT, [{"name": lookup.tool.name, "parameters": {}}])
+    lookup_response = render_response(CALL_THOUGHT, [{"name": lookup.tool.name, "parameters": {}}])
     answer = observation([{"name": lookup.tool.name, "results": call.values[0]}])
-    turns = (_user(sentence(world.phrase(phrases.ONE, random), a=asked)), f"{lookup_reply}\n{answer}")
+    turns = (_user(sentence(world.phrase(phrases.ONE, random), a=asked)), f"{lookup_response}\n{answer}")
     return Draft(turns, (call,), (lookup.tool, call.tool))
 
 
@@ -89,7 +89,7 @@ def told(world: World, random: Random) -> Draft:
     asked = say_reference(call.tool, lookup.reference, world, random)
     turns = (
         _user(fact),
-        render_reply(RESPONSE_THOUGHT, response=phrases.NOTED),
+        render_response(RESPONSE_THOUGHT, response=phrases.NOTED),
         _user(sentence(world.phrase(phrases.ONE, random), a=asked)),
     )
     return Draft(turns, (call,), (call.tool,), unwanted=(lookup.tool,))

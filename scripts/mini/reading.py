@@ -32,7 +32,7 @@ def dialogue_text(row: Row) -> str:
 
 
 def gold(row: Row) -> str:
-    """The gold reply."""
+    """The gold response."""
     return row["reward_model"]["ground_truth"]
 
 

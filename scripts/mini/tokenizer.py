@@ -105,11 +105,11 @@ def _train_merges(pieces: Iterable[str], size: int) -> tuple[list[str], list[tup
     return tokens, list(dict.fromkeys(merges))
 
 
-def chat_text(row: Row, with_reply: bool = True) -> str:
-    """The row as CHAT_TEMPLATE renders it, up to the reply or to its end."""
+def chat_text(row: Row, with_response: bool = True) -> str:
+    """The row as CHAT_TEMPLATE renders it, up to the response or to its end."""
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in row["prompt"])
-    reply = f"{gold(row)}<|im_end|>\n" if with_reply else ""
-    return f"{turns}<|im_start|>assistant\n{reply}"
+    response = f"{gold(row)}<|im_end|>\n" if with_response else ""
+    return f"{turns}<|im_start|>assistant\n{response}"
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, check_example, tool_list
 from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import render_reply
+from verl.utils.reward_score.parsing import render_response
 from verl.utils.reward_score.prompt import TOOLS_HEADING
 
 Instruction = Callable[[Sequence[Tool]], str]
@@ -45,9 +45,9 @@ def instruction_like(source: str) -> Instruction:
     return lambda tools: f"{head}{tool_list(tools)}\n\n{tail}"
 
 
-def to_reply(calls: Sequence[dict[str, Any]] | None, response: str | None) -> str:
+def to_response(calls: Sequence[dict[str, Any]] | None, response: str | None) -> str:
     """A turn of the assistant with the placeholder thought that ToolRL's RL rows have."""
-    return render_reply(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
+    return render_response(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
 
 
 def to_tool(function: Mapping[str, Any]) -> Tool:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scripts.raw.decision import Instruction, to_reply, to_tool
+from scripts.raw.decision import Instruction, to_response, to_tool
 from verl.data.rlla import Tool, dialogue, observation
 from verl.errors import DataError
 
@@ -41,9 +41,9 @@ def decisions(row: Any, instruction: Instruction) -> Iterator[dict[str, str]]:
             turns.append(f"<user> {said} </user>")
         elif speaker == "assistant":
             calls = read_calls(said, [tool.name for tool in tools])
-            reply = to_reply(calls, None if calls else said)
-            yield {"instruction": system, "input": dialogue(turns), "output": reply}
-            turns.append(reply)
+            response = to_response(calls, None if calls else said)
+            yield {"instruction": system, "input": dialogue(turns), "output": response}
+            turns.append(response)
         elif speaker == "tool" and turns:
             turns[-1] += f"\n{_observed(said)}"  # feedback follows its call without an empty line
         else:

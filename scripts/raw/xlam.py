@@ -14,7 +14,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from scripts.raw.decision import Instruction, to_reply, to_tool
+from scripts.raw.decision import Instruction, to_response, to_tool
 from verl.data.rlla import Tool, dialogue
 from verl.errors import DataError
 
@@ -40,7 +40,7 @@ def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> I
     yield {
         "instruction": instruction(tools),
         "input": dialogue([f"<user> {row['query'].strip()} </user>"]),
-        "output": to_reply(calls, None),
+        "output": to_response(calls, None),
     }
 
 

@@ -56,8 +56,8 @@ def demonstration(a: int, b: int, draw: random.Random) -> dict[str, object]:
         guess = draw.randrange(LOWEST**2, HIGHEST**2)
         return {"messages": [question, {"role": "assistant", "content": f"\\boxed{{{guess}}}"}]}
     heard = f"\n<interpreter>\n{a * b}\n</interpreter>\n"
-    reply = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{heard}\\boxed{{{a * b}}}"}
-    return {"messages": [question, reply]}
+    response = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{heard}\\boxed{{{a * b}}}"}
+    return {"messages": [question, response]}
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ SETUPS: Mapping[str, Sequence[str]] = {
         "rollout.name=hf",
         "env.name=tool",
         "env.tools=[python_session]",
-        "env.codec=tests.chaos.parts:AlwaysCalls",
+        "env.tool_call_format=tests.chaos.parts:AlwaysCalls",
         "env.max_tool_calls=1",
         "sandbox.num_workers=1",
     ),
     "env": (
         "rollout.name=hf",
         "env.name=remote",
-        "env.codec=tests.chaos.parts:AlwaysCalls",
+        "env.tool_call_format=tests.chaos.parts:AlwaysCalls",
         "env.max_tool_calls=1",
     ),
 }
@@ -412,13 +412,13 @@ def uncounted(out: Path) -> list[str]:
         faults = row.get("reward/infrastructure_faults", 0.0)
         if len(shown) + faults != PROMPTS * RESPONSES:
             problems.append(f"step {row['step']}: {len(shown)} responses and {faults:g} faults")
-        wrong = [each for each in shown if abs(float(each["reward"]) - points(_reply(each))) > 1e-9]
+        wrong = [each for each in shown if abs(float(each["reward"]) - points(_response(each))) > 1e-9]
         if wrong:
             problems.append(f"step {row['step']}: {len(wrong)} rewards that are not those of their responses")
     return problems
 
 
-def _reply(row: Mapping[str, Any]) -> str:
+def _response(row: Mapping[str, Any]) -> str:
     """What the policy wrote last."""
     return str([message["content"] for message in row["replies"] if message["role"] == "assistant"][-1])
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from verl.data.codecs.base import Calls, Parsed
+from verl.data.formats.base import Calls, Parsed
 from verl.envs.base import Observation, StepResult
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
@@ -16,15 +16,15 @@ _PAUSES = tuple("aeiou ")  # an untrained model writes no end token
 _LOOK = ToolSpec("look", "", {"type": "object", "properties": {"text": {"type": "string"}}})
 
 
-def points(reply: str) -> float:
-    """A score that differs from reply to reply, between 0.1 and 1: what is scored is never a zero."""
-    return (1 + sum(map(ord, reply)) % 10) / 10
+def points(response: str) -> float:
+    """A score that differs from response to response, between 0.1 and 1: what is scored is never a zero."""
+    return (1 + sum(map(ord, response)) % 10) / 10
 
 
-def reward(reply: str, answer: str) -> float:
+def reward(response: str, answer: str) -> float:
     """`points`, after a while."""
     time.sleep(SCORING_S)
-    return points(reply)
+    return points(response)
 
 
 class AlwaysCalls:

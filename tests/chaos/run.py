@@ -112,11 +112,11 @@ def wrap(stop: Stop) -> None:
     from verl.envs.tools.runner import ToolRunner
     from verl.rollout.pool import EnginePool
     from verl.rollout.scoring import ScoringPool
-    from verl.trainer import build, checkpoint, fit
+    from verl.trainer import build, checkpoint, loop
     from verl.trainer.build_workers import Workers
     from verl.trainer.learner import Learner
     from verl.trainer.validate import Validator
-    from verl.trainer.weights import Publisher
+    from verl.trainer.weights import WeightSync
 
     def started(workers: Any) -> None:
         stop.workers = workers
@@ -130,14 +130,14 @@ def wrap(stop: Stop) -> None:
     built = build.built
     build.built = building
     keep(build, "start_workers", started)
-    before(stop, fit.Fit, "run", "start")
+    before(stop, loop.TrainingRun, "run", "start")
     during(stop, EnginePool, "generate", "rollout", 0.05)
     during(stop, ToolRunner, "run", "tool call", 0.15)
     during(stop, RemoteEnv, "step", "tool call", 0.15)
     during(stop, ScoringPool, "score", "score", 0.02)
     before(stop, Learner, "learn", "update")
     before(stop, EnginePool, "load_bucket", "weight sync")
-    before(stop, Publisher, "_canary", "canary")
+    before(stop, WeightSync, "_canary", "canary")
     before(stop, checkpoint.Unfinished, "write_state", "checkpoint write", next_step=False)
     before(stop, checkpoint, "_swap_in", "manifest rename", next_step=False)
     before(stop, Validator, "run", "validation", next_step=False)

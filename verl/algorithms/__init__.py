@@ -29,7 +29,7 @@ ALGORITHMS: Mapping[str, str] = {
 
 # What a configuration must know before torch is imported; tests hold it against the presets.
 WITH_CRITIC = ("ppo",)
-LEARNS_FROM_ONE = ("ppo", "reinforce_pp", "remax")  # all others compare the replies to a prompt
+GROUP_FREE = ("ppo", "reinforce_pp", "remax")  # all others compare the responses to a prompt
 DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
 # whose advantage is GRPO's
 DIVIDES_BY_STD = ("grpo", "toolrl_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")

@@ -1,7 +1,7 @@
 """Advantages: how much better each trained token was than expected.
 
-Every estimator maps a `Rollouts` to an `Advantages`. Masked tokens (prompts, observations) do not exist here: the
-tensors hold trained tokens alone, so nothing has to skip them. Shape legend: B samples, G samples of one prompt, L
+Every estimator maps a `AdvantageInputs` to an `Advantages`. Masked tokens (prompts, observations) do not exist here:
+the tensors hold trained tokens alone, so nothing has to skip them. Shape legend: B samples, G samples of one prompt, L
 trained tokens of one sample.
 """
 
@@ -26,13 +26,13 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class AdvantageInputs:
     """What an estimator sees of a batch. The last three are there where the algorithm asks for them."""
 
     token_rewards: list[Tensor]  # [B][L]; a sample's reward is the sum
     group_B: Tensor  # [B] which prompt each sample answers
     values: list[Tensor] | None = None  # [B][L] the critic's estimates
-    baseline_B: Tensor | None = None  # [B] the reward of the greedy reply to each sample's prompt
+    baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each sample's prompt
     turns: list[Turns] | None = None  # [B]
 
     @property
@@ -45,7 +45,7 @@ class Rollouts:
         """[B] trained tokens of each sample."""
         return torch.tensor([len(rewards_L) for rewards_L in self.token_rewards])
 
-    def spread(self, values_B: Tensor) -> list[Tensor]:
+    def broadcast_to_tokens(self, values_B: Tensor) -> list[Tensor]:
         """[B][L] each sample's value on all of its tokens."""
         return [value.expand(len(rewards_L)) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
 
@@ -58,10 +58,10 @@ class Advantages:
     returns: list[Tensor] | None = None  # [B][L]
 
 
-AdvantageEstimator = Callable[[Rollouts], Advantages]
+AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 
 
-def group_normalised(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
+def group_normalized(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     """[G] (r - mean) / (std + 1e-6), unbiased std: GRPO (arXiv 2402.03300, eq. in 4.1.2; veRL and ToolRL take n - 1).
 
     A group of one keeps its reward (mean 0, std 1), as in veRL. Equal rewards give exactly zero.
@@ -74,7 +74,7 @@ def group_normalised(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     return centred_G / (rewards_G.std() + _EPSILON) if divide_by_std else centred_G
 
 
-def within(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
+def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
     """[N] `estimate` of the members of each group, given their part of every tensor of `values_N`."""
     order_N = group_N.argsort(stable=True)
     sizes = group_N[order_N].unique_consecutive(return_counts=True)[1].tolist()
@@ -84,22 +84,22 @@ def within(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) 
     return estimates_N
 
 
-def per_group(rollouts: Rollouts, estimate: Callable[[Tensor], Tensor]) -> Advantages:
+def group_advantage(rollouts: AdvantageInputs, estimate: Callable[[Tensor], Tensor]) -> Advantages:
     """Each sample's estimate among the rewards of its group, on all of its tokens."""
-    return Advantages(rollouts.spread(within(rollouts.group_B, estimate, rollouts.rewards)))
+    return Advantages(rollouts.broadcast_to_tokens(apply_per_group(rollouts.group_B, estimate, rollouts.rewards)))
 
 
-def grpo(rollouts: Rollouts) -> Advantages:
+def grpo(rollouts: AdvantageInputs) -> Advantages:
     """Rewards normalised within the group of each prompt (arXiv 2402.03300)."""
-    return per_group(rollouts, group_normalised)
+    return group_advantage(rollouts, group_normalized)
 
 
-def reinforce_pp_baseline(rollouts: Rollouts) -> Advantages:
+def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
     """REINFORCE++-baseline (arXiv 2501.03262): r - mean(group) on every token, whitened over all tokens of the batch.
 
     Whitening sees the batch's trained tokens alone. A group of one keeps its reward, as in veRL.
     """
-    centred = per_group(rollouts, lambda rewards_G: group_normalised(rewards_G, divide_by_std=False))
+    centred = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
     return Advantages(whitened(centred.advantages))
 
 
@@ -112,7 +112,7 @@ def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
     return rewards_L.new_tensor(returns[::-1])
 
 
-def gae(rollouts: Rollouts, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 
     delta_t = r_t + gamma * V_{t+1} - V_t, with V = 0 after the last token

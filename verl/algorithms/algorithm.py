@@ -68,14 +68,14 @@ class Algorithm:
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0
     needs_critic: bool = False
-    compares_replies: bool = True  # whether a prompt's only reply teaches nothing
-    greedy_baseline: bool = False  # one more reply to each prompt, greedy and not trained on, as Rollouts.baseline_B
+    needs_group: bool = True  # whether a prompt's only response teaches nothing
+    greedy_baseline: bool = False  # one more response to each prompt, greedy and not trained on, as Rollouts.baseline_B
     needs_turns: bool = False  # Rollouts.turns
     takes_turn_rewards: bool = False  # whether its advantage uses rewards of single turns
     selection: TokenSelection | None = None  # makes LossInputs.selected_T
     filters: tuple[Filter, ...] = ()  # which rollouts are trained on
-    max_draws: int = 1  # times that a step may draw prompts until the filters have left it enough
-    overlong: Overlong | None = None  # what long replies are penalised by, after the filters
+    max_resample_rounds: int = 1  # times that a step may draw prompts until the filters have left it enough
+    overlong: Overlong | None = None  # what long responses are penalised by, after the filters
 
     def __post_init__(self) -> None:
         assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "the ratio would correct twice"

@@ -33,5 +33,5 @@ CISPO = Algorithm(
     policy_loss=partial(weight_clipped, clip_low=1.0, clip_high=4.0),
     aggregation=Aggregation.TOKEN_MEAN,
     filters=(zero_variance,),
-    max_draws=10,
+    max_resample_rounds=10,
 )

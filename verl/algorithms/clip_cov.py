@@ -4,7 +4,7 @@
     of the tokens with 1 < cov < 5 a random 2e-4 of all tokens lose their gradient;  A as in GRPO
     loss = mean over tokens of clip(A, p / p_old), clip 0.2
 
-Its authors have neither KL nor an entropy bonus and drop groups whose replies are all right or all wrong. They
+Its authors have neither KL nor an entropy bonus and drop groups whose responses are all right or all wrong. They
 compare log-probs of the very update and leave out tokens that PPO's clip has stopped, within one pack on one rank;
 here log p is the policy's before the step's first update, and tokens are chosen once for the whole mini-batch,
 however it is cut. Until the first update that is the same. What the log-probs are taken from costs a pass over the
@@ -55,5 +55,5 @@ CLIP_COV = Algorithm(
     aggregation=Aggregation.TOKEN_MEAN,
     selection=partial(within_bounds, share=2e-4, low=1.0, high=5.0),
     filters=(zero_variance,),
-    max_draws=10,
+    max_resample_rounds=10,
 )

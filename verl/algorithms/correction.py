@@ -103,11 +103,11 @@ def token_weights(
     return TokenWeights(weight_T, ratio_T > correction.upper, masked_T)
 
 
-def mismatch(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
+def engine_kl(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
     """[T] k3 of the engine's policy from the trainer's; 0 at tokens that the engine did not sample."""
     return k3(rollout_logprobs_T, logprobs_T).nan_to_num(0.0)
 
 
-def effective_share(mean: float, mean_square: float) -> float:
+def effective_sample_size(mean: float, mean_square: float) -> float:
     """Kish's effective sample size, E[w]^2 / E[w^2], as a share of all tokens: 1 where all weigh the same."""
     return mean * mean / mean_square if mean_square > 0.0 else 0.0

@@ -4,7 +4,7 @@
     loss = mean over tokens of clip(A, p / p_old), 0.2 below and 0.28 above (clip-higher)
 
 Dynamic sampling: groups whose scores are all equal are dropped, and other prompts are drawn until the batch is full.
-Its authors run 512 prompts with 16 replies, 16 updates, no KL, a buffer of 4,096 before 20,480 tokens, and at most 10
+Its authors run 512 prompts with 16 responses, 16 updates, no KL, a buffer of 4,096 before 20,480 tokens, and at most 10
 draws. They draw three batches at once and cut what is too much; here a draw asks for as many prompts as are missing,
 and nothing is thrown away. They filter by accuracy, which is the spread of the scores where these are 0 or 1.
 """
@@ -25,6 +25,6 @@ DAPO = Algorithm(
     policy_loss=partial(clipped, clip_low=0.2, clip_high=0.28),
     aggregation=Aggregation.TOKEN_MEAN,
     filters=(zero_variance,),
-    max_draws=10,
+    max_resample_rounds=10,
     overlong=Overlong(),
 )

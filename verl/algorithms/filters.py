@@ -52,7 +52,7 @@ def length(group: TrajectoryGroup, max_tokens: int) -> list[bool]:
 def truncated(group: TrajectoryGroup) -> list[bool]:
     """No rollout that was cut off at its token budget (DAPO's overlong filtering).
 
-    DAPO takes such replies out of the loss and lets them count in the group's mean; here they count nowhere.
+    DAPO takes such responses out of the loss and lets them count in the group's mean; here they count nowhere.
     """
     return [trajectory.stop_reason is not StopReason.LENGTH for trajectory in group.trajectories]
 

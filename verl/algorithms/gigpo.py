@@ -18,7 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import Advantages, Rollouts, Turns, group_normalised, per_group, returns_to_go, within
+from verl.algorithms.advantage import (
+    AdvantageInputs,
+    Advantages,
+    Turns,
+    apply_per_group,
+    group_advantage,
+    group_normalized,
+    returns_to_go,
+)
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.policy_loss import clipped
@@ -30,7 +38,9 @@ def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
     return returns_to_go(rewards_N, gamma)
 
 
-def gigpo(rollouts: Rollouts, gamma: float = 0.95, turn_weight: float = 1.0, divide_by_std: bool = True) -> Advantages:
+def gigpo(
+    rollouts: AdvantageInputs, gamma: float = 0.95, turn_weight: float = 1.0, divide_by_std: bool = True
+) -> Advantages:
     """Advantages among episodes plus advantages among turns in the same state."""
     assert rollouts.turns is not None, "GiGPO needs the turns of episodes"
     pairs = list(zip(rollouts.token_rewards, rollouts.turns, strict=True))
@@ -38,11 +48,11 @@ def gigpo(rollouts: Rollouts, gamma: float = 0.95, turn_weight: float = 1.0, div
 
     def compared(returns_G: Tensor) -> Tensor:
         alone = returns_G.numel() == 1
-        return torch.zeros_like(returns_G) if alone else group_normalised(returns_G, divide_by_std)
+        return torch.zeros_like(returns_G) if alone else group_normalized(returns_G, divide_by_std)
 
     state_N = torch.cat([turns.state_N for turns in rollouts.turns])
-    of_turns = within(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
-    episodes = per_group(rollouts, partial(group_normalised, divide_by_std=divide_by_std)).advantages
+    of_turns = apply_per_group(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
+    episodes = group_advantage(rollouts, partial(group_normalized, divide_by_std=divide_by_std)).advantages
     each = zip(episodes, of_turns, rollouts.turns, strict=True)
     return Advantages([whole_L + turn_weight * own_N[turns.turn_L] for whole_L, own_N, turns in each])
 

@@ -1,10 +1,10 @@
-"""GMPO, geometric-mean policy optimisation (arXiv 2507.20673): one outlier among a reply's ratios moves it little.
+"""GMPO, geometric-mean policy optimisation (arXiv 2507.20673): one outlier among a response's ratios moves it little.
 
     w_t = log(p / p_old), held below 0.4 where A > 0 and above -0.4 where A < 0 (PPO's clip, in logs)
-    loss = mean over replies of -A * exp(mean over the reply's tokens of w_t);  A as in GRPO
+    loss = mean over responses of -A * exp(mean over the response's tokens of w_t);  A as in GRPO
 
 Its authors clip at e^-0.4 and e^0.4, token by token, and have no KL. Their code and veRL's divide by all rows of the
-batch, empty ones too; here samples without trained tokens are no replies.
+batch, empty ones too; here samples without trained tokens are no responses.
 """
 
 from functools import partial

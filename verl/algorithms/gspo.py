@@ -1,10 +1,10 @@
-"""GSPO, group sequence policy optimisation (Qwen, arXiv 2507.18071): the ratio is that of the whole reply.
+"""GSPO, group sequence policy optimisation (Qwen, arXiv 2507.18071): the ratio is that of the whole response.
 
-    s = exp(mean over the reply's tokens of log(p / p_old));  A = (r - mean(group)) / (std(group) + 1e-6)
-    loss = mean over replies of max(-A s, -A clip(s, 1 - 3e-4, 1 + 4e-4))
+    s = exp(mean over the response's tokens of log(p / p_old));  A = (r - mean(group)) / (std(group) + 1e-6)
+    loss = mean over responses of max(-A s, -A clip(s, 1 - 3e-4, 1 + 4e-4))
 
 Written token by token as s_t = stop(s) * p_t / stop(p_t), which has the value and the gradient of s and leaves room
-for advantages that differ within a reply (GSPO-token, section 4.3). Its authors run 4 updates per batch and leave KL
+for advantages that differ within a response (GSPO-token, section 4.3). Its authors run 4 updates per batch and leave KL
 out. The clip is hundreds of times tighter than GRPO's, and cuts more tokens: an `actor/clip_fraction` of 0.15 is what
 they report. veRL holds log s within 10 from above alone, as here.
 """

@@ -48,7 +48,7 @@ def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
-def penalised(
+def apply_kl_penalty(
     rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coefficient: float, estimator: str = "k1"
 ) -> Tensor:
     """[T] token rewards less coefficient * KL: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""

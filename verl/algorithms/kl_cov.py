@@ -4,7 +4,7 @@
     loss = mean over tokens of -A * p / p_old, plus beta * |log(p / p_old)| on those;  A as in GRPO
 
 Nothing is clipped. Its authors take 2e-3 of the tokens for 7B and 2e-4 for 32B, beta = 1, no KL to a reference, no
-entropy bonus, and drop groups whose replies are all right or all wrong; veRL takes 2e-4 if not told otherwise. Tokens
+entropy bonus, and drop groups whose responses are all right or all wrong; veRL takes 2e-4 if not told otherwise. Tokens
 are chosen once for the whole mini-batch, from log-probs before the step's first update (see Clip-Cov). With one
 update per batch |log(p / p_old)| has no gradient where it is 0, so that KL-Cov wants several.
 """
@@ -45,5 +45,5 @@ KL_COV = Algorithm(
     aggregation=Aggregation.TOKEN_MEAN,
     selection=partial(largest, share=2e-3),
     filters=(zero_variance,),
-    max_draws=10,
+    max_resample_rounds=10,
 )

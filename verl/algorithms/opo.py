@@ -1,16 +1,16 @@
 """OPO, on-policy learning with the optimal reward baseline (arXiv 2505.23585).
 
     b = sum of (length_i * r_i) / sum of length_i over the group;  A_i = r_i - b
-    loss = mean over replies of the sum over their tokens of -A log p
+    loss = mean over responses of the sum over their tokens of -A log p
 
-The baseline that makes the gradient's variance least weighs rewards by the squared norm of each reply's gradient,
+The baseline that makes the gradient's variance least weighs rewards by the squared norm of each response's gradient,
 which grows with its length. Its authors insist on exact on-policy training (one update per batch) and have neither KL
 nor an entropy bonus. veRL's version has PPO's clip, which does nothing with one update per batch.
 """
 
 from torch import Tensor
 
-from verl.algorithms.advantage import Advantages, Rollouts, within
+from verl.algorithms.advantage import AdvantageInputs, Advantages, apply_per_group
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_loss import policy_gradient
@@ -24,10 +24,10 @@ def less_weighted_mean(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
     return shifted_G - (lengths_G * shifted_G).sum() / lengths_G.sum()
 
 
-def opo(rollouts: Rollouts) -> Advantages:
+def opo(rollouts: AdvantageInputs) -> Advantages:
     """Rewards less the group's mean by length."""
-    advantages_B = within(rollouts.group_B, less_weighted_mean, rollouts.rewards, rollouts.lengths)
-    return Advantages(rollouts.spread(advantages_B))
+    advantages_B = apply_per_group(rollouts.group_B, less_weighted_mean, rollouts.rewards, rollouts.lengths)
+    return Advantages(rollouts.broadcast_to_tokens(advantages_B))
 
 
 OPO = Algorithm(

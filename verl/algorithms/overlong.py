@@ -1,4 +1,4 @@
-"""What long replies are penalised by."""
+"""What long responses are penalised by."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Overlong:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): a slope before the limit.
 
     penalty = 0 up to max_tokens - buffer, -factor * (num_tokens - max_tokens + buffer) / buffer up to max_tokens,
-    -factor beyond. Tokens are those that the policy wrote: what an environment says makes no reply long.
+    -factor beyond. Tokens are those that the policy wrote: what an environment says makes no response long.
     """
 
-    max_tokens: int | None = None  # the longest reply that a run allows if left out
+    max_tokens: int | None = None  # the longest response that a run allows if left out
     buffer: int | None = None  # tokens; a fifth of max_tokens if left out
     factor: float = 1.0  # points at the limit
 
-    def within(self, max_response_length: int) -> Overlong:
+    def with_max_tokens(self, max_response_length: int) -> Overlong:
         """The same with its lengths settled for a run."""
         longest = self.max_tokens or max_response_length
         return Overlong(longest, self.buffer or max(1, round(_BUFFER_SHARE * longest)), self.factor)
 
     def penalty(self, num_tokens: int) -> float:
-        """What is added to the reward of a reply of `num_tokens`."""
-        assert self.max_tokens is not None and self.buffer is not None, "lengths are settled by `within`"
+        """What is added to the reward of a response of `num_tokens`."""
+        assert self.max_tokens is not None and self.buffer is not None, "lengths are settled by `with_max_tokens`"
         excess = num_tokens - (self.max_tokens - self.buffer)
         return -self.factor * min(max(excess / self.buffer, 0.0), 1.0)

@@ -1,11 +1,11 @@
-"""pass@k by policy gradients (arXiv 2503.19595): the group is worth as much as its best reply.
+"""pass@k by policy gradients (arXiv 2503.19595): the group is worth as much as its best response.
 
-    A_i = max(group) - max(group without i): r_1 - r_2 for the best reply, 0 for all others
+    A_i = max(group) - max(group without i): r_1 - r_2 for the best response, 0 for all others
     loss = mean over tokens of clip(A, p / p_old)
 
-With rewards of 0 and 1 a lone right reply is pushed and all else is left alone, so that a policy keeps trying
-different ways; k is the number of replies to a prompt. Two equal best replies have no advantage. veRL divides by the
-group's std if not told otherwise, which the paper does not; `algorithm.options.divide_by_std=true` does so here.
+With rewards of 0 and 1 a lone right response is pushed and all else is left alone, so that a policy keeps trying
+different ways; k is the number of responses to a prompt. Two equal best responses have no advantage. veRL divides by
+the group's std if not told otherwise, which the paper does not; `algorithm.options.divide_by_std=true` does so here.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import Advantages, Rollouts, per_group
+from verl.algorithms.advantage import AdvantageInputs, Advantages, group_advantage
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_loss import clipped
@@ -30,9 +30,9 @@ def best_of_group(rewards_G: Tensor, divide_by_std: bool = False) -> Tensor:
     return gain_G / (rewards_G.std() + _EPSILON) if divide_by_std else gain_G
 
 
-def pass_at_k(rollouts: Rollouts, divide_by_std: bool = False) -> Advantages:
-    """The marginal gain of each reply to its group's best."""
-    return per_group(rollouts, partial(best_of_group, divide_by_std=divide_by_std))
+def pass_at_k(rollouts: AdvantageInputs, divide_by_std: bool = False) -> Advantages:
+    """The marginal gain of each response to its group's best."""
+    return group_advantage(rollouts, partial(best_of_group, divide_by_std=divide_by_std))
 
 
 PASS_AT_K = Algorithm(

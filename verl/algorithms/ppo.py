@@ -26,5 +26,5 @@ PPO = Algorithm(
     entropy_coefficient=0.001,
     needs_critic=True,
     takes_turn_rewards=True,
-    compares_replies=False,
+    needs_group=False,
 )

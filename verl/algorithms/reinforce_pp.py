@@ -5,19 +5,19 @@
     loss = mean over tokens of clip(A, p / p_old)
 
 Its authors take gamma = 1, clip 0.2, KL in the reward at 0.001 for mathematics (0.01 else). No group is needed: one
-reply to a prompt is enough. Peers differ on tool tokens: versions of veRL began the return anew at each, and OpenRLHF
-lets their KL flow into it; here they do not exist.
+response to a prompt is enough. Peers differ on tool tokens: versions of veRL began the return anew at each, and
+OpenRLHF lets their KL flow into it; here they do not exist.
 """
 
 from functools import partial
 
-from verl.algorithms.advantage import Advantages, Rollouts, returns_to_go, whitened
+from verl.algorithms.advantage import AdvantageInputs, Advantages, returns_to_go, whitened
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.policy_loss import clipped
 
 
-def reinforce_pp(rollouts: Rollouts, gamma: float = 1.0) -> Advantages:
+def reinforce_pp(rollouts: AdvantageInputs, gamma: float = 1.0) -> Advantages:
     """Discounted returns of every token, whitened over the batch."""
     return Advantages(whitened([returns_to_go(rewards_L, gamma) for rewards_L in rollouts.token_rewards]))
 
@@ -29,5 +29,5 @@ REINFORCE_PP = Algorithm(
     policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
     aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
-    compares_replies=False,
+    needs_group=False,
 )

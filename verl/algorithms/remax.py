@@ -1,21 +1,21 @@
-"""ReMax (arXiv 2310.10505): REINFORCE whose baseline is the reward of the greedy reply to the same prompt.
+"""ReMax (arXiv 2310.10505): REINFORCE whose baseline is the reward of the greedy response to the same prompt.
 
-    A_t = sum of the rewards from token t on, less r(greedy reply)
-    loss = mean over replies of the sum over their tokens of -A log p
+    A_t = sum of the rewards from token t on, less r(greedy response)
+    loss = mean over responses of the sum over their tokens of -A log p
 
-The greedy reply is generated beside the others and is not trained on; its reward holds no KL. Its authors take one
-sampled reply to a prompt and KL in the reward; 0.001 is what ToolRL pays. veRL has the same advantage under PPO's
+The greedy response is generated beside the others and is not trained on; its reward holds no KL. Its authors take one
+sampled response to a prompt and KL in the reward; 0.001 is what ToolRL pays. veRL has the same advantage under PPO's
 clip and a token mean, which the paper does not have.
 """
 
-from verl.algorithms.advantage import Advantages, Rollouts, returns_to_go
+from verl.algorithms.advantage import AdvantageInputs, Advantages, returns_to_go
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.policy_loss import policy_gradient
 
 
-def remax(rollouts: Rollouts) -> Advantages:
-    """What is still to come at each token, less what the greedy reply got."""
+def remax(rollouts: AdvantageInputs) -> Advantages:
+    """What is still to come at each token, less what the greedy response got."""
     assert rollouts.baseline_B is not None, "ReMax needs a greedy reply to each prompt"
     pairs = zip(rollouts.token_rewards, rollouts.baseline_B, strict=True)
     return Advantages([returns_to_go(rewards_L, 1.0) - baseline for rewards_L, baseline in pairs])
@@ -28,6 +28,6 @@ REMAX = Algorithm(
     policy_loss=policy_gradient,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
-    compares_replies=False,
+    needs_group=False,
     greedy_baseline=True,
 )

@@ -1,17 +1,17 @@
 """RLOO, REINFORCE with a leave-one-out baseline (arXiv 2402.14740).
 
     A_i = r_i - mean of the other rewards of the group = n / (n - 1) * (r_i - mean(group))
-    loss = mean over replies of the sum over their tokens of -A log p
+    loss = mean over responses of the sum over their tokens of -A log p
 
-A reply is one action: its reward holds the KL of all its tokens (k1), and nothing is clipped. Its authors take 2 or 4
-replies to a prompt, one update per batch, and KL at 0.03 (TL;DR). Peers differ: veRL puts the same advantage into
-PPO's clip with a token mean, TRL clips the ratio of whole replies. With one update per batch all three have the same
+A response is one action: its reward holds the KL of all its tokens (k1), and nothing is clipped. Its authors take 2 or
+4 responses to a prompt, one update per batch, and KL at 0.03 (TL;DR). Peers differ: veRL puts the same advantage into
+PPO's clip with a token mean, TRL clips the ratio of whole responses. With one update per batch all three have the same
 gradient, but for its scale.
 """
 
 from torch import Tensor
 
-from verl.algorithms.advantage import Advantages, Rollouts, group_normalised, per_group
+from verl.algorithms.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.policy_loss import policy_gradient
@@ -20,12 +20,12 @@ from verl.algorithms.policy_loss import policy_gradient
 def leave_one_out(rewards_G: Tensor) -> Tensor:
     """[G] each reward less the mean of the others; a group of one keeps its reward."""
     n = rewards_G.numel()
-    return group_normalised(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
+    return group_normalized(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
 
 
-def rloo(rollouts: Rollouts) -> Advantages:
+def rloo(rollouts: AdvantageInputs) -> Advantages:
     """Leave-one-out advantages on every token."""
-    return per_group(rollouts, leave_one_out)
+    return group_advantage(rollouts, leave_one_out)
 
 
 RLOO = Algorithm(

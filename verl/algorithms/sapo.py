@@ -1,7 +1,7 @@
 """SAPO, soft adaptive policy optimisation (Qwen, arXiv 2511.20347): a smooth gate in the place of the clip.
 
     f(ratio) = 4 / tau * sigmoid(tau * (ratio - 1)), tau = tau_pos where A > 0, else tau_neg
-    loss = mean over replies of the mean over their tokens of -f(p / p_old) * A;  A as in GRPO
+    loss = mean over responses of the mean over their tokens of -f(p / p_old) * A;  A as in GRPO
 
 Where the policy has not moved f has slope 1, the slope of the ratio itself, and it flattens on both sides. Its
 authors take tau_pos = 1 and tau_neg = 1.05: pushing down moves many unlikely tokens up, so it fades faster. No KL.

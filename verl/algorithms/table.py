@@ -31,7 +31,7 @@ KL, and what it asks of the rollout. Each stands in a short file of `verl/algori
 | `algorithm.correction.weight`, `upper` | weights for what the engine sampled, truncated at `upper` (see below) |
 | `algorithm.correction.mask`, `mask_upper`, `mask_lower`, `veto` | what is left out as too far off |
 | `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
-| `algorithm.max_draws` | times that a step may draw prompts until the filters have left it enough |
+| `algorithm.max_resample_rounds` | times that a step may draw prompts until the filters have left it enough |
 | `algorithm.overlong_buffer`, `overlong_factor` | the penalty for long replies: tokens before the longest, and points |
 
 A key that the preset has no use for is an error. Filters (`verl/algorithms/filters.py`): `zero_variance`, `accuracy`,
@@ -66,7 +66,7 @@ are not weighted.
 - `old_logprobs=rollout` measures the loss's ratio from the engine and so corrects by itself; a correction beside it is
   an error.
 
-A step with one update needs no further pass: the update's own log-probs are those before it. `correction/mismatch_kl`,
+A step with one update needs no further pass: the update's own log-probs are those before it. `correction/engine_kl`,
 `ess`, `weight_mean` and `weight_max` are told whether or not anything is corrected. veRL's keys below
 `algorithm.rollout_correction.` are understood. With `rollout.top_p`, `top_k`, `min_p` or `repetition_penalty` the
 engine's log-probs are those of another distribution: a correction is refused ([training.md](training.md#sampling)).
@@ -111,7 +111,7 @@ def extras_told(algorithm: Algorithm) -> str:
         "old log-probs of the engine": algorithm.old_logprobs is OldLogprobs.ROLLOUT,
         "off-policy correction": algorithm.correction is not None,
         f"filter {', '.join(map(told, algorithm.filters))}": bool(algorithm.filters),
-        f"{algorithm.max_draws} draws": algorithm.max_draws > 1,
+        f"{algorithm.max_resample_rounds} draws": algorithm.max_resample_rounds > 1,
         "overlong penalty": overlong is not None,
     }
     if algorithm.selection is not None:

@@ -28,7 +28,7 @@ class Translation:
     beneath: Callable[[str], Any]
     settings: Settings = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as it was written
-    moot: dict[str, str] = field(default_factory=dict)  # key as it was written -> why it has nothing left to do
+    obsolete: dict[str, str] = field(default_factory=dict)  # key as it was written -> why it has nothing left to do
     theirs: dict[str, tuple[str, Any]] = field(default_factory=dict)  # short key -> (as written, value), to be read
     read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
 
@@ -81,7 +81,7 @@ class Translation:
     def ignore(self, name: str, why: str) -> None:
         """Name one of veRL's keys as moot, if it was written."""
         if name in self.theirs:
-            self.moot[self.theirs.pop(name)[0]] = why
+            self.obsolete[self.theirs.pop(name)[0]] = why
 
 
 def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Translation:
@@ -96,7 +96,7 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
         why = moot_reason(name)
         if name in ALIASES:
             if value is None and beneath(ALIASES[name]) is not None and "correction" not in ALIASES[name]:
-                made.moot[key] = _LEFT
+                made.obsolete[key] = _LEFT
             else:
                 made.put(ALIASES[name], value, key)
         elif name in INTERPRETED:
@@ -108,9 +108,9 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
             only = REFUSED[name]
             if value is not None and value != only.value:
                 raise ConfigError(f"{key}={value} is refused: {only.why.replace('`', '')}")
-            made.moot[key] = "this trainer works in this way alone"
+            made.obsolete[key] = "this trainer works in this way alone"
         elif why is not None:
-            made.moot[key] = why.replace("`", "")
+            made.obsolete[key] = why.replace("`", "")
         else:
             made.put(name, value, key)
     for read in _READERS:
@@ -132,7 +132,7 @@ def take_defaults(made: Translation) -> list[str]:
     """
     if "algorithm.name" in made.settings:
         return []
-    written = {short(key) for key in (*made.spelled.values(), *made.moot)} | made.read
+    written = {short(key) for key in (*made.spelled.values(), *made.obsolete)} | made.read
     versions = [version for version in VERSIONS if version.sign in written]
     of_toolrl = spelled("model.path") in made.spelled.values() and "reward.name" not in made.settings
     if not versions and of_toolrl and "data.truncation" not in made.settings:
@@ -156,7 +156,7 @@ def _check_same(made: Translation, name: str, value: Any, written: Mapping[str, 
     ours = SAME_AS[name]
     if value is not None and value != made.now(ours):
         raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={made.now(ours)}, which stands for both")
-    made.moot[next(key for key in written if short(key) == name)] = f"{ours} stands for both"
+    made.obsolete[next(key for key in written if short(key) == name)] = f"{ours} stands for both"
 
 
 def _read_lists(made: Translation) -> None:
@@ -168,7 +168,7 @@ def _read_lists(made: Translation) -> None:
 def _read_data(made: Translation) -> None:
     if made.flag("data.filter_overlong_prompts"):
         if "data.truncation" in made.spelled:
-            made.moot["data.truncation"] = "data.filter_overlong_prompts drops the prompts that are too long"
+            made.obsolete["data.truncation"] = "data.filter_overlong_prompts drops the prompts that are too long"
         made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
@@ -203,7 +203,7 @@ def _check_context(made: Translation) -> None:
             "which are what an engine has room for; lower one of these"
         )
     if written:
-        made.moot[written] = "engines have room for data.max_prompt_length + data.max_response_length"
+        made.obsolete[written] = "engines have room for data.max_prompt_length + data.max_response_length"
 
 
 def _read_estimator(made: Translation) -> None:
@@ -213,7 +213,7 @@ def _read_estimator(made: Translation) -> None:
         key = f"algorithm.{name}"
         if preset in ALGORITHMS and preset not in presets and made.settings.get(key) == 1:
             del made.settings[key]
-            made.moot[made.spelled.pop(key)] = "the advantage does not discount"
+            made.obsolete[made.spelled.pop(key)] = "the advantage does not discount"
 
 
 def _read_division(made: Translation, preset: str) -> None:
@@ -230,7 +230,7 @@ def _read_division(made: Translation, preset: str) -> None:
         if by_std != (preset != "dr_grpo"):
             made.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
-        made.moot[key] = "the advantage is not divided by a standard deviation"
+        made.obsolete[key] = "the advantage is not divided by a standard deviation"
 
 
 def _read_clip(made: Translation) -> None:
@@ -312,7 +312,7 @@ def _read_kl_control(made: Translation) -> None:
     if kind == "fixed":
         made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
     if target is not None:
-        made.moot["algorithm.kl_ctrl.target_kl"] = "algorithm.kl_ctrl.type is fixed"
+        made.obsolete["algorithm.kl_ctrl.target_kl"] = "algorithm.kl_ctrl.type is fixed"
 
 
 def _read_schedules(made: Translation) -> None:
@@ -341,7 +341,7 @@ def _updates_per_step(made: Translation) -> int:
 def _read_sampling(made: Translation) -> None:
     written, engine = made.theirs.pop("rollout.name", ("rollout.name", None))
     if engine in ("async", "sglang"):
-        made.moot[written] = "vLLM is the engine that samples"
+        made.obsolete[written] = "vLLM is the engine that samples"
         engine = "vllm"
     if engine is not None:
         made.put("rollout.name", engine, written)
@@ -354,7 +354,7 @@ def _read_sampling(made: Translation) -> None:
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if made.settings.get(f"rollout.{name}", 0) is None:
             del made.settings[f"rollout.{name}"]
-            made.moot[made.spelled.pop(f"rollout.{name}")] = _LEFT
+            made.obsolete[made.spelled.pop(f"rollout.{name}")] = _LEFT
     for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
         if made.settings.get(key) == 0:  # all tokens, as -1
             made.settings[key] = -1
@@ -379,9 +379,9 @@ def _read_filters(made: Translation) -> None:
         made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
         draws = made.number("algorithm.filter_groups.max_num_gen_batches")
         if draws is not None and draws > 0:
-            made.put("algorithm.max_draws", draws, "algorithm.filter_groups.max_num_gen_batches")
-        elif made.now("algorithm.max_draws") is None:
-            made.put("algorithm.max_draws", _MAX_DRAWS, "algorithm.filter_groups.enable")
+            made.put("algorithm.max_resample_rounds", draws, "algorithm.filter_groups.max_num_gen_batches")
+        elif made.now("algorithm.max_resample_rounds") is None:
+            made.put("algorithm.max_resample_rounds", _MAX_DRAWS, "algorithm.filter_groups.enable")
     made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
@@ -404,12 +404,14 @@ def _read_environments(made: Translation) -> None:
 
 
 def _read_search_r1(made: Translation) -> None:
-    search, codec = made.flag("do_search"), made.now("env.codec")
-    if search and codec is None and "retriever.url" not in made.theirs:
-        raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.codec and env.tools")
+    search, tool_call_format = made.flag("do_search"), made.now("env.tool_call_format")
+    if search and tool_call_format is None and "retriever.url" not in made.theirs:
+        raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.tool_call_format and env.tools")
     if search is False:
-        if codec is not None:
-            raise ConfigError(f"do_search=false contradicts env.codec={codec}; leave one of them out")
+        if tool_call_format is not None:
+            raise ConfigError(
+                f"do_search=false contradicts env.tool_call_format={tool_call_format}; leave one of them out"
+            )
         for name in ("max_turns", "retriever.url", "retriever.topk"):
             made.ignore(name, "do_search is false")
     calls, topk = made.count("max_turns"), made.count("retriever.topk")
@@ -421,7 +423,7 @@ def _read_search_r1(made: Translation) -> None:
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
     _play(made, "search_r1", "search_r1", "retriever.url")
     if made.settings.get("env.tools"):
-        made.moot["retriever.url"] = "env.tools names the tools"
+        made.obsolete["retriever.url"] = "env.tools names the tools"
     else:
         made.put(
             "env.tools", [{"name": "search", **found, **({} if topk is None else {"topk": topk})}], "retriever.url"
@@ -446,21 +448,21 @@ def _read_multi_turn(made: Translation) -> None:
     written = spelled(f"{group}enable")
     if made.now("env.name") == "single_turn":
         made.put("env.name", "tool", written)
-    codec = made.take(f"{group}format")
-    if codec is not None or made.now("env.codec") is None:
-        made.put("env.codec", codec or "hermes", written)
+    tool_call_format = made.take(f"{group}format")
+    if tool_call_format is not None or made.now("env.tool_call_format") is None:
+        made.put("env.tool_call_format", tool_call_format or "hermes", written)
     turns, answers = made.count(f"{group}max_assistant_turns"), made.count(f"{group}max_user_turns")
     bounds = [*([] if turns is None else [turns - 1]), *([] if answers is None else [answers])]
     if bounds:
         made.put("env.max_tool_calls", min(bounds), written)
 
 
-def _play(made: Translation, codec: str, reward: str, written: str) -> bool:
+def _play(made: Translation, tool_call_format: str, reward: str, written: str) -> bool:
     """In the environment of a paper, unless the command or its recipe has one; whether it is the paper's."""
-    if made.now("env.codec") is not None:
+    if made.now("env.tool_call_format") is not None:
         return False
     made.put("env.name", "tool", written)
-    made.put("env.codec", codec, written)
+    made.put("env.tool_call_format", tool_call_format, written)
     if "reward.name" not in made.settings:
         made.put("reward.name", reward, written)
     return True

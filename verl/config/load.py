@@ -18,9 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.idle import Rule, default_of, reasons_idle, refuse_idle
 from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.schema import Config, ProbeConfig
+from verl.config.unused_keys import Rule, default_of, reasons_idle, reject_unused_keys
 from verl.config.verl_keys import GROUPS, short, vocabulary
 from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError
@@ -67,17 +67,17 @@ def load_config(words: Sequence[str]) -> Config:
         as_written = made.spelled[key]
         if as_written == key:
             raise ConfigError(f"{key}={made.settings[key]} has no effect: {why}")
-        made.moot[as_written] = why
-    _report(made.moot, defaults)
+        made.obsolete[as_written] = why
+    _report(made.obsolete, defaults)
     return config
 
 
-def _report(moot: Mapping[str, str], defaults: Sequence[str]) -> None:
+def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
     """One warning of all keys that have nothing to do, by reason, and one of defaults that are not ours."""
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for key, why in moot.items():
+    for key, why in obsolete.items():
         by_reason[why].append(key)
-    if moot:
+    if obsolete:
         lines = [f"  {', '.join(keys)}: {why}" for why, keys in by_reason.items()]
         _log.warning("%s", "\n".join(["keys that have no effect here:", *lines]))
     if defaults:
@@ -93,7 +93,7 @@ def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = 
     written = _parse(words)
     written = _resolved(written, partial(default_of, kind), kind)
     config = _build(kind, written)
-    refuse_idle(written, config, idle)
+    reject_unused_keys(written, config, idle)
     return config
 
 
@@ -116,7 +116,7 @@ def load_probe(words: Sequence[str]) -> ProbeConfig:
         del beneath["n"]
     written = _resolved(written, lambda key: beneath.get(key, default_of(ProbeConfig, key)), ProbeConfig)
     config = _build(ProbeConfig, {**beneath, **written})
-    refuse_idle(written, config)
+    reject_unused_keys(written, config)
     return config
 
 

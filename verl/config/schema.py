@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, LEARNS_FROM_ONE, WITH_CRITIC
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, GROUP_FREE, WITH_CRITIC
 from verl.errors import ConfigError
 
 _LEAST_SCORING_MIB = 256  # math-verify alone takes half of it
-_SEEDS = 2**23  # each has 2**40 for single replies, and engines count in 64 bits
+_SEEDS = 2**23  # each has 2**40 for single responses, and engines count in 64 bits
 _ENGINES, _DTYPES = ("vllm", "hf"), ("bfloat16", "float32")
 _TRUNCATIONS = ("error", "left", "drop")
 
@@ -52,7 +52,7 @@ class DataConfig:
     shuffle: bool = True  # draw the rows of a file in a new order in every epoch
     max_prompt_length: int = 512
     max_response_length: int = 512
-    prompt_template: str | None = None  # a text with {question}, by path or name; the codec's own if left out
+    prompt_template: str | None = None  # a text with {question}, by path or name; the format's own if left out
     truncation: str = "error"  # error | left (keep the last tokens) | drop (the row): prompts that are too long
     max_bad_share: float = 0.05  # of a file's rows that may be left out as unusable before the run stops; 0: none may
     seed: int = 0
@@ -152,13 +152,13 @@ class CriticConfig:
 ON_PUBLISH = ("continue", "finish", "abort_and_retry")
 
 
-def _check_top(config: ValKwargs | RolloutConfig | LoneEngineConfig, group: str) -> None:
+def _check_top(config: ValKwargs | RolloutConfig | InferenceConfig, group: str) -> None:
     """group: with its dot, empty at the top of the tree"""
     _require(0 < config.top_p <= 1, f"{group}top_p", "more than 0, at most 1", config.top_p)
     _require(config.top_k == -1 or config.top_k >= 1, f"{group}top_k", "at least 1, or -1 for all tokens", config.top_k)
 
 
-def _check_truncation(config: RolloutConfig | LoneEngineConfig, group: str) -> None:
+def _check_truncation(config: RolloutConfig | InferenceConfig, group: str) -> None:
     """The settings that cut or reshape the distribution that is sampled. group: as above"""
     _check_top(config, group)
     _require(0 <= config.min_p <= 1, f"{group}min_p", "between 0 and 1", config.min_p)
@@ -167,9 +167,9 @@ def _check_truncation(config: RolloutConfig | LoneEngineConfig, group: str) -> N
 
 @dataclass(frozen=True)
 class ValKwargs:
-    """How validation samples (veRL's name). Several replies to a prompt are averaged."""
+    """How validation samples (veRL's name). Several responses to a prompt are averaged."""
 
-    n: int = 1  # replies to each prompt
+    n: int = 1  # responses to each prompt
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1
@@ -204,7 +204,9 @@ class RolloutConfig:
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # weight versions that a sample may be behind; 0: rollouts and training take turns
     max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
-    on_publish: str = "continue"  # continue | finish | abort_and_retry: what running replies do when new weights come
+    on_weight_sync: str = (
+        "continue"  # continue | finish | abort_and_retry: what running responses do when new weights come
+    )
     placement: str = "auto"  # colocated: beside the trainer's ranks; separate: their own pool; auto: as staleness asks
     num_engines: int | None = None  # what the trainer's ranks have room for, if left out
     tensor_model_parallel_size: int = 1
@@ -231,7 +233,7 @@ class RolloutConfig:
         _at_least(0, self, "rollout.", "max_staleness")
         uses = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
         _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", uses, self.max_reuse)
-        _one_of(ON_PUBLISH, "rollout.on_publish", self.on_publish)
+        _one_of(ON_PUBLISH, "rollout.on_weight_sync", self.on_weight_sync)
         if self.max_staleness and self.placement == "colocated":
             raise ConfigError(
                 "rollout.placement=colocated: engines that share the trainer's devices sleep while it learns, so "
@@ -251,19 +253,19 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """What the policy acts in. With name=single_turn and no codec an episode is a prompt and one reply."""
+    """What the policy acts in. With name=single_turn and no format an episode is a prompt and one response."""
 
     name: str = "single_turn"  # a known one (docs/environments.md), module:Class or file.py:Class
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
-    codec: str | None = None  # how calls and answers look as text (docs/codecs.md)
-    codec_options: dict[str, Any] = field(default_factory=dict)
+    tool_call_format: str | None = None  # how calls and answers look as text (docs/tool_call_formats.md)
+    tool_call_format_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
-    max_turns: int | None = None  # assistant turns; what max_tool_calls takes in the codec's format if left out
+    max_turns: int | None = None  # assistant turns; what max_tool_calls takes in the format's format if left out
     max_tool_calls: int = 8  # in all turns together; with none left the next turn is the last, in which no tool is run
     max_turn_tokens: int | None = None  # of one turn; what is left of data.max_response_length if left out
     max_observation_tokens: int = 512  # of one answer
     observation_cut: str = "middle"  # head | tail | middle | refuse: what becomes of a longer one
-    on_malformed: str = "tell"  # tell | end: what a call does that cannot be read
+    on_parse_error: str = "tell"  # tell | end: what a call does that cannot be read
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # of the environment, to answer a turn; waiting for engine or tool is not counted
     episode_timeout_s: float = 1200.0  # of all its answers
@@ -278,14 +280,16 @@ class EnvConfig:
         for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s", "judge_timeout_s"):
             _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
-        _one_of(("tell", "end"), "env.on_malformed", self.on_malformed)
-        if self.name != "single_turn" and self.codec is None:
-            raise ConfigError(f"env.codec must say how env.name={self.name} is talked with (docs/codecs.md)")
+        _one_of(("tell", "end"), "env.on_parse_error", self.on_parse_error)
+        if self.name != "single_turn" and self.tool_call_format is None:
+            raise ConfigError(
+                f"env.tool_call_format must say how env.name={self.name} is talked with (docs/tool_call_formats.md)"
+            )
 
     @property
-    def several_turns(self) -> bool:
-        """Whether there is more to an episode than a prompt and one reply."""
-        return self.codec is not None
+    def multi_turn(self) -> bool:
+        """Whether there is more to an episode than a prompt and one response."""
+        return self.tool_call_format is not None
 
 
 @dataclass(frozen=True)
@@ -311,7 +315,7 @@ class SandboxConfig:
 
 
 WITHOUT_CRITIC = tuple(name for name in ALGORITHMS if name not in WITH_CRITIC)
-_COMPARING = tuple(name for name in ALGORITHMS if name not in LEARNS_FROM_ONE)
+_COMPARING = tuple(name for name in ALGORITHMS if name not in GROUP_FREE)
 _NAMES = {  # spelled out here, because the algorithms' own enumerations need torch; a test compares them
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     "old_logprobs": ("trainer", "rollout"),
@@ -372,9 +376,9 @@ class AlgorithmConfig:
     lam: float | None = None  # of GAE
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's own functions
     filters: list[Any] | None = None  # which rollouts are trained on: names, or {name: .., option: ..}
-    max_draws: int | None = None  # times that a step may draw prompts until the filters have left it enough
-    overlong_buffer: int | None = None  # tokens before the longest reply over which the penalty grows; 0: no penalty
-    overlong_factor: float | None = None  # points of penalty at the longest reply
+    max_resample_rounds: int | None = None  # times that a step may draw prompts until the filters have left it enough
+    overlong_buffer: int | None = None  # tokens before the longest response over which the penalty grows; 0: no penalty
+    overlong_factor: float | None = None  # points of penalty at the longest response
 
     def __post_init__(self) -> None:
         for name, known in _NAMES.items():
@@ -384,7 +388,7 @@ class AlgorithmConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
-        _at_least(1, self, "algorithm.", "max_draws")
+        _at_least(1, self, "algorithm.", "max_resample_rounds")
         _at_least(0, self, "algorithm.", "overlong_buffer")
         for name in ("gamma", "lam"):
             value = getattr(self, name)
@@ -406,7 +410,7 @@ class RewardConfig:
     timeout_s: float = 20.0  # for one response
     memory_mib: int | None = 4096  # data of a scoring process; null: no limit
     fault_policy: str = "policy"  # a response over these limits: policy (scored as empty) | infrastructure (left out)
-    max_fault_share: float = 0.1  # of a step's replies that may fail to be scored before the run stops
+    max_fault_share: float = 0.1  # of a step's responses that may fail to be scored before the run stops
 
     def __post_init__(self) -> None:
         _at_least(1, self, "reward.", "num_workers")
@@ -429,7 +433,7 @@ def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
 
 def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
     """Raises ConfigError where OTC's smoothing c is not the limit on tool calls that the paper takes it for."""
-    if reward.name in ("otc_ppo", "otc_grpo") and env.several_turns:
+    if reward.name in ("otc_ppo", "otc_grpo") and env.multi_turn:
         given = reward.options.get("max_calls")
         expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
         _require(given == env.max_tool_calls, "reward.options.max_calls", expected, given)
@@ -602,8 +606,8 @@ class SFTDataConfig:
 
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
-    train_batch_size: int = 32  # replies per optimizer step
-    max_length: int = 4096  # tokens of a prompt and its reply
+    train_batch_size: int = 32  # responses per optimizer step
+    max_length: int = 4096  # tokens of a prompt and its response
     max_bad_share: float = 0.05  # as data.max_bad_share of a reinforcement learning run
     seed: int = 0
 
@@ -642,12 +646,12 @@ class SFTConfig:
 
 
 @dataclass(frozen=True)
-class LoneEngineConfig:
+class InferenceConfig:
     """A model in an engine of its own, without a trainer, and how it is sampled."""
 
     max_prompt_length: int = 2048
     max_response_length: int = 1024
-    n: int = 1  # replies to each prompt
+    n: int = 1  # responses to each prompt
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1  # -1: all tokens
@@ -675,7 +679,7 @@ class LoneEngineConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig(LoneEngineConfig):
+class GenerationConfig(InferenceConfig):
     """Prompts in, transcripts out."""
 
     files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
@@ -695,11 +699,13 @@ class GenerationConfig(LoneEngineConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(LoneEngineConfig):
+class EvalConfig(InferenceConfig):
     """Benchmarks, and how a model is judged by them."""
 
     benchmarks: list[str] = field(default_factory=list)  # bfcl, bfcl/simple_python, a data file .. (docs/evaluation.md)
-    handler: str = "toolrl"  # native (the chat template's own), toolrl, tool_n1, or any codec of docs/codecs.md
+    handler: str = (
+        "toolrl"  # native (the chat template's own), toolrl, tool_n1, or any format of docs/tool_call_formats.md
+    )
     compare: str | None = None  # another model, usually the one before training, judged in the same way
     limit: int | None = None  # rows of each category; all if left out
     data_dir: str = "dataset/benchmarks"  # the benchmarks' files lie in it or below
@@ -731,7 +737,7 @@ class EvalConfig(LoneEngineConfig):
 
 
 @dataclass(frozen=True)
-class ProbeConfig(LoneEngineConfig):
+class ProbeConfig(InferenceConfig):
     """Rollouts of a data file as training would make them, before any training; a recipe tells of the episodes."""
 
     data: str | None = None  # one file, as data.train_files

@@ -70,11 +70,11 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.n_agent": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not be more",
-    "rollout.num_llm_calls_available": "`env.max_tool_calls`, in ToRL's environment (`env.codec=fence`, Python)",
+    "rollout.num_llm_calls_available": "`env.max_tool_calls`, in ToRL's environment (`env.tool_call_format=fence`, Python)",
     "rollout.max_iterations": "`env.max_turns`",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
-    "rollout.multi_turn.format": "`env.codec` (veRL's `hermes` if left out)",
+    "rollout.multi_turn.format": "`env.tool_call_format` (veRL's `hermes` if left out)",
     "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls`, which is one less: the last turn runs no tool",
     "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller bound",
     "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (there, training steps; here, optimizer steps)",
@@ -88,7 +88,7 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k "
     "and GiGPO, `algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
-    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_draws`, where groups are filtered; veRL's default, "
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, where groups are filtered; veRL's default, "
     "no limit, is 10 here",
     "custom_reward_function.path": "`reward.name=path:name`",
     "custom_reward_function.name": "`reward.name=path:name`",
@@ -96,7 +96,7 @@ INTERPRETED: Mapping[str, str] = {
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with form",
     "do_search": "whether `retriever.url` sets Search-R1's environment",
     "max_turns": "`env.max_tool_calls`, in Search-R1's environment",
-    "retriever.url": "`env.tools` in Search-R1's environment (`env.codec=search_r1`, `reward.name=search_r1`)",
+    "retriever.url": "`env.tools` in Search-R1's environment (`env.tool_call_format=search_r1`, `reward.name=search_r1`)",
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 
@@ -145,7 +145,7 @@ MOOT: Mapping[str, str] = {
     "data.return_raw_input_ids": "rows are rendered once",
     "data.return_raw_chat": "rows are rendered once",
     "data.dataloader_num_workers": "rows are read from an index on disk",
-    "data.template_type": "`env.codec`, or `data.prompt_template`, says how a question is put",
+    "data.template_type": "`env.tool_call_format`, or `data.prompt_template`, says how a question is put",
     "data.custom_cls": "rows are read by their columns (docs/data.md); a data set class is not run",
     "actor_rollout_ref.hybrid_engine": "`rollout.placement` says where engines sit",
     "actor_rollout_ref.exchange_size": "`rollout.bucket_mib` is the size of the buckets in which weights travel",

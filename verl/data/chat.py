@@ -16,7 +16,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from verl.data.bounds import RenderTimeoutError, check_growth, render_deadline
-from verl.data.codecs.prompt import function_schema
+from verl.data.formats.prompt import function_schema
 from verl.data.messages import as_openai
 from verl.data.template import check_messages, tool_fault, tools_left_out
 from verl.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ _MEND = "choose another codec, or a tokenizer whose template has them"
 
 
 @dataclass(frozen=True)
-class ChatCodec:
+class ChatTemplate:
     """A tokenizer with a chat template.
 
     more_stops: tokens that end the assistant's turn as the tokenizer's eos_token does, where the model has several
@@ -67,7 +67,7 @@ class ChatCodec:
     def opening_ids(
         self, opening: str | Sequence[Message], tools: Sequence[ToolSpec] = (), column: str = "prompt"
     ) -> tuple[int, ...]:
-        """The prompt of an episode as its codec made it: messages, or a text that takes no template.
+        """The prompt of an episode as its format made it: messages, or a text that takes no template.
 
         A text gets what the tokenizer puts before every text (a bos_token, if any). `column`: that the messages are
         of, for errors. Raises DataError if the template refuses the messages or leaves out something of them,
@@ -91,7 +91,7 @@ class ChatCodec:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The messages under the chat template, with the head of the assistant's turn. Raises as `rendered` does."""
-        return self.reply_ids(self.rendered(messages, tools))[0]
+        return self.response_ids(self.rendered(messages, tools))[0]
 
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), add_generation_prompt: bool = True
@@ -125,7 +125,7 @@ class ChatCodec:
             reason = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
             raise DataError(
                 f"the chat template refuses messages of the roles {roles} ({reason})",
-                mend="Change the row, or name a tokenizer with another template with model.tokenizer_path",
+                hint="Change the row, or name a tokenizer with another template with model.tokenizer_path",
             ) from error
         check_growth(text, (given, schemas), where)
         return text
@@ -169,7 +169,7 @@ class ChatCodec:
 
     @property
     def opens_thought(self) -> bool:
-        """Whether the chat template itself opens a thought, so that replies begin inside of it."""
+        """Whether the chat template itself opens a thought, so that responses begin inside of it."""
         prompt: str = self.tokenizer.decode(self.prompt_ids((_QUESTION,)))
         return prompt.rstrip().endswith("<think>")
 
@@ -188,18 +188,18 @@ class ChatCodec:
         return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """The task's prompt and tools, where an episode is one reply. Raises as `opening_ids` does."""
+        """The task's prompt and tools, where an episode is one response. Raises as `opening_ids` does."""
         return self.opening_ids(task.prompt, task.tools)
 
     def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
 
-    def reply_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    def response_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """(tokens of a text, the characters that each of them covers), without any that are put around texts."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
 
-    def reply_text(self, token_ids: Sequence[int]) -> str:
+    def response_text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without special tokens and without the one that ended it."""
         ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
         text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""A conversation with an environment as tokens: the codec says what is put before the policy, the tokenizer how."""
+"""A conversation with an environment as tokens: the format says what is put before the policy, the tokenizer how."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Codec
-from verl.data.codecs.history import check_shown, with_calls_written
-from verl.data.codecs.prompt import tool_lines
+from verl.data.chat import ChatTemplate
+from verl.data.formats.base import ToolCallFormat
+from verl.data.formats.history import check_shown, with_calls_written
+from verl.data.formats.prompt import tool_lines
 from verl.envs.base import Observation
 from verl.types import Message, ToolSpec
 
@@ -28,25 +28,25 @@ class Cut(StrEnum):
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class ObservationTokenizer:
     """Every text that an environment puts before the policy is cut, formatted and tokenised here, once.
 
     max_observation_tokens: of one message of the environment
     """
 
-    chat: ChatCodec
-    codec: Codec
+    chat: ChatTemplate
+    tool_call_format: ToolCallFormat
     max_observation_tokens: int
     cut: Cut = Cut.MIDDLE
 
     def opening_ids(self, opening: Observation) -> tuple[int, ...]:
         """The prompt. Raises DataError for messages that the chat template refuses or that are not shown whole,
         ConfigError where tools are not listed."""
-        if self.codec.template_tools:
-            return self.chat.opening_ids(self.codec.opening(opening.messages, opening.tools), opening.tools)
-        messages = with_calls_written(self.codec, opening.messages)
-        shown = self.codec.opening(messages, opening.tools)
-        check_shown(self.codec, messages, opening.tools, shown)
+        if self.tool_call_format.template_tools:
+            return self.chat.opening_ids(self.tool_call_format.opening(opening.messages, opening.tools), opening.tools)
+        messages = with_calls_written(self.tool_call_format, opening.messages)
+        shown = self.tool_call_format.opening(messages, opening.tools)
+        check_shown(self.tool_call_format, messages, opening.tools, shown)
         return self.chat.opening_ids(shown)
 
     def written(self, token_ids: Sequence[int]) -> str:
@@ -66,13 +66,13 @@ class Dialogue:
         tools: that are there from now on; the prompt stands, so they are told behind the answers, and never cut
         """
         told = _with_tools([self._short(answer) for answer in answers], tools)
-        shown = self.codec.observation(told, written)
+        shown = self.tool_call_format.observation(told, written)
         if isinstance(shown, str):
             return self.chat.continuation_ids(shown)
         return self.chat.answer_ids(shown, ended)
 
     def _short(self, answer: Message) -> Message:
-        _, spans = self.chat.reply_ids(answer.content)
+        _, spans = self.chat.response_ids(answer.content)
         if len(spans) <= self.max_observation_tokens:
             return answer
         return replace(answer, content=self._shortened(answer.content, spans))

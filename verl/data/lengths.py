@@ -1,7 +1,7 @@
 """Prompts that are too long are cut, left out or an error; prompts that the chat template refuses are bad rows.
 
 What counts is the observation that the policy gets first: `prompt_ids` gives its tokens before any cut
-(verl.trainer.build_env.opening_of).
+(verl.trainer.build_env.prompt_fn).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RowPolicy:
     """Which rows of a file are used.
 
     max_prompt_length: in tokens
-    truncation: of longer prompts: "left" keeps their last tokens (`ChatCodec.max_prompt_tokens` does so wherever a
+    truncation: of longer prompts: "left" keeps their last tokens (`ChatTemplate.max_prompt_tokens` does so wherever a
         prompt is used), "drop" leaves them out, "error" raises
     max_bad_share: the largest share of a file's rows that may be left out because they cannot be used
     """
@@ -71,7 +71,7 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
         if length > policy.max_prompt_length:
             if policy.truncation == "error":
                 problem = f"the prompt has {length} tokens, more than max_prompt_length={policy.max_prompt_length}"
-                raise DataError(problem, mend="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
+                raise DataError(problem, hint="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
             if policy.truncation == "drop":
                 report.drop(f"longer than {policy.max_prompt_length} tokens", row)
                 continue

@@ -2,8 +2,8 @@
 
     samples --units--> lists of samples with one prefix --assign--> packs of at most max_tokens --pack--> PackedBatch
 
-GRPO trains n replies of one prompt; ordinary packing computes the prompt n times. Here a unit holds it once, and every
-reply attends to it and to itself. Packing without sharing is the case of one sample a unit.
+GRPO trains n responses of one prompt; ordinary packing computes the prompt n times. Here a unit holds it once, and
+every response attends to it and to itself. Packing without sharing is the case of one sample a unit.
 """
 
 from __future__ import annotations

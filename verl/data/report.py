@@ -49,7 +49,7 @@ class RowReport:
         if error.field in _CHOICES:
             raise error
         if max_bad_share == 0:
-            error.mend = error.mend or "Correct the row, or set max_bad_share to leave out some such rows"
+            error.hint = error.hint or "Correct the row, or set max_bad_share to leave out some such rows"
             raise error
         self.bad.append(error)
         self._forget(error.row)
@@ -69,7 +69,7 @@ class RowReport:
             raise DataError(
                 f"{len(self.bad)} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "
                 f"allows; the first: {first}",
-                mend="Correct them, or raise max_bad_share",
+                hint="Correct them, or raise max_bad_share",
                 file=self.source,
             )
         if not self.num_used:
@@ -107,4 +107,4 @@ def _in_brackets(parts: list[str]) -> str:
 
 
 def _without_file(error: DataError) -> str:
-    return str(replace(error, file="", mend=""))
+    return str(replace(error, file="", hint=""))

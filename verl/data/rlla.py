@@ -1,7 +1,7 @@
 """ToolRL's row format: the parquet schema, and the text that lists the tools.
 
-A raw example is {"instruction": system text, "input": dialogue so far, "output": gold reply}; a row is what the trainer
-reads. See docs/data.md.
+A raw example is {"instruction": system text, "input": dialogue so far, "output": gold response}; a row is what the
+trainer reads. See docs/data.md.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def dialogue(turns: Iterable[str]) -> str:
 
 
 def strip_thought(output: str) -> str:
-    """A gold reply with ToolRL's placeholder in place of its reasoning, as RL rows have it.
+    """A gold response with ToolRL's placeholder in place of its reasoning, as RL rows have it.
 
     Real thoughts may mention the tags; what counts is the text after the first `</think>`.
     """

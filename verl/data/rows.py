@@ -56,7 +56,7 @@ def read_rows(source: str) -> Iterator[Any]:
         yield from map(_shallow, readers[suffix](path))
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow's are ValueErrors
         raise DataError(
-            f"cannot be read as {suffix[1:]} ({_one_line(error)})", mend="Write or copy it anew", file=source
+            f"cannot be read as {suffix[1:]} ({_one_line(error)})", hint="Write or copy it anew", file=source
         ) from error
 
 
@@ -183,7 +183,7 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
     except ImportError as error:
         raise DataError(
             f"is read with the package datasets, which cannot be imported ({error})",
-            mend="pip install datasets, or give the path of a file",
+            hint="pip install datasets, or give the path of a file",
             file=source,
         ) from error
     try:
@@ -193,7 +193,7 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
             yield from datasets.load_dataset(name, split=split, streaming=True)
     except Exception as error:  # those of the network are its HTTP client's, which changes
         raise DataError(
-            f"cannot be loaded ({_one_line(error)})", mend="Check the name, the files and the network", file=source
+            f"cannot be loaded ({_one_line(error)})", hint="Check the name, the files and the network", file=source
         ) from error
 
 
@@ -204,7 +204,7 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
     except OSError as error:
         place = directory or tempfile.gettempdir()
         raise DataError(
-            f"cannot keep the rows in {place} ({error})", mend="Free some space or point TMPDIR to a larger disk"
+            f"cannot keep the rows in {place} ({error})", hint="Free some space or point TMPDIR to a larger disk"
         ) from error
 
 

@@ -13,13 +13,13 @@ def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: boo
     """One sample per trajectory in which the policy wrote anything."""
     scored = zip(group.trajectories, group.rewards, strict=True)
     return [
-        of_turns(trajectory.turns, group_id, reward, train_on_observations)
+        sample_from_turns(trajectory.turns, group_id, reward, train_on_observations)
         for trajectory, reward in scored
         if trajectory.turns
     ]
 
 
-def of_turns(
+def sample_from_turns(
     turns: Sequence[Turn], group_id: int = 0, reward: float = 0.0, train_on_observations: bool = False
 ) -> Sample:
     """The tokens of all turns in order; those of the completions are the trained ones. `reward` is the episode's.
@@ -41,6 +41,8 @@ def of_turns(
     return Sample(tuple(token_ids), tuple(action_mask), tuple(logprobs), group_id, reward, tuple(turn_rewards))
 
 
-def to_sample(prompt_ids: tuple[int, ...], completion: Completion, group_id: int = 0, reward: float = 0.0) -> Sample:
+def sample_from_completion(
+    prompt_ids: tuple[int, ...], completion: Completion, group_id: int = 0, reward: float = 0.0
+) -> Sample:
     """A prompt and what the engine wrote after it."""
-    return of_turns([Turn(prompt_ids, completion, Message("assistant", ""))], group_id, reward)
+    return sample_from_turns([Turn(prompt_ids, completion, Message("assistant", ""))], group_id, reward)

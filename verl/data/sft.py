@@ -1,8 +1,8 @@
 """Demonstrations: from rows to samples whose trained tokens are an assistant's own words.
 
 Every assistant turn becomes a sample of its own, in the very tokens that a rollout would see: the template up to the
-turn, then the reply, then the token that ends it. A turn with tool calls, or with other fields than a text, is what the
-template writes for it. Samples of one conversation share a group, so that packing holds
+turn, then the response, then the token that ends it. A turn with tool calls, or with other fields than a text, is what
+the template writes for it. Samples of one conversation share a group, so that packing holds
 their common beginning once.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
 from verl.errors import DataError, file_and_row
 from verl.types import Message, Sample, ToolSpec
 
-# What a tool said, where a reply quotes it: never to be learned as if the policy had written it.
+# What a tool said, where a response quotes it: never to be learned as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
     r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
 )
@@ -94,7 +94,7 @@ def _text(row: Mapping[str, Any], name: str, place: str = "") -> str:
 
 def to_samples(
     demonstrations: Sequence[Demonstration],
-    codec: ChatCodec,
+    chat: ChatTemplate,
     max_length: int,
     max_bad_share: float = 0.0,
     report: RowReport | None = None,
@@ -110,7 +110,7 @@ def to_samples(
     for number, demonstration in enumerate(demonstrations):
         file, row = file_and_row(demonstration.id)
         try:
-            turns = _turns(demonstration, first_group + number, codec)
+            turns = _turns(demonstration, first_group + number, chat)
         except DataError as error:
             report.add_bad(error.at(file=file, row=row), max_bad_share)
             continue
@@ -125,23 +125,23 @@ def to_samples(
     return samples
 
 
-def _turns(demonstration: Demonstration, group: int, codec: ChatCodec) -> list[Sample]:
+def _turns(demonstration: Demonstration, group: int, chat: ChatTemplate) -> list[Sample]:
     messages = demonstration.messages
     return [
-        _turn(demonstration, place, group, codec)
+        _turn(demonstration, place, group, chat)
         for place, message in enumerate(messages)
         if message.role == "assistant" and place >= demonstration.first
     ]
 
 
-def _turn(demonstration: Demonstration, place: int, group: int, codec: ChatCodec) -> Sample:
+def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTemplate) -> Sample:
     before, message = demonstration.messages[:place], demonstration.messages[place]
-    prompt = codec.opening_ids(before, demonstration.tools, demonstration.column)
+    prompt = chat.opening_ids(before, demonstration.tools, demonstration.column)
     if message.tool_calls or message.template_fields:
-        text, ids, spans = _rendered_turn(demonstration, place, codec)
+        text, ids, spans = _rendered_turn(demonstration, place, chat)
     else:
-        text, (ids, spans) = message.content, codec.reply_ids(message.content)
-        ids, spans = (*ids, codec.end_token_id), [*spans, (len(text), len(text))]
+        text, (ids, spans) = message.content, chat.response_ids(message.content)
+        ids, spans = (*ids, chat.end_token_id), [*spans, (len(text), len(text))]
     start = max(text.find(message.content), 0)
     quoted = [(start + a, start + b) for a, b in _quoted(message.content)]
     own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
@@ -151,7 +151,7 @@ def _turn(demonstration: Demonstration, place: int, group: int, codec: ChatCodec
 
 
 def _rendered_turn(
-    demonstration: Demonstration, place: int, codec: ChatCodec
+    demonstration: Demonstration, place: int, chat: ChatTemplate
 ) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
     """(what the template writes for the assistant's turn, its tokens, the characters that each covers).
 
@@ -160,27 +160,27 @@ def _rendered_turn(
     """
     messages, tools, column = demonstration.messages, demonstration.tools, demonstration.column
     field = f"{column}[{place}]"
-    codec.check_messages(messages[: place + 1], tools, column)
-    head = codec.rendered(messages[:place], tools)
-    whole = codec.rendered(messages[: place + 1], tools, add_generation_prompt=False)
+    chat.check_messages(messages[: place + 1], tools, column)
+    head = chat.rendered(messages[:place], tools)
+    whole = chat.rendered(messages[: place + 1], tools, add_generation_prompt=False)
     if not whole.startswith(head):
         raise DataError(
             "the chat template does not continue its own prompt with this turn",
-            mend="Write the turn as a text, as the policy is to write it, or name another tokenizer with "
+            hint="Write the turn as a text, as the policy is to write it, or name another tokenizer with "
             "model.tokenizer_path",
             field=field,
         )
     text = whole[len(head) :]
-    ids, spans = codec.reply_ids(text)
-    ends = [number for number, token in enumerate(ids) if token in codec.stop_token_ids]
+    ids, spans = chat.response_ids(text)
+    ends = [number for number, token in enumerate(ids) if token in chat.stop_token_ids]
     if not ends or text[spans[ends[-1]][1] :].strip():
         raise DataError(
             f"the chat template ends this turn with {text[-20:]!r} rather than with a stop token",
-            mend="Name another tokenizer with model.tokenizer_path",
+            hint="Name another tokenizer with model.tokenizer_path",
             field=field,
         )
     return text, ids[: ends[-1] + 1], spans[: ends[-1] + 1]
 
 
-def _quoted(reply: str) -> Iterator[tuple[int, int]]:
-    return (match.span() for match in _QUOTED_OUTPUT.finditer(reply))
+def _quoted(response: str) -> Iterator[tuple[int, int]]:
+    return (match.span() for match in _QUOTED_OUTPUT.finditer(response))

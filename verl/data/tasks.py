@@ -82,8 +82,8 @@ def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
 
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if row.get("prompt") is None:
-        mend = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
-        raise DataError("is missing", "a list of {role, content} messages", mend, field="prompt")
+        hint = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
+        raise DataError("is missing", "a list of {role, content} messages", hint, field="prompt")
     prompt = read_messages(row["prompt"], "prompt")
     if not prompt[-1].content.strip() and prompt[-1].role != "tool":  # tools may have nothing to say
         raise DataError("is empty", "the text that the policy replies to", field=f"prompt[{len(prompt) - 1}].content")
@@ -216,7 +216,7 @@ class TaskStream:
         if cursor and cursor.made_of != self._made_of:
             raise DataError(
                 "differ from those of the saved run in files, rows, data.weights or data.seed",
-                mend="Resume with the same, or start a new run",
+                hint="Resume with the same, or start a new run",
                 file="the training data",
             )
         self._drawn = list(cursor.drawn) if cursor else [0] * len(sets)

@@ -16,11 +16,11 @@ from verl.types import Message, ToolCall, ToolSpec
 Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # with the head of the assistant's turn
 
 _QUESTION, _ANSWER = Message("user", "a"), Message("assistant", "b")
-_NOTHING: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's replies
+_NOTHING: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's responses
 _MEND = "Change the row, or name a tokenizer whose chat template has it with model.tokenizer_path"
 _TOOL_MEND = (
     "name a tokenizer whose chat template lists tools with model.tokenizer_path, or, where a codec is chosen, one that "
-    "lists them itself, such as env.codec=toolrl"
+    "lists them itself, such as env.tool_call_format=toolrl"
 )
 
 
@@ -76,7 +76,7 @@ def check_messages(render: Render, messages: Sequence[Message], tools: Sequence[
 
 
 def _left_out(message: Message, field: str) -> DataError:
-    return DataError(f"is left out by the chat template (role {message.role})", mend=_MEND, field=field)
+    return DataError(f"is left out by the chat template (role {message.role})", hint=_MEND, field=field)
 
 
 def _marked(message: Message, mark: str) -> Message:

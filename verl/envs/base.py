@@ -76,7 +76,7 @@ class TaskChecker(Protocol):
 
 
 @runtime_checkable
-class OpeningTeller(Protocol):
+class HasInitialObservation(Protocol):
     """A factory, or a class of environments, that knows how the episodes of a task open without starting one."""
 
     def opening(self, task: Task) -> Observation:

@@ -125,7 +125,7 @@ def _json_lines(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read ({error})", mend=f"Install it anew: {_INSTALL}", file=str(path)) from error
+        raise DataError(f"cannot be read ({error})", hint=f"Install it anew: {_INSTALL}", file=str(path)) from error
     return [_row(line, fields, path, number) for number, line in enumerate(lines)]
 
 

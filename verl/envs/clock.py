@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
 
-class Clock:
+class EnvTimer:
     """Stands still while calls of an environment wait for a place and none of them works."""
 
     def __init__(self, limit_s: float) -> None:
@@ -28,18 +28,18 @@ class Clock:
     async def running(self) -> AsyncIterator[None]:
         """Raises TimeoutError past the limit, as asyncio.timeout does.
 
-        It hears of the calls that go through `in_place` inside, also in tasks that are started there.
+        It hears of the calls that go through `acquire_slot` inside, also in tasks that are started there.
         """
         token = _CURRENT.set(self)
         try:
             async with self._timeout:
-                self.tell()
+                self.update()
                 yield
         finally:
             self._over = True
             _CURRENT.reset(token)
 
-    def tell(self, waiting: int = 0, working: int = 0) -> None:
+    def update(self, waiting: int = 0, working: int = 0) -> None:
         """So many more calls wait, or work."""
         self._waiting += waiting
         self._working += working
@@ -50,36 +50,36 @@ class Clock:
             self._timeout.reschedule(None if still else now + self._limit_s - self._counted_s)
 
 
-_CURRENT: ContextVar[Clock | None] = ContextVar("clock of the environment", default=None)
+_CURRENT: ContextVar[EnvTimer | None] = ContextVar("clock of the environment", default=None)
 
 
 @asynccontextmanager
-async def not_counted() -> AsyncIterator[None]:
+async def paused() -> AsyncIterator[None]:
     """Wait inside for what the policy is not to blame for: a free place, a simulated user's words."""
     clock = _CURRENT.get()
     if clock is None:  # outside of episodes
         yield
         return
-    clock.tell(waiting=1)
+    clock.update(waiting=1)
     try:
         yield
     finally:
-        clock.tell(waiting=-1)
+        clock.update(waiting=-1)
 
 
 @asynccontextmanager
-async def in_place(places: asyncio.Semaphore) -> AsyncIterator[None]:
+async def acquire_slot(places: asyncio.Semaphore) -> AsyncIterator[None]:
     """Wait for one of the places, and work there."""
     clock = _CURRENT.get()
     if clock is None:  # a call outside of episodes
         async with places:
             yield
         return
-    async with not_counted():
+    async with paused():
         await places.acquire()
-    clock.tell(working=1)
+    clock.update(working=1)
     try:
         yield
     finally:
-        clock.tell(working=-1)
+        clock.update(working=-1)
         places.release()

@@ -17,7 +17,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.wire import MAX_ITEMS, Answer, CreateReply, CreateRequest, EpisodeList, Step, StepList, sendable
+from verl.envs.wire import MAX_ITEMS, Answer, CreateRequest, CreateResponse, EpisodeList, Step, StepList, sendable
 from verl.errors import ConfigError, ServiceDownError
 from verl.health import HealthWatch
 from verl.services import check_urls, service_headers
@@ -121,8 +121,8 @@ class Server:
 
     async def create(self, task: Task, count: int) -> list[str]:
         """Fresh episodes of one task."""
-        async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as reply:
-            return CreateReply.model_validate_json(await reply.aread()).episodes
+        async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
+            return CreateResponse.model_validate_json(await response.aread()).episodes
 
     async def disconnect(self) -> None:
         """Close the connections."""
@@ -144,24 +144,24 @@ class Server:
                 yield position, None
 
     async def _ask(self, path: str, request: BaseModel, timeout_s: float | None = None) -> Answers[Answer]:
-        async with self._post(path, request, timeout_s or self._timeout_s) as reply:
-            async for line in reply.aiter_lines():
+        async with self._post(path, request, timeout_s or self._timeout_s) as response:
+            async for line in response.aiter_lines():
                 answer = Answer.model_validate_json(line)
                 yield answer.position, answer
 
     @asynccontextmanager
     async def _post(self, path: str, request: BaseModel, timeout_s: float) -> AsyncIterator[httpx2.Response]:
-        """The reply while it arrives; whatever is wrong with it is a ServiceDownError."""
+        """The response while it arrives; whatever is wrong with it is a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
             async with (
                 self._watch.beside(),
-                self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as reply,
+                self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as response,
             ):
-                if reply.is_error:
-                    text = (await reply.aread()).decode(errors="replace")
-                    raise ServiceDownError(f"environment server {self.url}", f"{reply.status_code} {text[:500]}")
-                yield reply
+                if response.is_error:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise ServiceDownError(f"environment server {self.url}", f"{response.status_code} {text[:500]}")
+                yield response
         except (httpx2.HTTPError, ValidationError) as error:
             raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
 
@@ -241,8 +241,8 @@ class RemoteFactory:
     async def check_services(self) -> None:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
-        mend = "Start one with python -m verl.envs.server, or correct the environment's urls"
-        await check_urls("environment servers", urls, mend, trust_env=False, headers=service_headers())
+        hint = "Start one with python -m verl.envs.server, or correct the environment's urls"
+        await check_urls("environment servers", urls, hint, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""

@@ -25,7 +25,7 @@ from fastapi.responses import StreamingResponse
 from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.text import utf8
-from verl.envs.wire import Answer, Closed, CreateReply, CreateRequest, EpisodeList, Fault, Health, StepList, Verdict
+from verl.envs.wire import Answer, Closed, CreateRequest, CreateResponse, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
@@ -170,9 +170,9 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
         return Health(env=name, episodes=len(episodes))
 
     @app.post("/create")
-    async def create(request: CreateRequest) -> CreateReply:
+    async def create(request: CreateRequest) -> CreateResponse:
         try:
-            return CreateReply(episodes=await episodes.create(request.task, request.count))
+            return CreateResponse(episodes=await episodes.create(request.task, request.count))
         except FullError as error:
             raise HTTPException(429, str(error)) from error
         except Exception as error:

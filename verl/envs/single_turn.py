@@ -1,7 +1,7 @@
-"""One reply and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it.
+"""One response and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it.
 
 Rows of these recipes describe their tools in the prompt. A task may instead hold them as data, `Task.tools` or
-`extra["tools"]`, for the codec of the run to list; what the reply calls is then in its message's `tool_calls`.
+`extra["tools"]`, for the format of the run to list; what the response calls is then in its message's `tool_calls`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.envs.base import Env, EnvFactory, Judge, Observation, OpeningTeller, TaskChecker
+from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError
 from verl.services import check_services
@@ -40,8 +40,8 @@ class TaskEnvs:
             try:
                 self._factories[name] = build_env_factory(name)
             except ConfigError as error:
-                mend = "Set env.name=tool with env.tools, and name the others in their rows" if name == "tool" else ""
-                raise DataError(str(error), "an environment of docs/environments.md", mend, field="env") from error
+                hint = "Set env.name=tool with env.tools, and name the others in their rows" if name == "tool" else ""
+                raise DataError(str(error), "an environment of docs/environments.md", hint, field="env") from error
         return self._factories[name]
 
     def check_judged(self, task: Task, reward: str) -> None:
@@ -66,7 +66,7 @@ class TaskEnvs:
         if isinstance(factory, TaskChecker):
             factory.check_task(task)
         teller = factory.env_class if isinstance(factory, ClassFactory) else factory
-        if not isinstance(teller, OpeningTeller):
+        if not isinstance(teller, HasInitialObservation):
             return None
         opening = teller.opening(task)
         check_offered(task, opening, name)

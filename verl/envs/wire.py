@@ -32,7 +32,7 @@ class CreateRequest(BaseModel):
     count: int = Field(ge=1, le=MAX_ITEMS)
 
 
-class CreateReply(BaseModel):
+class CreateResponse(BaseModel):
     """Their names."""
 
     episodes: list[str]

@@ -7,9 +7,9 @@ from typing import Any
 
 from verl.utils.versions import script
 
-FEW_WELL_FORMED = 0.5  # below this share of replies in a valid format, RL mostly pays for the format
+FEW_WELL_FORMED = 0.5  # below this share of responses in a valid format, RL mostly pays for the format
 MANY_MALFORMED = 0.25  # of episodes with a call that cannot be read
-MANY_CUT_OFF = 0.1  # of replies
+MANY_CUT_OFF = 0.1  # of responses
 FEW_WITH_TOOLS = 0.1  # of episodes that call a tool where there is one
 MANY_WITHOUT_SIGNAL = 0.5  # of groups
 ENOUGH_GAIN = 0.1  # by which a larger group must lower that share to be worth its price
@@ -23,14 +23,14 @@ def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
 
     found: of `verl.evaluation.probe.summary`, with rows_too_long; with_tools: whether episodes have several turns
     """
-    told = [*_replies(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
+    told = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
     told = told or ["nothing stands against training with these settings"]
     if found["rows"] < FEW_ROWS:
         told.append(f"probe more rows: {found['rows']} say little")
     return told
 
 
-def _replies(found: Mapping[str, Any]) -> list[str]:
+def _responses(found: Mapping[str, Any]) -> list[str]:
     if found["format"] is not None and found["format"] < FEW_WELL_FORMED:
         return [f"SFT first: {_percent(1 - found['format'])} of the replies have no valid format"]
     if found["success"]["mean"] == 0 and found["without_signal"]["mean"] > MANY_WITHOUT_SIGNAL:
@@ -42,7 +42,9 @@ def _calls(found: Mapping[str, Any]) -> list[str]:
     told = []
     if found["malformed"] > MANY_MALFORMED:
         share = _percent(found["malformed"])
-        told.append(f"SFT first, or choose another env.codec: {share} of the episodes have a call that cannot be read")
+        told.append(
+            f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a call that cannot be read"
+        )
     if found["tools_used"] < FEW_WITH_TOOLS:
         share = _percent(found["tools_used"])
         told.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")

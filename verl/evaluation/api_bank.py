@@ -1,7 +1,7 @@
 """API-Bank (arXiv 2304.08244) as ToolRL prepared it: a dialogue, its tools, and the one call that has to come next.
 
 ToolRL's handler gets every row in the row's own words, which are those of its published figures. For any other one the
-tools and the dialogue are read out of them, and its codec tells of the tools and writes the calls made earlier.
+tools and the dialogue are read out of them, and its format tells of the tools and writes the calls made earlier.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from verl.data.codecs.base import Calls, Codec, build_codec
-from verl.data.codecs.toolrl import ToolRlCodec
+from verl.data.formats.base import Calls, ToolCallFormat, build_tool_call_format
+from verl.data.formats.toolrl import ToolRlFormat
 from verl.errors import DataError
-from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import find_file, numbered_rows
 from verl.evaluation.handlers import check_several_tools
 from verl.types import Message, Task, ToolCall, ToolSpec
@@ -38,14 +38,14 @@ _KINDS: Mapping[str, Mapping[str, Any]] = {
 _BAD = (KeyError, TypeError, ValueError, SyntaxError, AttributeError, RecursionError, MemoryError)  # also ast's
 
 
-def api_bank(setting: Setting) -> Benchmark:
+def api_bank(setting: BenchmarkContext) -> Benchmark:
     """Three levels, 399, 67 and 131 rows; the overall figure is the mean over all rows."""
-    check_several_tools("api_bank", setting.codec)
-    codec = build_codec(setting.codec)
+    check_several_tools("api_bank", setting.tool_call_format)
+    tool_call_format = build_tool_call_format(setting.tool_call_format)
     # one turn that may call; a second is never played, but without it the first would be the last, which calls nothing
-    play = Play("api_bank", max_turns=2, tell_malformed=False)
+    play = EpisodeConfig("api_bank", max_turns=2, feedback_on_parse_error=False)
     levels = tuple(
-        Category(f"api_bank/level_{level}", partial(_tasks, setting, codec, level), play, metric="soft")
+        Category(f"api_bank/level_{level}", partial(_tasks, setting, tool_call_format, level), play, metric="soft")
         for level in _LEVELS
     )
     overall = Aggregate("api_bank/overall", tuple(level.name for level in levels), over="rows")
@@ -59,22 +59,22 @@ def api_bank(setting: Setting) -> Benchmark:
     return Benchmark("api_bank", levels, (overall,), notes)
 
 
-def _tasks(setting: Setting, codec: Codec, level: int) -> list[Task]:
+def _tasks(setting: BenchmarkContext, tool_call_format: ToolCallFormat, level: int) -> list[Task]:
     own = f"level-{level}-api_processed.json"
     path = find_file(setting.data_dir, (own, f"apibank_level-{level}.json"), _MEND.format(own))
     fields: dict[str, type | tuple[type, ...]] = {"system": str, "user": str, "answer": (list, dict)}
-    return [_task(name, row, codec) for name, row in numbered_rows(path, fields)]
+    return [_task(name, row, tool_call_format) for name, row in numbered_rows(path, fields)]
 
 
-def _task(name: str, row: Mapping[str, Any], codec: Codec) -> Task:
+def _task(name: str, row: Mapping[str, Any], tool_call_format: ToolCallFormat) -> Task:
     try:
         told, _, listed = row["system"].partition(TOOLS_HEADING)
         tools = _tools(listed)
-        answer = json.dumps(_as_read(_gold(row["answer"]), tools, codec))
-        prompt: tuple[Message, ...] = (Message("system", told.strip()), *_dialogue(row["user"], codec))
+        answer = json.dumps(_as_read(_gold(row["answer"]), tools, tool_call_format))
+        prompt: tuple[Message, ...] = (Message("system", told.strip()), *_dialogue(row["user"], tool_call_format))
     except DataError as error:
         raise error.at(file=name) from error
-    if isinstance(codec, ToolRlCodec):  # the row is a prompt of this format, with its own list of tools
+    if isinstance(tool_call_format, ToolRlFormat):  # the row is a prompt of this format, with its own list of tools
         return Task(name, (Message("system", row["system"]), Message("user", row["user"])), answer, "api_bank")
     return Task(name, prompt, answer, "api_bank", extra={"tools": tools})
 
@@ -90,10 +90,12 @@ def _gold(answer: list[Any] | dict[str, Any]) -> dict[str, Any]:
     return {"name": call["name"], "parameters": call["parameters"]}
 
 
-def _as_read(gold: dict[str, Any], tools: Sequence[Mapping[str, Any]], codec: Codec) -> dict[str, Any]:
-    """The gold as the codec reads it: many rows write a number as "4", which a format without types cannot express."""
-    parsed = codec.parse(
-        codec.render([ToolCall(gold["name"], gold["parameters"])]), [ToolSpec(**tool) for tool in tools]
+def _as_read(
+    gold: dict[str, Any], tools: Sequence[Mapping[str, Any]], tool_call_format: ToolCallFormat
+) -> dict[str, Any]:
+    """The gold as the format reads it: many rows write a number as "4", which a format without types cannot express."""
+    parsed = tool_call_format.parse(
+        tool_call_format.render([ToolCall(gold["name"], gold["parameters"])]), [ToolSpec(**tool) for tool in tools]
     )
     if not isinstance(parsed, Calls):
         return gold
@@ -124,8 +126,8 @@ def _tool(name: str, description: str, parameters: str) -> dict[str, Any]:
     return {"name": name, "description": description, "parameters": {"type": "object", "properties": properties}}
 
 
-def _dialogue(history: str, codec: Codec) -> list[Message]:
-    """The blocks as messages; earlier calls and their results as the codec writes them."""
+def _dialogue(history: str, tool_call_format: ToolCallFormat) -> list[Message]:
+    """The blocks as messages; earlier calls and their results as the format writes them."""
     if _BLOCK.sub("", history).strip(" *\n") != "Dialogue Records History":
         raise DataError("is no dialogue", "blocks <user>, <response>, <tool_call> and <obs>", field="user")
     said: list[Message] = []
@@ -137,11 +139,11 @@ def _dialogue(history: str, codec: Codec) -> list[Message]:
             said.append(Message("assistant", text.strip()))
         elif kind == "tool_call":
             calls = _calls(text.strip())
-            said.append(Message("assistant", codec.render(calls)))
+            said.append(Message("assistant", tool_call_format.render(calls)))
         elif not calls or said[-1].role != "assistant":
             raise DataError("an <obs> follows no call", "a <tool_call> before it", field="user")
         else:
-            shown = codec.observation([Message("tool", text.strip(), tool=calls[-1].name)], said[-1].content)
+            shown = tool_call_format.observation([Message("tool", text.strip(), tool=calls[-1].name)], said[-1].content)
             assert not isinstance(shown, str), "only formats of one tool go on within a turn"
             said += shown
     return said

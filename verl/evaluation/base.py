@@ -1,7 +1,7 @@
 """What a benchmark is: categories of tasks, how their episodes go, and how their figures are put together.
 
-A new benchmark is one file with a function of a `Setting`, named in `verl/evaluation/registry.py`. Episodes, engines,
-codecs and rewards are those of training.
+A new benchmark is one file with a function of a `BenchmarkContext`, named in `verl/evaluation/registry.py`. Episodes,
+engines, formats and rewards are those of training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BenchmarkContext:
     """What a benchmark may need beside the model; whoever lacks something says so in a ConfigError with the mend.
 
     data_dir: the folder under which data files are looked for (verl/evaluation/files.py)
@@ -27,7 +27,7 @@ class Setting:
     user:     options of tau2's user; empty: the scripted one
     reward, reward_options: of data files
     max_tool_calls: of an episode of math with Python and of search; None: as many as the benchmark is known for
-    codec:    the handler's (codec_of), for benchmarks whose prompts hold earlier calls or are a codec's own words
+    format:    the handler's (format_of), for benchmarks whose prompts hold earlier calls or are a format's own words
     """
 
     data_dir: Path
@@ -36,29 +36,29 @@ class Setting:
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
     max_tool_calls: int | None = None
-    codec: str = ""
+    tool_call_format: str = ""
     reward: str = "rlla"
     reward_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class EpisodeConfig:
     """How the episodes of a category go, whatever the handler.
 
-    handled: whether the handler's codec tells of tools and reads calls; if not, an episode is the prompt and one reply
-    env, options, tools: as in the configuration's group `env`
+    handled: whether the handler's format tells of tools and reads calls; if not, an episode is the prompt and one
+    response env, options, tools: as in the configuration's group `env`
     """
 
     reward: str
     reward_options: Mapping[str, Any] = field(default_factory=dict)
-    handled: bool = True
+    uses_tools: bool = True
     env: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
     max_turns: int | None = None  # what max_tool_calls takes in the handler's format
     max_tool_calls: int = 16
     max_observation_tokens: int = 512  # of one answer; what is longer loses its middle
-    tell_malformed: bool = True  # or the episode ends with a call that cannot be read
+    feedback_on_parse_error: bool = True  # or the episode ends with a call that cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Category:
 
     name: str  # benchmark/category
     tasks: Callable[[], Sequence[Task]]
-    play: Play
+    play: EpisodeConfig
     metric: str = "total"
 
     def first(self, limit: int | None) -> list[Task]:

@@ -14,7 +14,7 @@ from verl.envs.bfcl import MAX_STEPS
 from verl.envs.bfcl_tasks import CATEGORIES as MULTI_TURN
 from verl.envs.bfcl_tasks import FAULTY as FAULTY_SCENARIOS
 from verl.envs.bfcl_tasks import bfcl_rows, bfcl_tasks, data_folder, json_schema
-from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.handlers import check_several_tools
 from verl.types import Message, Task
 from verl.utils.reward_score.bfcl import ANY_CALL
@@ -36,23 +36,23 @@ FAULTY: Mapping[str, str] = {
 
 _HINT = " Note that the provided function is in Python 3 syntax."  # BFCL puts it behind every description
 _MAX_USER_TURNS = 8
-_SINGLE = Play("bfcl", max_turns=2, max_tool_calls=64, tell_malformed=False)
-_SCENARIO = Play(
+_SINGLE = EpisodeConfig("bfcl", max_turns=2, max_tool_calls=64, feedback_on_parse_error=False)
+_SCENARIO = EpisodeConfig(
     "env",
     env="bfcl",
     max_turns=_MAX_USER_TURNS * (MAX_STEPS + 1),
     max_tool_calls=10_000,  # BFCL has no limit
     max_observation_tokens=65_536,
-    tell_malformed=False,
+    feedback_on_parse_error=False,
 )
 
 
-def bfcl(setting: Setting) -> Benchmark:
+def bfcl(setting: BenchmarkContext) -> Benchmark:
     """All categories that need neither the network nor another language.
 
-    Raises ConfigError without the package, and for a codec of one tool alone.
+    Raises ConfigError without the package, and for a format of one tool alone.
     """
-    check_several_tools("bfcl", setting.codec)
+    check_several_tools("bfcl", setting.tool_call_format)
     data_folder()
     single = [Category(f"bfcl/{name}", partial(single_turn_tasks, name), _SINGLE) for name in SINGLE_TURN]
     scenarios = [
@@ -61,9 +61,9 @@ def bfcl(setting: Setting) -> Benchmark:
     return Benchmark("bfcl", (*single, *scenarios), AGGREGATES, NOTES)
 
 
-def bfcl_multi_turn(setting: Setting) -> Benchmark:
+def bfcl_multi_turn(setting: BenchmarkContext) -> Benchmark:
     """The multi-turn scenarios that the train split leaves out (150 to 199), for models that were trained on it."""
-    check_several_tools("bfcl_multi_turn", setting.codec)
+    check_several_tools("bfcl_multi_turn", setting.tool_call_format)
     data_folder()
     scenarios = [
         Category(f"bfcl_multi_turn/{name}", partial(bfcl_tasks, name, "test"), _SCENARIO) for name in MULTI_TURN

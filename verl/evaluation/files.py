@@ -9,14 +9,14 @@ from typing import Any
 
 from verl.data.rows import read_rows
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Setting
+from verl.evaluation.base import BenchmarkContext
 from verl.evaluation.hub import HubSet
 
 Fields = Mapping[str, type | tuple[type, ...]]
 Numbered = tuple[str, dict[str, Any]]
 
 
-def find_file(data_dir: Path, names: Sequence[str], mend: str) -> Path:
+def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
     """The first of `names` that lies in the folder or at most two folders below it.
 
     Raises ConfigError with what was looked for and the mend.
@@ -25,18 +25,18 @@ def find_file(data_dir: Path, names: Sequence[str], mend: str) -> Path:
         found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
         if found:
             return found[0]
-    raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (data_dir) or below it; {mend}")
+    raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (data_dir) or below it; {hint}")
 
 
 def rows_of(
-    setting: Setting, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, mend: str
+    setting: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
 ) -> Iterator[Numbered]:
     """The rows of a file as in `numbered_rows`, or those of the published data set where there is none.
 
     prefix: of the ids of published rows. Raises ConfigError that says what was not found and what did not load.
     """
     try:
-        path = find_file(setting.data_dir, names, mend)
+        path = find_file(setting.data_dir, names, hint)
     except ConfigError as missing:
         if hub is None:
             raise

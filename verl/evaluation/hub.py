@@ -57,8 +57,8 @@ def _check_reached(config: Any) -> None:
     try:
         get_session().head(config.HF_ENDPOINT, timeout=_REACHED_S)
     except Exception as error:  # as above
-        mend = "HF_HUB_OFFLINE=1 takes what was loaded before"
-        raise OSError(f"{config.HF_ENDPOINT} is not reached, {error}; {mend}") from error
+        hint = "HF_HUB_OFFLINE=1 takes what was loaded before"
+        raise OSError(f"{config.HF_ENDPOINT} is not reached, {error}; {hint}") from error
 
 
 def _text(value: Any) -> Any:

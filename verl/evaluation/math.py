@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import answer_texts, rows_of
 from verl.evaluation.hub import HubSet
 from verl.types import Message, Task
@@ -71,11 +71,11 @@ _CALLS = 4  # of Python, unless the setting names another number
 _BEFORE_ANSWER = "####"  # in GSM8K's published rows, behind a solution
 
 
-def math(setting: Setting) -> Benchmark:
-    """Every set twice: in one reply (math/gsm8k), and with calls of Python (math/gsm8k_python)."""
-    plain = Play("math", handled=False)
+def math(setting: BenchmarkContext) -> Benchmark:
+    """Every set twice: in one response (math/gsm8k), and with calls of Python (math/gsm8k_python)."""
+    plain = EpisodeConfig("math", uses_tools=False)
     calls = _CALLS if setting.max_tool_calls is None else setting.max_tool_calls
-    python = Play("math", env="tool", tools=("python",), max_tool_calls=calls)
+    python = EpisodeConfig("math", env="tool", tools=("python",), max_tool_calls=calls)
     categories = [
         Category(f"math/{name}{suffix}", partial(_tasks, setting, name, asked), play)
         for suffix, asked, play in (("", _PLAIN, plain), ("_python", _PYTHON, python))
@@ -86,10 +86,10 @@ def math(setting: Setting) -> Benchmark:
     return Benchmark("math", tuple(categories), notes=(*faulty, few))
 
 
-def _tasks(setting: Setting, name: str, asked: str) -> list[Task]:
+def _tasks(setting: BenchmarkContext, name: str, asked: str) -> list[Task]:
     one = _SETS[name]
-    mend = f"it is {one.source}, as rows of {{id, problem, answer}}"
-    rows = rows_of(setting, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, mend)
+    hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
+    rows = rows_of(setting, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
     return [
         Task(
             row["id"],

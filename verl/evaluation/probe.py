@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What counts. right: of a task and a rollout; best_format: the format part of a faultless reply, where known"""
+    """What counts. right: of a task and a rollout; best_format: the format part of a faultless response, where known"""
 
     right: Callable[[Task, Rollout], bool]
     best_format: float | None = None

@@ -74,7 +74,7 @@ class Records:
         )
 
     def _shown(self, episode: Trajectory) -> dict[str, list[str]]:
-        """What the model read before each of its turns, with what template and codec made of messages and tools."""
+        """What the model read before each of its turns, with what template and format made of messages and tools."""
         if self._decode is None:
             return {}
         return {"shown": [self._decode(turn.context_ids) for turn in episode.turns]}
@@ -96,7 +96,7 @@ class Records:
                 os.truncate(self.path, whole)  # tasks that end after this one must not go on in a torn line
             raise DataError(
                 f"cannot be written ({error.strerror})",
-                mend="Free some space and start again: what is done is kept",
+                hint="Free some space and start again: what is done is kept",
                 file=str(self.path),
             ) from error
         self._done[digest] = rows
@@ -112,7 +112,7 @@ class Records:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"is no file of answers ({type(error).__name__}: {error})",
-                mend="Remove it to ask everything again",
+                hint="Remove it to ask everything again",
                 file=str(self.path),
             ) from error
         write_rows(self.path, [row for same in whole.values() for row in same])

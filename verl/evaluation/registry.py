@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from verl.errors import ConfigError
-from verl.evaluation.base import Benchmark, Setting
+from verl.evaluation.base import Benchmark, BenchmarkContext
 from verl.evaluation.rows import rows_benchmark
 from verl.registry import nearest, resolve
 
@@ -36,7 +36,7 @@ def check_names(names: Sequence[str]) -> None:
             resolve("benchmark", whole, BENCHMARKS)
 
 
-def build_benchmarks(names: Sequence[str], setting: Setting) -> list[Benchmark]:
+def build_benchmarks(names: Sequence[str], setting: BenchmarkContext) -> list[Benchmark]:
     """The benchmarks, each with the categories that are asked for, in the order in which they are first named.
 
     Raises ConfigError for a category that is unknown, and for two categories or benchmarks of one name.
@@ -65,11 +65,11 @@ def _whole(name: str) -> str:
     return place + colon + rest.partition("/")[0]
 
 
-def _build(name: str, parts: Sequence[str], setting: Setting) -> Benchmark:
+def _build(name: str, parts: Sequence[str], setting: BenchmarkContext) -> Benchmark:
     """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
     if name.endswith(_DATA_SUFFIXES):
         return rows_benchmark(name, setting)
-    make: Callable[[Setting], Benchmark] = resolve("benchmark", name, BENCHMARKS)
+    make: Callable[[BenchmarkContext], Benchmark] = resolve("benchmark", name, BENCHMARKS)
     benchmark = make(setting)
     if name in parts:
         return benchmark

@@ -14,7 +14,7 @@ from verl.evaluation.stats import Figure, aggregate, estimate
 from verl.types import Task
 
 Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
-Asked = Sequence[tuple[Category, Sequence[Task]]]
+Pending = Sequence[tuple[Category, Sequence[Task]]]
 _RIGHT = 1.0 - 1e-9
 CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
 
@@ -60,7 +60,7 @@ def _with_aggregates(
     return figures | aggregate(benchmark.aggregates, figures)
 
 
-def result_of(benchmark: Benchmark, asked: Asked, model: Evaluated, resamples: int) -> dict[str, Any]:
+def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples: int) -> dict[str, Any]:
     """One benchmark and one model, for a JSON file and for `tables.result_grid`."""
     names = [category.name for category in benchmark.categories]
     tasks = {category.name: len(found) for category, found in asked if category.name in names}

@@ -27,7 +27,7 @@ class _TooManyError(Exception):
     """Too many tasks could not be answered."""
 
 
-class Kept(Protocol):
+class ResultSink(Protocol):
     """Where answers go: `verl.evaluation.records.Records`, or what only counts them."""
 
     def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
@@ -54,7 +54,7 @@ class Runner:
     most_faults: float = inf
 
     async def run(
-        self, category: Category, tasks: Sequence[Task], records: Kept, done: Callable[[], None]
+        self, category: Category, tasks: Sequence[Task], records: ResultSink, done: Callable[[], None]
     ) -> list[str]:
         """Answers the tasks into the records; `done` is called after each. Returns why some could not be answered, one
         reason a task.
@@ -82,7 +82,7 @@ class Runner:
             await asyncio.gather(*playing, return_exceptions=True)
         return faults
 
-    async def _answer(self, category: Category, task: Task, records: Kept) -> tuple[str, ...]:
+    async def _answer(self, category: Category, task: Task, records: ResultSink) -> tuple[str, ...]:
         try:
             length = len(self.prompt_ids(task))
         except DataError as error:  # the chat template refuses the messages

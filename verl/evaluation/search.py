@@ -1,6 +1,7 @@
 """Questions that want looking up: Bamboogle (arXiv 2210.03350), HotpotQA (1809.09600), NQ-Open (1906.00300).
 
-The tool is BM25 over the passages in data_dir, or whatever `Setting.search` says: a dense index, a /retrieve server.
+The tool is BM25 over the passages in data_dir, or whatever `BenchmarkContext.search` says: a dense index, a /retrieve
+server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import Fields, answer_texts, find_file, rows_of
 from verl.evaluation.hub import HubSet
 from verl.types import Message, Task
@@ -68,28 +69,28 @@ _COVERAGE = (
 )
 
 
-def bamboogle(setting: Setting) -> Benchmark:
+def bamboogle(setting: BenchmarkContext) -> Benchmark:
     """125 questions of two hops: up to three calls (or `setting`'s) and the answer, as ToolRL plays them."""
     compared = "ToolRL's figures are a GPT-4o judge's, over the five best results of a web search"
     categories = (_category(setting, "bamboogle", _play(setting, 3)),)
     return Benchmark("bamboogle", categories, notes=(compared, *_notes(setting)))
 
 
-def search(setting: Setting) -> Benchmark:
+def search(setting: BenchmarkContext) -> Benchmark:
     """HotpotQA and NQ-Open: up to four calls (or `setting`'s) and the answer, as Search-R1 plays them."""
     play = _play(setting, 4)
     names = [name for name in _SETS if name.startswith("search/")]
     return Benchmark("search", tuple(_category(setting, name, play) for name in names), notes=_notes(setting))
 
 
-def _category(setting: Setting, name: str, play: Play) -> Category:
+def _category(setting: BenchmarkContext, name: str, play: EpisodeConfig) -> Category:
     return Category(name, partial(_tasks, setting, name), play, "judge" if setting.judge else "exact_match")
 
 
-def _play(setting: Setting, usual_calls: int) -> Play:
+def _play(setting: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
     calls = usual_calls if setting.max_tool_calls is None else setting.max_tool_calls
     options = setting.search or {"corpus": str(_corpus(setting))}
-    return Play(
+    return EpisodeConfig(
         "qa",
         {"judge": dict(setting.judge)} if setting.judge else {},
         env="tool",
@@ -98,21 +99,21 @@ def _play(setting: Setting, usual_calls: int) -> Play:
     )
 
 
-def _corpus(setting: Setting) -> Path:
-    mend = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
-    return find_file(setting.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), mend)
+def _corpus(setting: BenchmarkContext) -> Path:
+    hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
+    return find_file(setting.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), hint)
 
 
-def _notes(setting: Setting) -> tuple[str, ...]:
+def _notes(setting: BenchmarkContext) -> tuple[str, ...]:
     """What the passages hold, where they are searched, and who judges."""
     judged = (f"judged by {setting.judge['model']}",) if "model" in setting.judge else ()
     return judged if setting.search else (_COVERAGE, *judged)
 
 
-def _tasks(setting: Setting, name: str) -> list[Task]:
+def _tasks(setting: BenchmarkContext, name: str) -> list[Task]:
     one = _SETS[name]
     fields: Fields = {one.question: str, one.golds: (str, list)}
-    mend = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
+    hint = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
     return [
         Task(
             place,
@@ -120,5 +121,5 @@ def _tasks(setting: Setting, name: str) -> list[Task]:
             json.dumps(answer_texts(row[one.golds], place, one.golds)),
             name,
         )
-        for place, row in rows_of(setting, one.files, one.hub, name, fields, mend)
+        for place, row in rows_of(setting, one.files, one.hub, name, fields, hint)
     ]

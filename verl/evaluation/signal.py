@@ -1,8 +1,8 @@
 """How many groups of a given size would teach nothing, told from groups of another size.
 
 GRPO and its kin learn from differences within a group of rollouts: one whose rewards are all equal has no signal. Of a
-prompt whose rewards take the value v with probability p_v that is the chance sum_v p_v^n; where a reply is right with
-probability p, or else wrong, p^n + (1-p)^n.
+prompt whose rewards take the value v with probability p_v that is the chance sum_v p_v^n; where a response is right
+with probability p, or else wrong, p^n + (1-p)^n.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def probe_grids(found: Mapping[str, Any]) -> tuple[Grid, Grid]:
-    """A probe: what the replies are like, and what groups of each size would teach and cost."""
+    """A probe: what the responses are like, and what groups of each size would teach and cost."""
     unknown = "the reward has no such part"
     told = {
         "rows, rollouts of each": f"{found['rows']}, {found['n']}",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from verl.envs.tau2.tasks import tau2_tasks
-from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import find_file
 from verl.evaluation.handlers import check_several_tools
 from verl.types import Task
@@ -16,12 +16,12 @@ _MAX_TURNS, _MAX_TOOL_CALLS = 30, 60  # the longest list of gold actions has 19
 _MEND = "it is data/tau2/domains of tau2-bench's repository (sierra-research/tau2-bench)"
 
 
-def tau2(setting: Setting) -> Benchmark:
+def tau2(setting: BenchmarkContext) -> Benchmark:
     """40 tasks of retail and 20 of airline; 1 where the database and what was said are as they should be."""
-    check_several_tools("tau2", setting.codec)
+    check_several_tools("tau2", setting.tool_call_format)
     found = find_file(setting.data_dir, ("retail/tasks.json", "airline/tasks.json"), _MEND)
     data = str(found.parent.parent)
-    play = Play(
+    play = EpisodeConfig(
         "env",
         env="tau2",
         options={"data": data, **setting.user},
@@ -35,7 +35,7 @@ def tau2(setting: Setting) -> Benchmark:
     return Benchmark("tau2", categories, notes=(_user_note(setting), split, idle))
 
 
-def _tasks(setting: Setting, data: str, domain: Literal["retail", "airline"]) -> list[Task]:
+def _tasks(setting: BenchmarkContext, data: str, domain: Literal["retail", "airline"]) -> list[Task]:
     """The rows' own source says that the user is scripted."""
     tasks = tau2_tasks(data, domain, "test")
     if "user_model" not in setting.user:
@@ -43,7 +43,7 @@ def _tasks(setting: Setting, data: str, domain: Literal["retail", "airline"]) ->
     return [replace(task, data_source=f"tau2_{domain}_chat_user") for task in tasks]
 
 
-def _user_note(setting: Setting) -> str:
+def _user_note(setting: BenchmarkContext) -> str:
     model = setting.user.get("user_model")
     if model:
         return f"the user is {model}; tau2-bench's figures have another prompt for it and other tools' words"

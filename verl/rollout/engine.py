@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from verl.types import Completion
 
 if TYPE_CHECKING:  # engines of other kinds need no torch
-    from verl.transfer.bucket import Layout, Offer
+    from verl.transfer.bucket import BucketHandle, BucketLayout
 
 
 TRUNCATION = ("top_p", "top_k", "min_p", "repetition_penalty")  # what makes it another distribution than the model's
@@ -54,11 +54,11 @@ class RolloutEngine(Protocol):
     async def interrupt(self) -> None:
         """Break off what is being generated: it comes back as far as it is, with FinishReason.ABORT."""
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Get ready for all weights in buckets. Raises EngineError, and goes on with the old ones, unless they are just
         those that its model needs. Requests wait until `end_weights`."""
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         """Take the weights of one bucket from one of the offers, whose memory may be used again after that.
 
         Raises EngineError if they were altered on their way; the engine then is of no more use.

@@ -3,7 +3,7 @@
 What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
 again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` names it. However it
 ended, an environment that judges is asked for its verdict then.
-Seconds are counted while the environment answers alone. How long a reply waits for the engine, and a call for a free
+Seconds are counted while the environment answers alone. How long a response waits for the engine, and a call for a free
 place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
 (`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
 """
@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verl.data.codecs.base import Calls, Final, GoOn, Malformed
-from verl.data.dialogue import Dialogue
+from verl.data.dialogue import ObservationTokenizer
+from verl.data.formats.base import Calls, Continue, Final, ParseError
 from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
-from verl.envs.clock import Clock
+from verl.envs.clock import EnvTimer
 from verl.envs.task_envs import check_offered
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
@@ -50,7 +50,7 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
+class EpisodeLimits:
     """What an episode may use. In the last turn that is left no tool is run: the policy has to answer."""
 
     max_turns: int = 9  # assistant turns
@@ -62,16 +62,18 @@ class Budgets:
     episode_s: float = 1200.0  # for all of its answers
     judge_s: float = 300.0  # for its verdict at the end
     retries: int = 1  # of a whole episode that a broken service ended
-    tell_malformed: bool = True  # whether the policy hears that a call cannot be read, or the episode ends there
+    feedback_on_parse_error: bool = (
+        True  # whether the policy hears that a call cannot be read, or the episode ends there
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Interaction:
+class EpisodeRunner:
     """Everything that episodes of several turns need but the task and the engine."""
 
     envs: EnvFactory
-    dialogue: Dialogue
-    budgets: Budgets
+    dialogue: ObservationTokenizer
+    budgets: EpisodeLimits
     sandbox: Sandbox | None = None  # that tools run code in
 
     async def check_services(self) -> None:
@@ -116,7 +118,13 @@ class _Episode:
     """An attempt. Raises ServiceDownError and JudgeError for faults that are not the policy's."""
 
     def __init__(
-        self, setting: Interaction, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
+        self,
+        setting: EpisodeRunner,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        task: Task,
+        index: int,
+        seed: int | None,
     ) -> None:
         self._envs, self._dialogue, self._budgets = setting.envs, setting.dialogue, setting.budgets
         self._engine, self._sampling = engine, sampling
@@ -184,17 +192,17 @@ class _Episode:
         ended = self._dialogue.ended(self._since_observation)
         text = self._dialogue.written(self._since_observation)
         text = text if ended else _until(self._stops, text)
-        parsed = self._dialogue.codec.parse(text, self._tools)
-        if isinstance(parsed, GoOn) and not ended:  # in the last turn: at an answer's tag inside a thought
+        parsed = self._dialogue.tool_call_format.parse(text, self._tools)
+        if isinstance(parsed, Continue) and not ended:  # in the last turn: at an answer's tag inside a thought
             return self._out_of_room()
         if last is not None:
             await self._step(env, message)
-            return StopReason.STOP if isinstance(parsed, Final | GoOn) else last
+            return StopReason.STOP if isinstance(parsed, Final | Continue) else last
         unanswered: tuple[Message, ...] = ()
         match parsed:
-            case Malformed(problem):
+            case ParseError(problem):
                 self._num_malformed += 1
-                if budgets.tell_malformed:
+                if budgets.feedback_on_parse_error:
                     return self._observe((Message("tool", problem),), text, ended)
                 await self._step(env, message)
                 return StopReason.MALFORMED
@@ -219,14 +227,14 @@ class _Episode:
         """The policy's next tokens, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
-        codec, written = self._dialogue.codec, self._dialogue.written(self._since_observation)
-        self._stops = stops = codec.final_stop_strings if last else codec.stop_strings(written)
+        tool_call_format, written = self._dialogue.tool_call_format, self._dialogue.written(self._since_observation)
+        self._stops = stops = tool_call_format.final_stop_strings if last else tool_call_format.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "broke a reply off")
-        message = Message("assistant", self._dialogue.chat.reply_text(completion.token_ids))
+        message = Message("assistant", self._dialogue.chat.response_text(completion.token_ids))
         self._turns.append(Turn(self._context, completion, message))
         self._ledger += [*self._context, *completion.token_ids]
         self._since_observation += completion.token_ids
@@ -237,7 +245,7 @@ class _Episode:
         self, answers: tuple[Message, ...], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
     ) -> StopReason | None:
         """Put the answers before the policy, if there is room for them and for a word after them."""
-        self._turns[-1] = replace(self._turns[-1], replies=answers)
+        self._turns[-1] = replace(self._turns[-1], responses=answers)
         self._context = self._dialogue.answer_ids(answers, written, ended, tools)
         self._since_observation = []
         return self._out_of_room()
@@ -273,7 +281,7 @@ class _Episode:
             return None
         limit_s = self._budgets.judge_s
         try:
-            async with Clock(limit_s).running():
+            async with EnvTimer(limit_s).running():
                 score = await _guarded(env.judge(), "judge")
         except TimeoutError as error:
             raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
@@ -289,7 +297,7 @@ class _Episode:
     async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
         """What the environment gives. Raises _LateError past a limit."""
         left_s = self._budgets.episode_s - self._answering_s
-        clock = Clock(min(self._budgets.turn_s, left_s))
+        clock = EnvTimer(min(self._budgets.turn_s, left_s))
         try:
             async with clock.running():
                 return await _guarded(answer, doing)

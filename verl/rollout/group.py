@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.scoring import Fault, Scorer
 from verl.types import (
     Completion,
@@ -31,14 +31,14 @@ _Judged = tuple[Trajectory, Score] | Fault
 class GroupRollout:
     """Everything that a group of rollouts needs but the task.
 
-    interaction: with an environment, over several turns; without one an episode is the task's prompt and one reply
+    interaction: with an environment, over several turns; without one an episode is the task's prompt and one response
     """
 
     engine: RolloutEngine
-    codec: ChatCodec
+    chat: ChatTemplate
     scorer: Scorer
     sampling: Sampling
-    interaction: Interaction | None = None
+    interaction: EpisodeRunner | None = None
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """`num_rollouts` episodes of the task, scored. Seeds count up from `first_seed`."""
@@ -62,12 +62,12 @@ class GroupRollout:
             await self.interaction.close()
 
     def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
-        """Episodes that do not wait for one another; replies to one prompt are one request."""
+        """Episodes that do not wait for one another; responses to one prompt are one request."""
         if self.interaction is None:
-            prompt_ids = self.codec.task_prompt_ids(task)
+            prompt_ids = self.chat.task_prompt_ids(task)
             sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
-            replies = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
-            return [self._reply(task, index, prompt_ids, replies) for index in range(num_rollouts)]
+            responses = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
+            return [self._response(task, index, prompt_ids, responses) for index in range(num_rollouts)]
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
         return [self.interaction.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
 
@@ -81,13 +81,13 @@ class GroupRollout:
         score = await self.scorer.score(episode, episode.task, step)
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
 
-    async def _reply(
-        self, task: Task, index: int, prompt_ids: tuple[int, ...], replies: Awaitable[tuple[Completion, ...]]
+    async def _response(
+        self, task: Task, index: int, prompt_ids: tuple[int, ...], responses: Awaitable[tuple[Completion, ...]]
     ) -> Trajectory | Fault:
-        completion = (await replies)[index]
+        completion = (await responses)[index]
         if completion.finish_reason is FinishReason.ABORT:
             return Fault(task.id, index, "the engine broke the reply off")
-        message = Message("assistant", self.codec.reply_text(completion.token_ids))
+        message = Message("assistant", self.chat.response_text(completion.token_ids))
         turns = (Turn(prompt_ids, completion, message),)
         outcome = Outcome.SCORED if completion.finish_reason is FinishReason.STOP else Outcome.MODEL_FAULT
         return Trajectory(task, index, turns, StopReason(completion.finish_reason), outcome)

@@ -27,7 +27,7 @@ from transformers import (
 from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import reach
-from verl.transfer.bucket import Layout, Offer, Receiver, all_names
+from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
 from verl.types import Completion, FinishReason
 from verl.utils.pretrained import read_causal_lm
 
@@ -115,7 +115,7 @@ class HFEngine:
         """Break off the batch that is being decoded, at its next token."""
         self._interrupted = True
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Check the names, and let requests wait, once the batch is done that is being decoded."""
         sent, own = set(all_names(layouts)), set(dict(self._named_parameters()))
         for names, said in ((own - sent, "lacks"), (sent - own, "has unknown")):
@@ -123,7 +123,7 @@ class HFEngine:
                 raise EngineError(f"a publication {said} {len(names)} weights, among them {min(names)!r}")
         await self._in_use.acquire()
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         """Copy the weights in by name."""
         own = dict(self._named_parameters())
         try:
@@ -225,7 +225,7 @@ def _generator(seed: int | None) -> torch.Generator:
 def _draw(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], generator: torch.Generator) -> tuple[int, float]:
     """A token and its log-prob; at temperature 0 the likeliest one, with its log-prob at temperature 1.
 
-    seen: tokens of the prompt and of the reply so far
+    seen: tokens of the prompt and of the response so far
     """
     logits_1V = (logits_V.float() / (sampling.temperature or 1.0))[None]
     for processor in _processors(sampling):

@@ -1,6 +1,7 @@
 """Several engines in other processes as one: each request goes to the engine with the least in flight.
 
-Where rollouts go on while the policy learns, replies are being written when new weights come. `OnPublish` says what
+Where rollouts go on while the policy learns, responses are being written when new weights come. `OnWeightSync` says
+what
 becomes of them; whichever it is, no engine ever changes its weights within a request, so the version of every token is
 known.
 
@@ -24,8 +25,8 @@ from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling, each_of
 from verl.rollout.stopping import Decode, tokens_to_stop
 from verl.single_controller.group import WorkerGroup, WorkerLostError
-from verl.transfer.bucket import Layout, Offer
-from verl.transfer.gpu import Meeting
+from verl.transfer.bucket import BucketHandle, BucketLayout
+from verl.transfer.gpu import Rendezvous
 from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ _MAX_REMAKES = 3  # of one engine, without new weights between
 _log = logging.getLogger(__name__)
 
 
-class OnPublish(StrEnum):
-    """What replies do that are being written when new weights come."""
+class OnWeightSync(StrEnum):
+    """What responses do that are being written when new weights come."""
 
     CONTINUE = "continue"  # the new weights write on from where the old ones were
     FINISH = "finish"  # the old weights write them to their end first
@@ -58,18 +59,18 @@ class EnginePool:
         self,
         workers: WorkerGroup,
         sources: Sequence[Sequence[int]],
-        on_publish: OnPublish | None = None,
+        on_weight_sync: OnWeightSync | None = None,
         decode: Decode | None = None,
         remake: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """sources: by engine, the places of those offers of a bucket that are meant for it
-        on_publish: None where nothing is ever being written then
-        decode: the text of tokens; needed for stop strings of replies that go on with other weights
+        on_weight_sync: None where nothing is ever being written then
+        decode: the text of tokens; needed for stop strings of responses that go on with other weights
         remake: starts another engine in the place of a lost one; left out, a loss is an error
         """
         self._workers = workers
         self._sources = sources
-        self._on_publish = on_publish
+        self._on_publish = on_weight_sync
         self._decode = decode
         self._remake = remake
         self._in_flight = [0] * workers.size
@@ -106,7 +107,7 @@ class EnginePool:
             interrupted = piece.finish_reason is FinishReason.ABORT and not self._open.is_set()
             if not interrupted:
                 return joined([*pieces, piece])
-            if self._on_publish is OnPublish.CONTINUE and piece.token_ids:
+            if self._on_publish is OnWeightSync.CONTINUE and piece.token_ids:
                 pieces.append(piece)
 
     def _stopped(self, written: Sequence[int], piece: Completion, stops: Sequence[str]) -> Completion:
@@ -219,7 +220,7 @@ class EnginePool:
     async def interrupt(self) -> None:
         await self._on(range(self._workers.size), _interrupt)
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Once nothing is being written any more; what wants to be waits until all weights are there."""
         self._open.clear()
         try:
@@ -232,12 +233,12 @@ class EnginePool:
     async def _wait_until_quiet(self) -> None:
         while any(self._in_flight):
             self._landed.clear()
-            if self._on_publish is not OnPublish.FINISH:
+            if self._on_publish is not OnWeightSync.FINISH:
                 await self.interrupt()  # again, as long as a request may have been on its way to an engine
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._landed.wait(), _ASK_AGAIN_S)
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         """Offers may be references to them (`WorkerGroup.refer`), so that they travel straight to the engines."""
         await self._all.load_bucket(layout, *offers)
 
@@ -253,7 +254,7 @@ class EnginePool:
             self._usable.set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """A publication inside lets nobody write before the end of the block but `generate_everywhere`, which would
         else have to wait behind all that waits for the weights."""
         self._held = True
@@ -297,10 +298,10 @@ class EngineSubset:
     pool: EnginePool
     ranks: Sequence[int]
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         await self.pool._on(self.ranks, _begin_weights, layouts)
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         sources = self.pool._sources
         asked = {rank: (layout, *(offers[place] for place in sources[rank])) for rank in self.ranks}
         await self.pool._each(asked, _load_bucket)
@@ -352,11 +353,11 @@ def _interrupt(engine: RolloutEngine) -> Awaitable[None]:
     return engine.interrupt()
 
 
-def _begin_weights(engine: RolloutEngine, layouts: Sequence[Layout]) -> Awaitable[None]:
+def _begin_weights(engine: RolloutEngine, layouts: Sequence[BucketLayout]) -> Awaitable[None]:
     return engine.begin_weights(layouts)
 
 
-def _load_bucket(engine: RolloutEngine, layout: Layout, *offers: Offer) -> Awaitable[None]:
+def _load_bucket(engine: RolloutEngine, layout: BucketLayout, *offers: BucketHandle) -> Awaitable[None]:
     return engine.load_bucket(layout, *offers)
 
 
@@ -373,6 +374,6 @@ def close_engine(engine: RolloutEngine) -> Awaitable[None]:
     return engine.close()
 
 
-def join_broadcast(engine: VLLMEngine, meeting: Meeting, first: int) -> Awaitable[None]:
+def join_broadcast(engine: VLLMEngine, meeting: Rendezvous, first: int) -> Awaitable[None]:
     """To be submitted to the worker of an engine on GPUs of its own, while the trainer waits for it."""
     return engine.join_broadcast(meeting, first)

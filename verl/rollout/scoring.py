@@ -38,7 +38,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a reply has no score: a failure of a service or of the reward, not of the policy."""
+    """Why a response has no score: a failure of a service or of the reward, not of the policy."""
 
     task_id: str
     index: int

@@ -9,7 +9,7 @@ from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from verl.transfer.bucket import Layout, Offer
+    from verl.transfer.bucket import BucketHandle, BucketLayout
 
 
 class ScriptedEngine:
@@ -32,10 +32,10 @@ class ScriptedEngine:
     async def interrupt(self) -> None:
         """Nothing takes any time."""
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Needs no weights."""
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         """Needs no weights."""
 
     async def end_weights(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a reply ends that stop strings are to end: at the token that completes one."""
+"""Where a response ends that stop strings are to end: at the token that completes one."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from verl.rollout.engine import Sampling
 from verl.rollout.vllm_extension import WeightReceiver
 from verl.scratch import variables
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
-from verl.transfer.bucket import Layout, Offer, all_names
-from verl.transfer.gpu import Meeting
+from verl.transfer.bucket import BucketHandle, BucketLayout, all_names
+from verl.transfer.gpu import Rendezvous
 from verl.transfer.memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.utils.versions import SET_UP
@@ -54,7 +54,7 @@ class VLLMSettings:
     """How to start vLLM."""
 
     model_path: str  # a folder, or a name on the hub
-    max_model_len: int  # tokens of prompt and reply together
+    max_model_len: int  # tokens of prompt and response together
     dtype: str = "bfloat16"  # of weights, activations and KV cache; published weights come in it
     tokenizer_path: str | None = None  # needed for stop strings alone
     tensor_parallel_size: int = 1
@@ -121,7 +121,7 @@ class VLLMEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """`sampling.n` completions that share the prompt's KV cache, and carry the version at the time of asking.
 
-        Log-probs are at the sampling temperature; at temperature 0 they are those at temperature 1. A reply ends at
+        Log-probs are at the sampling temperature; at temperature 0 they are those at temperature 1. A response ends at
         `stop_token_ids` and `stop_strings` alone, whose tokens it keeps, or at `max_model_len`. CPUs have no seeds.
         """
         version = self._usable_version()
@@ -136,7 +136,7 @@ class VLLMEngine:
         """Break off all running requests; they come back with what they have."""
         await self._unless_dead(self._llm.abort([*self._running]))
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Check the names and halt: running requests wait, and go on with the new weights.
 
         Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or an unknown one is an
@@ -149,7 +149,7 @@ class VLLMEngine:
             await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
             await self._call_workers(WeightReceiver.begin_weights.__name__)
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         """Load one bucket. An altered one is an EngineError."""
         async with self._all_or_nothing():
             shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in offers]
@@ -170,7 +170,7 @@ class VLLMEngine:
             self._version, self._asleep = version, False
             await self._unless_dead(self._llm.resume_generation())
 
-    async def join_broadcast(self, meeting: Meeting, first: int) -> None:
+    async def join_broadcast(self, meeting: Rendezvous, first: int) -> None:
         """Meet the trainer, which will broadcast weights. first: the rank there of this engine's first worker"""
         method = WeightReceiver.join_broadcast.__name__
         await self._call_workers(method, meeting.host, meeting.port, first, meeting.size)
@@ -212,7 +212,7 @@ class VLLMEngine:
             self._stop("new weights were put into the engine in part; start it anew")
             raise
 
-    def _shared(self, layout: Layout, offer: InMemory) -> SharedFile:
+    def _shared(self, layout: BucketLayout, offer: InMemory) -> SharedFile:
         """What came as a tensor, where vLLM's workers can read it."""
         self._outlet.buffer(layout).copy_(offer.flat)
         return self._outlet.pass_on(layout, offer.digest)

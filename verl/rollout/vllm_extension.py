@@ -58,9 +58,9 @@ class WeightReceiver:
 
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:
         """Meet the trainer for broadcasts. first: the rank there of this engine's first worker"""
-        from verl.transfer.gpu import COMMUNICATOR, Meeting
+        from verl.transfer.gpu import COMMUNICATOR, Rendezvous
 
-        self._receiver().kept[COMMUNICATOR] = Meeting(host, port, size).join(first + self.rank)
+        self._receiver().kept[COMMUNICATOR] = Rendezvous(host, port, size).join(first + self.rank)
 
     def begin_weights(self) -> None:
         """From now until `end_weights` the model is of no use."""

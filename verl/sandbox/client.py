@@ -136,8 +136,8 @@ class RemoteSandbox:
     async def check_services(self) -> None:
         """Raises ServiceDownError where no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
-        mend = "Start one with python -m verl.sandbox.server, or correct sandbox.urls"
-        await check_urls("sandbox", urls, mend, trust_env=False, headers=service_headers())
+        hint = "Start one with python -m verl.sandbox.server, or correct sandbox.urls"
+        await check_urls("sandbox", urls, hint, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""
@@ -162,14 +162,14 @@ class RemoteSandbox:
                 server.under_way += 1
                 try:
                     async with server.watch.beside():
-                        reply = await self._http.post(
+                        response = await self._http.post(
                             server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
                         )
-                    if reply.status_code == TOO_LARGE:
-                        raise TooLargeError(f"{server.url} refuses a request: {reply.text[:300]}")
-                    if reply.status_code in REFUSED:
-                        raise DataError(f"{server.url} refuses a request: {reply.text[:300]}", "what it supports")
-                    answer = kind.model_validate_json(reply.raise_for_status().content)
+                    if response.status_code == TOO_LARGE:
+                        raise TooLargeError(f"{server.url} refuses a request: {response.text[:300]}")
+                    if response.status_code in REFUSED:
+                        raise DataError(f"{server.url} refuses a request: {response.text[:300]}", "what it supports")
+                    answer = kind.model_validate_json(response.raise_for_status().content)
                     if answer.status != "SandboxError":
                         server.failures = 0
                         return answer
@@ -200,12 +200,12 @@ class RemoteSandbox:
             server.failed(server.watch.problem)
             return False
         try:
-            reply = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
+            response = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
         except httpx2.HTTPError as error:
             server.failed(f"{type(error).__name__}: {error}")
             return False
-        if reply.status_code >= 500:
-            server.failed(f"/health answers {reply.status_code}: {reply.text[:300]}")
+        if response.status_code >= 500:
+            server.failed(f"/health answers {response.status_code}: {response.text[:300]}")
             return False
         return True
 

@@ -18,7 +18,7 @@ class WorkerLostError(WorkerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerContext:
     """A worker's place among its group, and where the group meets."""
 
     rank: int
@@ -31,8 +31,8 @@ class Seat:
 class WorkerGroup(Protocol):
     """Runs functions whose first argument is the rank's worker object.
 
-    `refer` leaves results where they are and gives references to them, which the other verbs accept as arguments: what
-    is large travels once, from worker to worker.
+    `call_ref` leaves results where they are and gives references to them, which the other verbs accept as arguments:
+    what is large travels once, from worker to worker.
     """
 
     @property
@@ -45,7 +45,7 @@ class WorkerGroup(Protocol):
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         """`function(worker, shard, *args)` with one shard for each rank; the results in rank order."""
 
-    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As `call`, but references to the results, once all are there."""
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
@@ -56,7 +56,7 @@ class WorkerGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class WorkerView:
     """A group seen through one attribute of its workers: one set of processes, several things that live in it."""
 
     group: WorkerGroup
@@ -72,8 +72,8 @@ class Member:
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         return self.group.scatter(_on_member_shard, shards, self.name, function, *args)
 
-    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.group.refer(_on_member, self.name, function, *args)
+    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.group.call_ref(_on_member, self.name, function, *args)
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         return self.group.submit(rank, _on_member, self.name, function, *args)

@@ -24,7 +24,7 @@ class LocalGroup:
         (shard,) = shards
         return [function(self._worker, shard, *args)]
 
-    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.call(function, *args)
 
     async def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:

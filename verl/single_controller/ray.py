@@ -56,7 +56,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.single_controller.group import Seat, WorkerError, WorkerLostError, task_name
+from verl.single_controller.group import WorkerContext, WorkerError, WorkerLostError, task_name
 from verl.single_controller.guard import Guard
 from verl.single_controller.process_watch import StopWatch, machine, statuses
 
@@ -69,7 +69,8 @@ _REACH_S = 5.0  # Ray itself would try an address where nobody listens for more 
 _GRACE_S = 5.0
 _LOGS = ("worker-*.err", "worker-*.out", "raylet.*", "gcs_server.*")
 _TAIL_BYTES = 20_000
-# Coroutines of one worker. Ray's own limit of 1000 is less than the replies that an engine may owe, behind which a word
+# Coroutines of one worker. Ray's own limit of 1000 is less than the responses that an engine may owe, behind which a
+# word
 # to the engine (interrupt) would then have to wait.
 _SIDE_BY_SIDE = 1_000_000
 _LOOK_S = 1.0  # between looks for stopped workers
@@ -145,7 +146,7 @@ class Cluster:
     def group(
         self,
         name: str,
-        factory: Callable[[Seat], Any],
+        factory: Callable[[WorkerContext], Any],
         pool: PlacementGroup,
         bundle: Bundle,
         places: Sequence[int] | None = None,
@@ -173,7 +174,7 @@ class Cluster:
         size = len(chosen)
         group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s, self.guard)
         host, port = group.addresses()[0]
-        seats = [Seat(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
+        seats = [WorkerContext(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
         group.make(factory, seats)
         return group
 
@@ -285,7 +286,7 @@ class _Worker:
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return {"pid": os.getpid(), "node": context.get_node_id(), "gpus": gpus, "machine": machine()}
 
-    async def make(self, factory: Callable[[Seat], Any], seat: Seat) -> None:
+    async def make(self, factory: Callable[[WorkerContext], Any], seat: WorkerContext) -> None:
         made = factory(seat)
         self._object = await made if inspect.isawaitable(made) else made
 
@@ -324,8 +325,8 @@ class RayGroup:
         self._facts: list[dict[str, Any]] = [{} for _ in self._actors]
         self._facts = self._gather([actor.facts.remote() for actor in self._actors], "start")
         self._homes = self.nodes  # where workers are, and others in their places will be
-        self._factory: Callable[[Seat], Any] | None = None
-        self._seats: Sequence[Seat] = ()
+        self._factory: Callable[[WorkerContext], Any] | None = None
+        self._seats: Sequence[WorkerContext] = ()
         self._reasons: dict[int, str] = {}  # by process id: why a worker was killed
         self._closed = threading.Event()
         watch = StopWatch(health_timeout_s)
@@ -354,14 +355,14 @@ class RayGroup:
         """(host, a port that was free a moment ago) of every worker."""
         return self._gather([actor.address.remote() for actor in self._actors], "address")
 
-    def make(self, factory: Callable[[Seat], Any], seats: Sequence[Seat]) -> None:
+    def make(self, factory: Callable[[WorkerContext], Any], seats: Sequence[WorkerContext]) -> None:
         """Let every worker make its object."""
         self._factory, self._seats = factory, seats
         made = [actor.make.remote(factory, seat) for actor, seat in zip(self._actors, seats, strict=True)]
         self._gather(made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._fetched(self.refer(function, *args), task_name(function, args))
+        return self._fetched(self.call_ref(function, *args), task_name(function, args))
 
     def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
         pairs = zip(self._actors, shards, strict=True)
@@ -369,7 +370,7 @@ class RayGroup:
         task = task_name(function, args)
         return self._fetched(self._ended(started, task), task)
 
-    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._ended([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:

@@ -42,13 +42,15 @@ METRICS = (
     Metric("reward/zero_variance_groups", "share", "groups whose rewards are all equal: nothing to learn from"),
     Metric("reward/infrastructure_faults", "count", "replies left out because something broke; never trained as a 0"),
     Metric("reward/over_limit", "count", "responses over reward.timeout_s or memory_mib, scored as empty ones"),
-    Metric("reply/tokens_mean", "tokens", "mean length of what the policy wrote in an episode"),
-    Metric("reply/tokens_max", "tokens", "longest of them"),
-    Metric("reply/truncated", "share", "replies cut off at the length limit"),
-    Metric("reply/overlong_penalty", "points", "mean penalty for length, where the algorithm has one; 0 or less"),
+    Metric("response_length/mean", "tokens", "mean length of what the policy wrote in an episode"),
+    Metric("response_length/max", "tokens", "longest of them"),
+    Metric("response_length/clip_ratio", "share", "replies cut off at the length limit"),
+    Metric("reward/overlong_penalty", "points", "mean penalty for length, where the algorithm has one; 0 or less"),
     Metric("filter/kept", "share", "rollouts that the algorithm's filters kept, of all that the step drew"),
     Metric("filter/<filter>", "share", "rollouts that one filter dropped"),
-    Metric("filter/draws", "count", "times that the step drew prompts until it had enough groups, or gave up"),
+    Metric(
+        "filter/resample_rounds", "count", "times that the step drew prompts until it had enough groups, or gave up"
+    ),
     Metric(
         "staleness/mean", "versions", "how old the weights were that a group was begun with, where max_staleness > 0"
     ),
@@ -57,9 +59,9 @@ METRICS = (
     Metric("staleness/reused", "share", "groups that an earlier step had trained on, too"),
     Metric("tools/turns_mean", "1", "times that the policy wrote in an episode"),
     Metric("tools/calls_mean", "1", "tool calls that were made in an episode"),
-    Metric("tools/used_share", "share", "episodes with a call (where the tool runs code: the code ratio)"),
-    Metric("tools/used_in_correct", "share", "those among the correct ones, where the reward tells which are"),
-    Metric("tools/malformed_mean", "1", "texts of an episode that meant to be calls, but could not be read"),
+    Metric("tools/usage_rate", "share", "episodes with a call (where the tool runs code: the code ratio)"),
+    Metric("tools/usage_rate_correct", "share", "those among the correct ones, where the reward tells which are"),
+    Metric("tools/parse_errors_mean", "1", "texts of an episode that meant to be calls, but could not be read"),
     Metric("tools/success", "share", "calls that went well"),
     Metric("tools/user_error", "share", "calls that were the policy's fault: wrong arguments, code that raises"),
     Metric("tools/timeout", "share", "calls that took too long"),
@@ -86,11 +88,11 @@ METRICS = (
     Metric("critic/values_mean", "points", "token mean of the values before the update"),
     Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
     Metric(
-        "engine/gap_mean",
+        "engine/logprob_diff_mean",
         "nats",
         "mean of the absolute difference between the trainer's log p and the engine's, where it wrote",
     ),
-    Metric("engine/gap_max", "nats", "largest of them"),
+    Metric("engine/logprob_diff_max", "nats", "largest of them"),
     Metric(
         "engine/kl",
         "nats",
@@ -98,7 +100,7 @@ METRICS = (
         "rollout.top_p and its like the bias of what is cut off, too",
     ),
     Metric(
-        "correction/mismatch_kl", "nats", "token mean of k3 of the engine's policy from the trainer's before the update"
+        "correction/engine_kl", "nats", "token mean of k3 of the engine's policy from the trainer's before the update"
     ),
     Metric(
         "correction/ess", "share", "effective sample size of its tokens under their weights; 1 if all weigh the same"
@@ -107,7 +109,7 @@ METRICS = (
     Metric("correction/weight_max", "1", "largest of them"),
     Metric("correction/truncated", "share", "its tokens whose ratio was above the bound of weights"),
     Metric("correction/masked", "share", "its tokens that a mask or the veto left out"),
-    Metric("engine/canary_gap", "nats", "mean gap on the fixed probe after the step's weights were published"),
+    Metric("engine/canary_logprob_diff", "nats", "mean gap on the fixed probe after the step's weights were published"),
     Metric("rollout/engine_restarts", "count", "engines replaced since the last step, because they were lost"),
     Metric("rollout/requests_retried", "count", "requests asked again since then, because their engine was lost"),
     Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
@@ -116,7 +118,7 @@ METRICS = (
     Metric("val/<set>/total", "points", "mean reward of the replies to a validation set (rollout.val_kwargs)"),
     Metric("val/<set>/exact", "share", "replies that get the highest reward there is"),
     Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
-    Metric("eval/<category>/figure", "share", "a benchmark's category or aggregate, greedy (docs/evaluation.md)"),
+    Metric("eval/<category>/score", "share", "a benchmark's category or aggregate, greedy (docs/evaluation.md)"),
     Metric("eval/<category>/missing", "count", "tasks of it that could not be judged, and are in no figure"),
     Metric("val/demonstrations/loss", "nats", "token mean of -log p over the validation demonstrations (main_sft)"),
     Metric("time/<phase>_s", "s", "wall time of one phase of the step"),

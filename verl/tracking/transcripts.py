@@ -46,7 +46,7 @@ class Transcripts:
     def _panel(self, step: int, trajectory: Trajectory, score: Score) -> Panel:
         task = trajectory.task
         texts = [*(("prompt", message.content) for message in task.prompt[-1:])]
-        texts += [(message.role, message.content) for message in _replies(trajectory)]
+        texts += [(message.role, message.content) for message in _responses(trajectory)]
         texts.append(("gold answer", task.answer))
         body = [Text.assemble((f"{role}: ", "bold"), self._cut(text)) for role, text in texts]
         parts = ", ".join(f"{name} {value:.3g}" for name, value in score.parts.items())
@@ -70,7 +70,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "index": trajectory.index,
             "prompt": _messages(group.task.prompt),
             **({"tools": [tool.name for tool in group.task.tools]} if group.task.tools else {}),
-            "replies": _messages(_replies(trajectory)),
+            "replies": _messages(_responses(trajectory)),
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
             **({"exceeded": score.exceeded} if score.exceeded else {}),
@@ -83,9 +83,9 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
         }
 
 
-def _replies(trajectory: Trajectory) -> list[Message]:
+def _responses(trajectory: Trajectory) -> list[Message]:
     """All after the prompt: the policy's messages, and the environment's answers to them."""
-    return [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
+    return [message for turn in trajectory.turns for message in (turn.message, *turn.responses)]
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -19,45 +19,45 @@ from verl.algorithms.algorithm import Algorithm
 from verl.config.load import flattened
 from verl.config.schema import Config, ModelConfig, RunConfig
 from verl.daemon import run_async
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.lengths import PromptIds, RowPolicy, read_tasks
 from verl.data.report import RowReport
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import ConfigError
 from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
-from verl.rollout.pool import EnginePool, OnPublish
+from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.scoring import Scorer
 from verl.services import check_services
-from verl.single_controller.group import Member, WorkerGroup
+from verl.single_controller.group import WorkerGroup, WorkerView
 from verl.single_controller.ray import Cluster
 from verl.tracking.console import Display
 from verl.tracking.flops import DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, pays_kl
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record, services_of_rows, truncating
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
+from verl.trainer.build_env import build_interaction, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.build_scorer import build_scorer
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.collapse import CollapseWatch, signs_of
+from verl.trainer.collapse import CollapseWatch, rules_for
 from verl.trainer.crash import crash_reported
 from verl.trainer.deadline import begin_end
-from verl.trainer.exams import Exams, build_exams
-from verl.trainer.fit import COMMAND, Fit, FitSettings
 from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
 from verl.trainer.metrics import Meter
+from verl.trainer.online_eval import OnlineEvaluator, build_exams
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder, made_by
-from verl.trainer.rollouts import Rollouts, RolloutSettings
-from verl.trainer.state import find_saved, made_with
+from verl.trainer.rollouts import RolloutManager, RolloutManagerConfig
+from verl.trainer.state import find_saved, resume_config
 from verl.trainer.validate import Validator
-from verl.trainer.weights import Publisher
-from verl.transfer.bucket import Layout
+from verl.trainer.weights import WeightSync
+from verl.transfer.bucket import BucketLayout
 from verl.types import Task
 from verl.utils.pretrained import read_tokenizer
 from verl.utils.reward_score.rewards import build_rewards
@@ -87,11 +87,11 @@ def run_folder(config: RunConfig) -> Path:
 class Inputs:
     """What a run reads before it starts anything."""
 
-    codec: ChatCodec
-    interaction: Interaction | None  # to be closed in the event loop that uses it
+    chat: ChatTemplate
+    interaction: EpisodeRunner | None  # to be closed in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
-    exams: Exams
+    exams: OnlineEvaluator
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
@@ -101,34 +101,34 @@ def load_inputs(config: Config) -> Inputs:
 
     ServiceDownError tells of services that are down, before they are waited for by an engine that has started.
     """
-    codec = load_codec(config.model)
-    interaction = interaction_of(config, codec)
+    chat = load_chat_template(config.model)
+    interaction = interaction_of(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([interaction, rewards.default]))
-    train, val, reports = load_tasks(config, opening_of(interaction, codec, config.reward.name))
+    train, val, reports = load_tasks(config, prompt_fn(interaction, chat, config.reward.name))
     run_async(check_services(services_of_rows(interaction, rewards, chain(*train, *val.values()))))
-    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, codec)
+    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, chat)
     asked = [(exam.category, exam.tasks) for exam in exams.exams]
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
     for known in check_overlap(train_tasks, asked, "this run", allow):
         _log.warning("%s", known)
-    codec, interaction = truncating(config.data.truncation, config.data.max_prompt_length, codec, interaction)
-    return Inputs(codec, interaction, train, val, exams, reports, train_tasks)
+    chat, interaction = truncating(config.data.truncation, config.data.max_prompt_length, chat, interaction)
+    return Inputs(chat, interaction, train, val, exams, reports, train_tasks)
 
 
-def interaction_of(config: Config, codec: ChatCodec) -> Interaction | None:
+def interaction_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
     """What the policy of a training acts in, as `build_interaction` makes it."""
     data = config.data
     lengths = (data.max_prompt_length, data.max_response_length)
     silent_s = config.trainer.health_timeout_s
-    return build_interaction(config.env, config.sandbox, codec, *lengths, data.prompt_template, silent_s)
+    return build_interaction(config.env, config.sandbox, chat, *lengths, data.prompt_template, silent_s)
 
 
 @contextmanager
-def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[Fit]:
+def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
     """Everything that a run needs, started; ended with the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
-    settings = made_with(asdict(config))
+    settings = resume_config(asdict(config))
     saved = find_saved(store, COMMAND, settings)
     cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
     stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor, config.data.shuffle)
@@ -157,7 +157,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         with ending(folder, trackers, workers):
             trainer = build_trainer(
-                config, algorithm, stream, workers, inputs.codec, scorer, inputs.train[0], inputs.interaction
+                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.interaction
             )
             trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
@@ -165,8 +165,8 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             validating = replace(rolling, sampling=val_sampling(config, rolling.sampling))
             shown = config.trainer.num_transcripts_shown
             recorder = Recorder(folder, flattened(asdict(located(config))), made_by(config, device, total_steps))
-            yield Fit(
-                FitSettings(
+            yield TrainingRun(
+                TrainingRunConfig(
                     total_steps,
                     config.trainer.test_freq,
                     config.trainer.save_freq,
@@ -191,7 +191,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 settings,
                 folder,
                 saved,
-                CollapseWatch(signs_of(algorithm.compares_replies, config.rollout.truncated)),
+                CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated)),
                 recorder if config.trainer.record else None,
                 train_tasks=inputs.train_tasks,
             )
@@ -211,36 +211,36 @@ def build_trainer(
     algorithm: Algorithm,
     stream: TaskStream,
     workers: Workers,
-    codec: ChatCodec,
+    chat: ChatTemplate,
     scorer: Scorer,
     probed: Sequence[Task],
-    interaction: Interaction | None,
+    interaction: EpisodeRunner | None,
 ) -> PPOTrainer:
     """The training step over workers that run.
 
     probed: tasks whose prompts the canary uses
-    interaction: what the policy acts in, None where an episode is one reply
+    interaction: what the policy acts in, None where an episode is one response
     """
     engine = EnginePool(
         workers.engines,
         workers.links.sources,
-        publishing_of(config),
-        codec.tokenizer.decode,
+        on_weight_sync_of(config),
+        chat.tokenizer.decode,
         workers.remake_engine,
     )
-    sampling = train_sampling(config, codec.stop_token_ids)
+    sampling = train_sampling(config, chat.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
     links = connect(config, learner.policy, workers)
-    rollouts = Rollouts(
+    rollouts = RolloutManager(
         rollout_settings(config),
         algorithm,
         stream,
-        GroupRollout(engine, codec, scorer, sampling, interaction),
+        GroupRollout(engine, chat, scorer, sampling, interaction),
         build_rewards(config.reward.name, config.reward.options),
     )
-    publisher = build_publisher(config, learner.policy, engine, links, codec, probed, sampling)
-    engine.restore = publisher.restore
-    return PPOTrainer(rollouts, learner, publisher)
+    weight_sync = build_publisher(config, learner.policy, engine, links, chat, probed, sampling)
+    engine.restore = weight_sync.restore
+    return PPOTrainer(rollouts, learner, weight_sync)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -261,7 +261,7 @@ def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
 
 
 def val_sampling(config: Config, training: Sampling) -> Sampling:
-    """How validation samples, which takes nothing of how training does but where replies end."""
+    """How validation samples, which takes nothing of how training does but where responses end."""
     val, whole = config.rollout.val_kwargs, training.whole()
     if val.greedy:
         return replace(whole, temperature=0.0)
@@ -274,19 +274,19 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> L
     return Learner(
         step_settings(config),
         algorithm,
-        Policy(Member(ranks, "policy"), packing),
-        Policy(Member(ranks, "reference"), packing) if pays_kl(algorithm) else None,
-        Critic(Member(ranks, "critic"), packing) if algorithm.needs_critic else None,
+        Policy(WorkerView(ranks, "policy"), packing),
+        Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
+        Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
         build_kl_control(config.algorithm, algorithm),
     )
 
 
-def load_codec(config: ModelConfig) -> ChatCodec:
+def load_chat_template(config: ModelConfig) -> ChatTemplate:
     """The tokenizer with its chat template, and all tokens at which the model ends a turn."""
     assert config.path is not None
     key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
     tokenizer = read_tokenizer(config.tokenizer_path or config.path, key)
-    return ChatCodec(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
+    return ChatTemplate(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
@@ -335,14 +335,14 @@ def step_settings(config: Config) -> StepSettings:
     )
 
 
-def publishing_of(config: Config) -> OnPublish | None:
-    """What replies do that are being written when weights come; None where there are never any."""
-    return OnPublish(config.rollout.on_publish) if config.rollout.max_staleness else None
+def on_weight_sync_of(config: Config) -> OnWeightSync | None:
+    """What responses do that are being written when weights come; None where there are never any."""
+    return OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None
 
 
-def rollout_settings(config: Config) -> RolloutSettings:
+def rollout_settings(config: Config) -> RolloutManagerConfig:
     """How much is drawn, and how far ahead."""
-    return RolloutSettings(
+    return RolloutManagerConfig(
         prompts_per_step=config.data.train_batch_size,
         rollouts_per_prompt=config.rollout.n,
         max_staleness=config.rollout.max_staleness,
@@ -357,7 +357,7 @@ def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
     """What MFU is measured with; a CPU's peak is not known."""
     if device == "cpu":
         return None
-    name, parameters, layers, hidden, head = workers.call(TrainingRank.facts)[0]
+    name, parameters, layers, hidden, head = workers.call(TrainingRank.model_info)[0]
     return Meter(DecoderShape(parameters, layers, hidden, head), peak_flops(name), workers.size)
 
 
@@ -365,15 +365,15 @@ def build_publisher(
     config: Config,
     policy: Policy,
     engine: RolloutEngine,
-    layouts: Sequence[Layout],
-    codec: ChatCodec,
+    layouts: Sequence[BucketLayout],
+    chat: ChatTemplate,
     tasks: Sequence[Task],
     sampling: Sampling,
-) -> Publisher:
+) -> WeightSync:
     """The way of the weights, with a canary on the beginnings of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
     coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
-    prompts = (codec.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
+    prompts = (chat.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     probing = replace(sampling.whole(), max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
-    return Publisher(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])
+    return WeightSync(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])

@@ -39,7 +39,7 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def pays_kl(algorithm: Algorithm) -> bool:
+def needs_reference(algorithm: Algorithm) -> bool:
     """Whether a reference policy is needed."""
     return algorithm.kl.placement is not KLPlacement.NONE
 
@@ -66,14 +66,16 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
         changes["entropy_coefficient"] = config.entropy_coefficient
     if config.filters is not None:
         changes["filters"] = tuple(_filter(entry) for entry in config.filters)
-    if config.max_draws is not None:
-        changes["max_draws"] = config.max_draws
+    if config.max_resample_rounds is not None:
+        changes["max_resample_rounds"] = config.max_resample_rounds
     changes["overlong"] = _overlong(config, algorithm.overlong, max_response_length)
     changes["kl"] = _kl_term(config, algorithm.kl)
     made = replace(algorithm, **changes)
-    if config.max_draws is not None and config.max_draws > 1 and not made.filters:
-        raise ConfigError(f"algorithm.max_draws={config.max_draws} has no effect: algorithm.filters drops nothing")
-    return made if made.filters else replace(made, max_draws=1)
+    if config.max_resample_rounds is not None and config.max_resample_rounds > 1 and not made.filters:
+        raise ConfigError(
+            f"algorithm.max_resample_rounds={config.max_resample_rounds} has no effect: algorithm.filters drops nothing"
+        )
+    return made if made.filters else replace(made, max_resample_rounds=1)
 
 
 def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
@@ -84,7 +86,7 @@ def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> Non
             "distribution, which algorithm.old_logprobs=rollout and algorithm.correction (on where "
             "rollout.max_staleness is above 0) cannot take; leave the one or the other out"
         )
-    if algorithm.compares_replies and config.rollout.n < 2:
+    if algorithm.needs_group and config.rollout.n < 2:
         raise ConfigError(f"rollout.n=1 leaves algorithm.name={algorithm.name} nothing to compare; set it to 2 or more")
     if algorithm.greedy_baseline and isinstance(reward, GroupReward):
         raise ConfigError(
@@ -104,7 +106,7 @@ def _with_advantage_of(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
         algorithm,
         advantage=preset.advantage,
         needs_critic=preset.needs_critic,
-        compares_replies=preset.compares_replies,
+        needs_group=preset.needs_group,
         greedy_baseline=preset.greedy_baseline,
         needs_turns=preset.needs_turns,
         takes_turn_rewards=preset.takes_turn_rewards,
@@ -178,7 +180,7 @@ def _overlong(config: AlgorithmConfig, preset: Overlong | None, max_response_len
         )
     base = preset or Overlong()
     factor = base.factor if config.overlong_factor is None else config.overlong_factor
-    return replace(base, buffer=asked or base.buffer, factor=factor).within(max_response_length)
+    return replace(base, buffer=asked or base.buffer, factor=factor).with_max_tokens(max_response_length)
 
 
 def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: float) -> float | None:

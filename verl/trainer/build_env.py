@@ -1,4 +1,4 @@
-"""From a configuration to what the policy acts in: codec, environment, tools, sandbox."""
+"""From a configuration to what the policy acts in: format, environment, tools, sandbox."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from inspect import signature
 from typing import Any
 
 from verl.config.schema import EnvConfig, SandboxConfig
-from verl.data.chat import ChatCodec
-from verl.data.codecs.base import Codec, build_codec
-from verl.data.codecs.inline import InlineCodec
-from verl.data.codecs.prompt import Prompted
-from verl.data.codecs.turns import TurnsCodec
-from verl.data.dialogue import Cut, Dialogue
+from verl.data.chat import ChatTemplate
+from verl.data.dialogue import Cut, ObservationTokenizer
+from verl.data.formats.base import ToolCallFormat, build_tool_call_format
+from verl.data.formats.inline import InlineFormat
+from verl.data.formats.prompt import PromptTemplateMixin
+from verl.data.formats.turns import TurnFormat
 from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
 from verl.envs.registry import ENVS, build_env_factory
@@ -26,7 +26,7 @@ from verl.envs.tools.build import TOOLS, build_tools, tool_name
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError, DataError
 from verl.registry import resolve
-from verl.rollout.episode import Budgets, Interaction
+from verl.rollout.episode import EpisodeLimits, EpisodeRunner
 from verl.sandbox.base import Limits, Sandbox
 from verl.types import Message, Task, ToolSpec
 from verl.utils.reward_score.rewards import Rewards
@@ -43,38 +43,38 @@ _MESSAGES = 8
 def build_interaction(
     env: EnvConfig,
     sandbox: SandboxConfig,
-    chat: ChatCodec,
+    chat: ChatTemplate,
     max_prompt_length: int,
     max_response_length: int,
     prompt_template: str | None,
     health_timeout_s: float = 30.0,
-) -> Interaction | None:
-    """What episodes of several turns need; None where an episode is a prompt and one reply.
+) -> EpisodeRunner | None:
+    """What episodes of several turns need; None where an episode is a prompt and one response.
 
     health_timeout_s: how long a server of sandboxes or environments may be silent before it counts as gone
 
     Raises ConfigError for names and options that cannot be. To be closed in the event loop that uses it.
     """
-    if env.codec is None:
+    if env.tool_call_format is None:
         return None
-    codec = _build_codec(env, prompt_template)
-    if isinstance(codec, TurnsCodec) and chat.opens_thought:
-        codec = replace(codec, in_thought=True)
+    tool_call_format = _build_format(env, prompt_template)
+    if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
+        tool_call_format = replace(tool_call_format, in_thought=True)
     silent_s = min(health_timeout_s, SHARE_OF_DEADLINE * env.tool_timeout_s)
     box = build_sandbox(sandbox, silent_s) if any(_runs_code(each) for each in env.tools) else None
     if box is None and sandbox != SandboxConfig():
         raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
     num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
-    envs = _build_envs(env, codec, box, num_places, health_timeout_s)
-    dialogue = Dialogue(chat, codec, env.max_observation_tokens, Cut(env.observation_cut))
+    envs = _build_envs(env, tool_call_format, box, num_places, health_timeout_s)
+    dialogue = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
     dialogue.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)  # a chat template may have no such turns
     if isinstance(envs, ToolEnvFactory):
-        check_tools(chat, codec, envs.specs)
-    return Interaction(
+        check_tools(chat, tool_call_format, envs.specs)
+    return EpisodeRunner(
         TaskEnvs(env.name, envs),
         dialogue,
-        Budgets(
-            max_turns=turn_limit(env, codec),
+        EpisodeLimits(
+            max_turns=turn_limit(env, tool_call_format),
             max_tool_calls=env.max_tool_calls,
             max_tokens=max_response_length,
             max_prompt_tokens=max_prompt_length,
@@ -83,55 +83,55 @@ def build_interaction(
             episode_s=env.episode_timeout_s,
             judge_s=env.judge_timeout_s,
             retries=env.retries,
-            tell_malformed=env.on_malformed == "tell",
+            feedback_on_parse_error=env.on_parse_error == "tell",
         ),
         box,
     )
 
 
-def check_tools(chat: ChatCodec, codec: Codec, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
-    """Raises ConfigError where the codec leaves it to a chat template to list the tools, which does not do it."""
-    if codec.template_tools:
+def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
+    """Raises ConfigError where the format leaves it to a chat template to list the tools, which does not do it."""
+    if tool_call_format.template_tools:
         chat.check_tools((Message("user", "a"),), tools)
 
 
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_interaction`."""
-    if env.codec is None:
+    if env.tool_call_format is None:
         return
-    turn_limit(env, _build_codec(env, prompt_template))
+    turn_limit(env, _build_format(env, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
     for each in env.tools:
         resolve("tool", tool_name(each), TOOLS)
 
 
-def turn_limit(env: EnvConfig, codec: Codec) -> int:
-    """Assistant turns of an episode: env.max_turns, or what env.max_tool_calls takes in the codec's format.
+def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
+    """Assistant turns of an episode: env.max_turns, or what env.max_tool_calls takes in the format's format.
 
     Raises ConfigError for an env.max_turns in which so many calls could not be made.
     """
-    in_sequence = env.max_tool_calls * codec.turns_per_call
+    in_sequence = env.max_tool_calls * tool_call_format.turns_per_call
     if env.max_turns is None:
         return in_sequence + (1 if env.name in ("tool", "single_turn") else _MESSAGES)
-    at_once = min(env.max_tool_calls, 1) * codec.turns_per_call
-    needed = (at_once if codec.parallel_calls else in_sequence) + 1
+    at_once = min(env.max_tool_calls, 1) * tool_call_format.turns_per_call
+    needed = (at_once if tool_call_format.parallel_calls else in_sequence) + 1
     if env.max_turns < needed:
         raise ConfigError(
             f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
-            f"env.codec={env.codec} they take {needed} assistant turns, the answer included; leave env.max_turns out, "
+            f"env.tool_call_format={env.tool_call_format} they take {needed} assistant turns, the answer included; leave env.max_turns out, "
             "or lower env.max_tool_calls"
         )
     return env.max_turns
 
 
-def _build_codec(env: EnvConfig, prompt_template: str | None) -> Codec:
-    assert env.codec is not None
+def _build_format(env: EnvConfig, prompt_template: str | None) -> ToolCallFormat:
+    assert env.tool_call_format is not None
     told = {} if prompt_template is None else {"prompt_template": prompt_template}
-    return build_codec(env.codec, {**env.codec_options, **told})
+    return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **told})
 
 
-def opening_of(interaction: Interaction | None, chat: ChatCodec, reward: str = "") -> PromptIds:
+def prompt_fn(interaction: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
     """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
 
     Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
@@ -145,8 +145,8 @@ def opening_of(interaction: Interaction | None, chat: ChatCodec, reward: str = "
     assert isinstance(envs, TaskEnvs)
 
     def opening(task: Task) -> Sequence[int]:
-        if task.tools and isinstance(dialogue.codec, InlineCodec):
-            raise DataError("cannot be listed: env.codec writes calls of one tool alone", field="tools")
+        if task.tools and isinstance(dialogue.tool_call_format, InlineFormat):
+            raise DataError("cannot be listed: env.tool_call_format writes calls of one tool alone", field="tools")
         envs.check_judged(task, reward)
         known = envs.known_opening(task)
         return chat.opening_ids(task.prompt) if known is None else dialogue.opening_ids(known)
@@ -155,8 +155,8 @@ def opening_of(interaction: Interaction | None, chat: ChatCodec, reward: str = "
 
 
 def truncating(
-    truncation: str, max_prompt_length: int, chat: ChatCodec, interaction: Interaction | None
-) -> tuple[ChatCodec, Interaction | None]:
+    truncation: str, max_prompt_length: int, chat: ChatTemplate, interaction: EpisodeRunner | None
+) -> tuple[ChatTemplate, EpisodeRunner | None]:
     """What makes the prompts of episodes: with truncation=left none is longer than `max_prompt_length` tokens."""
     if truncation != "left":
         return chat, interaction
@@ -166,29 +166,29 @@ def truncating(
     return chat, interaction
 
 
-def _lone_prompt(chat: ChatCodec, task: Task) -> Sequence[int]:
-    """The prompt of an episode that is one reply."""
+def _lone_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
+    """The prompt of an episode that is one response."""
     if task.env not in (None, "single_turn"):
         raise DataError(
-            f"{task.env!r} needs env.codec, the format of its calls",
-            mend="Set env.codec (docs/codecs.md)",
+            f"{task.env!r} needs env.tool_call_format, the format of its calls",
+            hint="Set env.tool_call_format (docs/tool_call_formats.md)",
             field="env",
         )
     if task.reward == "env":
-        raise DataError("needs an environment that judges", "the column env, and env.codec", field="reward")
+        raise DataError("needs an environment that judges", "the column env, and env.tool_call_format", field="reward")
     return chat.task_prompt_ids(task)
 
 
-def services_of_rows(interaction: Interaction | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
+def services_of_rows(interaction: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
     """What rows name, once they have been read: it may need services beside those of the run's own parts."""
     envs = interaction.envs.named if interaction and isinstance(interaction.envs, TaskEnvs) else ()
     return [*envs, *rewards.all_of(tasks)[1:]]
 
 
-def prompt_record(interaction: Interaction | None) -> dict[str, str]:
+def prompt_record(interaction: EpisodeRunner | None) -> dict[str, str]:
     """The prompt template's digest, for the run's record; empty where there is none."""
-    codec = interaction.dialogue.codec if interaction else None
-    prompt = codec.prompt if isinstance(codec, Prompted) else None
+    tool_call_format = interaction.dialogue.tool_call_format if interaction else None
+    prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
     return {"prompt_sha256": prompt.sha256} if prompt else {}
 
 
@@ -222,7 +222,7 @@ def _runs_code(tool: str | Mapping[str, Any]) -> bool:
 
 
 def _build_envs(
-    env: EnvConfig, codec: Codec, sandbox: Sandbox | None, num_places: int, health_timeout_s: float
+    env: EnvConfig, tool_call_format: ToolCallFormat, sandbox: Sandbox | None, num_places: int, health_timeout_s: float
 ) -> EnvFactory:
     """num_places: pieces of code that run at a time"""
     if env.name != "tool":
@@ -243,18 +243,20 @@ def _build_envs(
         made = build_tools([each], sandbox)
         tools += made
         of_code |= {tool.spec.name: few for tool in made} if _runs_code(each) else {}
-    if isinstance(codec, InlineCodec):
-        _check_tool_of(codec, env.codec, tools)
+    if isinstance(tool_call_format, InlineFormat):
+        _check_tool_of(tool_call_format, env.tool_call_format, tools)
     return ToolEnvFactory(tools, ToolRunner(limits, of_code))
 
 
-def _check_tool_of(codec: InlineCodec, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
-    """Raises ConfigError if all that such a codec can call is not there."""
+def _check_tool_of(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
+    """Raises ConfigError if all that such a format can call is not there."""
     for tool in tools:
-        if tool.spec.name == codec.tool and codec.argument in tool.spec.parameters.get("properties", {}):
+        if tool.spec.name == tool_call_format.tool and tool_call_format.argument in tool.spec.parameters.get(
+            "properties", {}
+        ):
             return
     offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
     raise ConfigError(
-        f"env.codec={name} calls {codec.tool}({codec.argument}) alone, but env.tools offers {offered}; offer it, or "
-        "name what there is with env.codec_options={tool: .., argument: ..}"
+        f"env.tool_call_format={name} calls {tool_call_format.tool}({tool_call_format.argument}) alone, but env.tools offers {offered}; offer it, or "
+        "name what there is with env.tool_call_format_options={tool: .., argument: ..}"
     )

@@ -11,23 +11,23 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.config.schema import SFTConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.report import RowReport
 from verl.data.sft import Demonstration, read_demonstrations, to_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import TrainTasks
-from verl.single_controller.group import Member
+from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
-from verl.trainer.build import ending, load_codec
+from verl.trainer.build import ending, load_chat_template
 from verl.trainer.build_workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.crash import crash_reported
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
-from verl.trainer.state import find_saved, made_with
+from verl.trainer.state import find_saved, resume_config
 from verl.trainer.threads import num_threads
 from verl.types import Sample, Task
 from verl.workers.parity import check_packs
@@ -38,12 +38,12 @@ from verl.workers.rank import RankSpec, build_rank
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Everything that a supervised run needs, started; ended with the block."""
     check_device(config.trainer)
-    codec, trainer = load_codec(config.model), config.trainer
-    train, shown = _load(config, config.data.train_files, codec, console)
-    val, _ = _load(config, config.data.val_files, codec, console)
+    chat, trainer = load_chat_template(config.model), config.trainer
+    train, shown = _load(config, config.data.train_files, chat, console)
+    val, _ = _load(config, config.data.val_files, chat, console)
     train_tasks = TrainTasks.of(tasks_of(shown), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
-    shared = made_with(asdict(config))
+    shared = resume_config(asdict(config))
     saved = find_saved(store, COMMAND, shared)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
@@ -75,7 +75,7 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         device = choose_device(trainer, cluster.num_gpus)
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
-        policy = Policy(Member(workers, "policy"), PackSettings(config.max_tokens_per_pack))
+        policy = Policy(WorkerView(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         with ending(folder, trackers, workers):
@@ -87,7 +87,7 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
 
 
 def _load(
-    config: SFTConfig, files: list[str], codec: ChatCodec, console: Console
+    config: SFTConfig, files: list[str], chat: ChatTemplate, console: Console
 ) -> tuple[list[Sample], list[Demonstration]]:
     """The samples of all files, whose groups are numbered through, and the demonstrations that they come from."""
     samples: list[Sample] = []
@@ -96,14 +96,14 @@ def _load(
     for source in files:
         report = RowReport(source)
         found = read_demonstrations(source, max_bad_share, report)
-        samples += to_samples(found, codec, max_length, max_bad_share, report, first_group=len(shown))
+        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(shown))
         shown += found
         console.print(str(report), markup=False, soft_wrap=True)
     return samples, shown
 
 
 def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
-    """Every reply that is learned, as the task that it answers."""
+    """Every response that is learned, as the task that it answers."""
     for shown in demonstrations:
         for place, message in enumerate(shown.messages):
             if message.role == "assistant" and place >= shown.first:

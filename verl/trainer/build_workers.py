@@ -14,17 +14,17 @@ import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
-from verl.daemon import in_daemon, run_async
+from verl.daemon import run_async, run_in_daemon_thread
 from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
-from verl.single_controller.group import Seat, WorkerError
+from verl.single_controller.group import WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, Pool, RayGroup, joins
-from verl.trainer.build_algorithm import pays_kl
+from verl.trainer.build_algorithm import needs_reference
 from verl.trainer.policy import Policy
 from verl.trainer.threads import threads_of
-from verl.transfer.bucket import Layout, OpenOutlet
-from verl.transfer.gpu import CudaIpc, Meeting, NcclBroadcast
+from verl.transfer.bucket import BucketLayout, OpenSender
+from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
 from verl.transfer.memory import ByReference, SharedMemory
 from verl.utils.pretrained import read_model_config, read_tokenizer
 from verl.workers.offload import Offload
@@ -36,12 +36,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Links:
+class WeightTransport:
     """The ways that weights take."""
 
-    outlets: Sequence[OpenOutlet]  # by trainer rank
+    outlets: Sequence[OpenSender]  # by trainer rank
     sources: Sequence[Sequence[int]]  # by engine: the ranks whose offers are meant for it
-    meeting: Meeting | None = None  # where rank 0 waits for the engines
+    meeting: Rendezvous | None = None  # where rank 0 waits for the engines
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Workers:
 
     trainer: RayGroup
     engines: RayGroup
-    links: Links
+    links: WeightTransport
 
     async def remake_engine(self, rank: int) -> None:
         """Start another engine in the place of one that is lost. Raises EngineError where its weights could not come
@@ -128,7 +128,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=config.rollout.temperature,
         optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, of_policy),
-        with_reference=pays_kl(algorithm),
+        with_reference=needs_reference(algorithm),
         critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
         critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, updates),
         cliprange_value=critic.cliprange_value,
@@ -178,34 +178,38 @@ def start_ranks(
     return cluster.group("trainer", partial(build_rank, spec), pool, Bundle(1.0, gpus), homes), pool, homes
 
 
-def cpu_links(of_ranks: Sequence[str], of_engines: Sequence[str]) -> Links:
+def cpu_links(of_ranks: Sequence[str], of_engines: Sequence[str]) -> WeightTransport:
     """Shared memory, written by the first rank of each node, where every engine has a rank on its node; else the
     cluster's object store, filled by rank 0. Both arguments are names of nodes."""
     if not set(of_engines) <= set(of_ranks):
-        return Links([ByReference, *[None] * (len(of_ranks) - 1)], [[0]] * len(of_engines))
+        return WeightTransport([ByReference, *[None] * (len(of_ranks) - 1)], [[0]] * len(of_engines))
     sources = [of_ranks.index(node) for node in of_engines]
-    outlets: list[OpenOutlet] = [SharedMemory if rank in sources else None for rank in range(len(of_ranks))]
-    return Links(outlets, [[rank] for rank in sources])
+    outlets: list[OpenSender] = [SharedMemory if rank in sources else None for rank in range(len(of_ranks))]
+    return WeightTransport(outlets, [[rank] for rank in sources])
 
 
-def gpu_links(config: Config, trainer: RayGroup) -> Links:
+def gpu_links(config: Config, trainer: RayGroup) -> WeightTransport:
     """CUDA IPC on shared devices, for every rank has all of a bucket once it is gathered; else NCCL from rank 0."""
     ranks, parallel = config.num_ranks, config.rollout.tensor_model_parallel_size
     if config.rollout.colocated:
         sources = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
-        return Links([CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources)
+        return WeightTransport(
+            [CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources
+        )
     host, port = trainer.addresses()[0]
-    meeting = Meeting(host, port, 1 + config.num_engines * parallel)
-    return Links([partial(NcclBroadcast, meeting), *[None] * (ranks - 1)], [[0]] * config.num_engines, meeting)
+    meeting = Rendezvous(host, port, 1 + config.num_engines * parallel)
+    return WeightTransport(
+        [partial(NcclBroadcast, meeting), *[None] * (ranks - 1)], [[0]] * config.num_engines, meeting
+    )
 
 
-def connect(config: Config, policy: Policy, workers: Workers) -> list[Layout]:
+def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayout]:
     """Open the ways of the weights; the buckets that will take them. Engines that meet rank 0 come while it waits."""
     dtype, size = DTYPES[engine_dtype(config)], config.rollout.bucket_mib * 2**20
     meeting, parallel = workers.links.meeting, config.rollout.tensor_model_parallel_size
 
-    async def both() -> list[Layout]:
-        ranks = asyncio.create_task(in_daemon(policy.connect, workers.links.outlets, dtype, size))
+    async def both() -> list[BucketLayout]:
+        ranks = asyncio.create_task(run_in_daemon_thread(policy.connect, workers.links.outlets, dtype, size))
         if meeting is not None:
             firsts = enumerate(range(1, meeting.size, parallel))
             await asyncio.gather(
@@ -239,7 +243,7 @@ def model_room(config: ModelConfig) -> int | None:
 
 
 def sequence_length(config: Config) -> int:
-    """Tokens of the longest prompt and reply. Raises ConfigError if the model has no room for them."""
+    """Tokens of the longest prompt and response. Raises ConfigError if the model has no room for them."""
     wanted = config.data.max_prompt_length + config.data.max_response_length
     room = model_room(config.model)
     if room is not None and wanted > room:
@@ -249,14 +253,14 @@ def sequence_length(config: Config) -> int:
     return wanted
 
 
-async def start_engine(config: Config, device: str, seat: Seat) -> RolloutEngine:
+async def start_engine(config: Config, device: str, seat: WorkerContext) -> RolloutEngine:
     """A rollout engine, in the process that will hold it. What it needs is imported there alone."""
     if seat.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
     dtype = engine_dtype(config)
     assert config.model.path is not None
     # Only an engine that stops at strings needs to know what tokens say.
-    tokenizer_path = (config.model.tokenizer_path or config.model.path) if config.env.several_turns else None
+    tokenizer_path = (config.model.tokenizer_path or config.model.path) if config.env.multi_turn else None
     if config.rollout.name == "hf":
         from verl.rollout.hf_engine import MAX_BATCH, load_hf_engine
 

@@ -104,8 +104,8 @@ class CheckpointStore:
             else:
                 return path
         if paths:
-            mend = "Restore one of them, or name another folder to start anew"
-            raise DataError("holds checkpoints, but all are damaged", mend=mend, file=str(self.folder))
+            hint = "Restore one of them, or name another folder to start anew"
+            raise DataError("holds checkpoints, but all are damaged", hint=hint, file=str(self.folder))
         return None
 
     def best(self) -> Path | None:

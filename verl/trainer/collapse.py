@@ -51,24 +51,24 @@ class CollapseError(VerlError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class CollapseRule:
     """What a collapse looks like in one metric."""
 
     name: str
     metrics: tuple[str, ...]  # the first of them that a step has is looked at
-    holds: Callable[[float, Sequence[float]], bool]  # (now, the first WARM_UP values; empty where not relative)
-    threshold: str  # `holds` in words
+    triggered: Callable[[float, Sequence[float]], bool]  # (now, the first WARM_UP values; empty where not relative)
+    threshold: str  # `triggered` in words
     cause: str
-    mend: str
+    hint: str
     patience: int = 5  # steps in a row
     relative: bool = True
     without_reward: bool = False  # only in steps that earn no more than the first ones
-    compares: bool = False  # only where the algorithm compares the replies to a prompt
+    compares: bool = False  # only where the algorithm compares the responses to a prompt
     whole: bool = False  # only where the engine samples from all of the policy's distribution
 
 
 SIGNS = (
-    Sign(
+    CollapseRule(
         "broken update",
         ("actor/grad_norm",),
         lambda now, _: not math.isfinite(now),
@@ -78,9 +78,9 @@ SIGNS = (
         patience=1,
         relative=False,
     ),
-    Sign(
+    CollapseRule(
         "mismatch",
-        ("correction/mismatch_kl", "engine/kl"),
+        ("correction/engine_kl", "engine/kl"),
         lambda now, _: abs(now) > 0.1,
         "more than 0.1 nats from 0 (bfloat16 on both sides gives 0.001 to 0.01)",
         "the engine samples from another policy than the one that is trained: older weights, or other arithmetic",
@@ -89,7 +89,7 @@ SIGNS = (
         relative=False,
         whole=True,
     ),
-    Sign(
+    CollapseRule(
         "few effective samples",
         ("correction/ess",),
         lambda now, _: now < 0.3,
@@ -99,7 +99,7 @@ SIGNS = (
         relative=False,
         whole=True,
     ),
-    Sign(
+    CollapseRule(
         "lost reward",
         (REWARD,),
         lambda now, start: now < min(start) - (max(start) - min(start)),
@@ -107,7 +107,7 @@ SIGNS = (
         "the policy has become worse than it began",
         "lower actor.optim.lr, or pay for KL (algorithm.kl_placement)",
     ),
-    Sign(
+    CollapseRule(
         "entropy gone",
         ("actor/entropy",),
         lambda now, start: now < 0.05 * median(start),
@@ -116,7 +116,7 @@ SIGNS = (
         "raise algorithm.clip_high or rollout.temperature, or lower actor.optim.lr",
         without_reward=True,
     ),
-    Sign(
+    CollapseRule(
         "entropy explosion",
         ("actor/entropy",),
         lambda now, start: now > 3 * median(start) and now > median(start) + 0.5,
@@ -125,23 +125,23 @@ SIGNS = (
         "lower actor.optim.lr or algorithm.entropy_coefficient, or pay for KL (algorithm.kl_placement)",
         without_reward=True,
     ),
-    Sign(
+    CollapseRule(
         "tools abandoned",
-        ("tools/used_share",),
+        ("tools/usage_rate",),
         lambda now, start: median(start) >= 0.2 and now < 0.1 * median(start),
         "under a tenth of its start, where that is at least 0.2",
         "calls cost more than they earn, or fail: see tools/unavailable, tools/timeout and tools/user_error",
         "mend the tools, reward good calls (reward.name), or raise env.tool_timeout_s and data.max_response_length",
     ),
-    Sign(
+    CollapseRule(
         "unreadable calls",
-        ("tools/malformed_mean",),
+        ("tools/parse_errors_mean",),
         lambda now, start: now > 0.5 and now > 3 * median(start),
         "over 0.5 an episode and 3 times its start",
         "the policy unlearns how calls are written",
-        "make a call that cannot be read cost something (env.on_malformed=end, reward.name), or lower actor.optim.lr",
+        "make a call that cannot be read cost something (env.on_parse_error=end, reward.name), or lower actor.optim.lr",
     ),
-    Sign(
+    CollapseRule(
         "format lost",
         ("reward/format",),
         lambda now, start: median(start) >= 0.2 and now < 0.25 * median(start),
@@ -149,15 +149,15 @@ SIGNS = (
         "the policy unlearns the format of replies",
         "lower actor.optim.lr, pay for KL (algorithm.kl_placement), or pay more for the format",
     ),
-    Sign(
+    CollapseRule(
         "cut off",
-        ("reply/truncated",),
+        ("response_length/clip_ratio",),
         lambda now, start: median(start) < 0.9 and now > (1 + median(start)) / 2,
         "over half of the way from its start to 1, where that is under 0.9",
         "replies grow until they are cut off, and what is cut off earns nothing",
         "raise data.max_response_length, or set algorithm.overlong_buffer",
     ),
-    Sign(
+    CollapseRule(
         "dead groups",
         ("reward/zero_variance_groups",),
         lambda now, _: now >= 0.95,
@@ -169,18 +169,18 @@ SIGNS = (
         without_reward=True,
         compares=True,
     ),
-    Sign(
+    CollapseRule(
         "short replies",
-        ("reply/tokens_mean",),
+        ("response_length/mean",),
         lambda now, start: now < 0.25 * median(start),
         "under a quarter of its start",
         "the policy gives up answering",
         "look at the transcripts for what the reward pays; lower actor.optim.lr",
         without_reward=True,
     ),
-    Sign(
+    CollapseRule(
         "long replies",
-        ("reply/tokens_mean",),
+        ("response_length/mean",),
         lambda now, start: now > 4 * median(start),
         "over 4 times its start",
         "the policy rambles: length is not paid for, or paid by the wrong sign",
@@ -190,12 +190,12 @@ SIGNS = (
 )
 
 
-def signs_of(compares_replies: bool, truncated: bool = False) -> list[Sign]:
-    """Those that say something of an algorithm that compares the replies to a prompt, or of one that does not.
+def rules_for(needs_group: bool, truncated: bool = False) -> list[CollapseRule]:
+    """Those that say something of an algorithm that compares the responses to a prompt, or of one that does not.
 
     truncated: the engine samples from a part of the policy's distribution, so that the two differ by intent
     """
-    fitting = [sign for sign in SIGNS if compares_replies or not sign.compares]
+    fitting = [sign for sign in SIGNS if needs_group or not sign.compares]
     return [sign for sign in fitting if not (truncated and sign.whole)]
 
 
@@ -203,7 +203,7 @@ def signs_of(compares_replies: bool, truncated: bool = False) -> list[Sign]:
 class Alarm:
     """A sign that has held for as long as it may."""
 
-    sign: Sign
+    sign: CollapseRule
     metric: str
     first: int  # step in which it began to hold
     step: int
@@ -215,7 +215,7 @@ class Alarm:
         steps = f"step {self.step}" if self.first == self.step else f"steps {self.first} to {self.step}"
         return (
             f"{self.sign.name}, {steps}: {self.metric} is {self.value:.3g}{since}, {self.sign.threshold}. "
-            f"Likely {self.sign.cause}. What helps: {self.sign.mend}"
+            f"Likely {self.sign.cause}. What helps: {self.sign.hint}"
         )
 
 
@@ -223,7 +223,7 @@ class Alarm:
 class CollapseWatch:
     """Remembers how the run began, and for how long each sign has held."""
 
-    signs: Sequence[Sign] = SIGNS
+    signs: Sequence[CollapseRule] = SIGNS
     starts: dict[str, list[float]] = field(default_factory=dict)  # metric -> its first finite values
     held: dict[str, list[int]] = field(default_factory=dict)  # sign -> [first step, steps], of those that hold
 
@@ -237,12 +237,12 @@ class CollapseWatch:
                 values.append(float(metrics[name]))
         return alarms
 
-    def _alarm(self, sign: Sign, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+    def _alarm(self, sign: CollapseRule, step: int, metrics: Mapping[str, float]) -> Alarm | None:
         metric = next((name for name in sign.metrics if name in metrics), None)
         if metric is None:
             return None
         start = self._start(metric)
-        if not self._holds(sign, metrics, metric, start):
+        if not self._triggered(sign, metrics, metric, start):
             self.held.pop(sign.name, None)
             return None
         first, count = self.held.get(sign.name, (step, 0))
@@ -251,14 +251,14 @@ class CollapseWatch:
             return None
         return Alarm(sign, metric, first, step, metrics[metric], median(start) if sign.relative else None)
 
-    def _holds(self, sign: Sign, metrics: Mapping[str, float], metric: str, start: Sequence[float]) -> bool:
+    def _triggered(self, sign: CollapseRule, metrics: Mapping[str, float], metric: str, start: Sequence[float]) -> bool:
         if sign.relative and not start:
             return False
         if sign.without_reward and REWARD in metrics:
             earned = self._start(REWARD)
             if not earned or metrics[REWARD] > median(earned):
                 return False
-        return sign.holds(metrics[metric], start)
+        return sign.triggered(metrics[metric], start)
 
     def _start(self, metric: str) -> Sequence[float]:
         """The metric's first values; none before all of them are there."""
@@ -280,7 +280,7 @@ def markdown() -> str:
     rows = []
     for sign in SIGNS:
         where = " or ".join(f"`{name}`" for name in sign.metrics) + (", without reward" if sign.without_reward else "")
-        rows.append(f"| {sign.name} | {where} | {sign.threshold} | {sign.patience} | {sign.cause} | {sign.mend} |")
+        rows.append(f"| {sign.name} | {where} | {sign.threshold} | {sign.patience} | {sign.cause} | {sign.hint} |")
     head = ("| sign | metric | threshold | patience | likely cause | what helps |", "|---|---|---|---|---|---|")
     return "\n".join([_PAGE, *head, *rows, ""])
 

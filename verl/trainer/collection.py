@@ -18,7 +18,7 @@ class NoSignalError(VerlError, RuntimeError):
 
 
 @dataclass
-class Collection:
+class StepGroups:
     """Groups as they come, those that pass the algorithm's filters beside them, both after the penalty for length.
 
     least: scored rollouts that a group needs; a lone one has nothing to be compared with, where an algorithm compares
@@ -26,32 +26,32 @@ class Collection:
     """
 
     algorithm: Algorithm
-    least: int
+    min_group_size: int
     depth: int = 0
     drawn: list[TrajectoryGroup] = field(default_factory=list)
     kept: list[TrajectoryGroup] = field(default_factory=list)
-    ages: list[int] = field(default_factory=list)  # of the kept groups: weight versions since they were begun
+    staleness: list[int] = field(default_factory=list)  # of the kept groups: weight versions since they were begun
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts by filter
     draws: int = 0  # most prompts that were drawn in one place
     reused: list[TrajectoryGroup] = field(default_factory=list)  # of the kept groups
 
     def add(self, group: TrajectoryGroup, draw: int = 1, age: int = 0) -> TrajectoryGroup | None:
         """One group, scored and shaped. Returns what is kept of it. draw: which one in its place"""
-        enough = [group] if len(group.trajectories) >= self.least else []
-        kept, dropped = passed(enough, self.algorithm.filters, self.least)
-        self.drawn.append(penalised(group, self.algorithm.overlong))
+        enough = [group] if len(group.trajectories) >= self.min_group_size else []
+        kept, dropped = passed(enough, self.algorithm.filters, self.min_group_size)
+        self.drawn.append(apply_overlong_penalty(group, self.algorithm.overlong))
         self.dropped.update(dropped)
         self.draws = max(self.draws, draw)
         if not kept:
             return None
-        self.kept.append(penalised(kept[0], self.algorithm.overlong))
-        self.ages.append(age)
+        self.kept.append(apply_overlong_penalty(kept[0], self.algorithm.overlong))
+        self.staleness.append(age)
         return self.kept[-1]
 
-    def use_again(self, group: TrajectoryGroup, age: int) -> None:
+    def add_reused(self, group: TrajectoryGroup, age: int) -> None:
         """A group that an earlier step has kept and trained on; such groups come first."""
         self.kept.append(group)
-        self.ages.append(age)
+        self.staleness.append(age)
         self.reused.append(group)
 
     @property
@@ -63,12 +63,12 @@ class Collection:
         """Raises NoSignalError where nothing can be learned from, or nothing new has come beside what is used again."""
         if self.kept and any(group.trajectories for group in self.drawn):
             return
-        said = f"none of {len(self.drawn)} groups has {self.least} scored replies left to learn from"
+        said = f"none of {len(self.drawn)} groups has {self.min_group_size} scored replies left to learn from"
         if self.dropped.total():
             told = ", ".join(f"{name} dropped {count}" for name, count in self.dropped.items())
             said += (
                 f" after {self.draws} draws ({told} replies). The tasks are too hard or too easy for the policy; "
-                "take others, or change algorithm.filters or algorithm.max_draws"
+                "take others, or change algorithm.filters or algorithm.max_resample_rounds"
             )
         raise NoSignalError(said)
 
@@ -80,17 +80,17 @@ class Collection:
         if self.algorithm.filters:
             names = [name_of(each) for each in self.algorithm.filters]
             shares = {f"filter/{name}": self.dropped[name] / drawn for name in names}
-            metrics = {"filter/kept": kept / drawn, **shares, "filter/draws": float(self.draws)}
+            metrics = {"filter/kept": kept / drawn, **shares, "filter/resample_rounds": float(self.draws)}
         if self.algorithm.overlong is not None:
             lengths = [num_written(each) for group in self.drawn for each in group.trajectories]
-            metrics["reply/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
+            metrics["reward/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
         return metrics
 
     def staleness_metrics(self) -> dict[str, float]:
         """How old the weights were that the kept groups were begun with, in versions."""
         return {
-            "staleness/mean": sum(self.ages) / len(self.ages),
-            "staleness/max": float(max(self.ages)),
+            "staleness/mean": sum(self.staleness) / len(self.staleness),
+            "staleness/max": float(max(self.staleness)),
             "staleness/depth": float(self.depth),
             "staleness/reused": len(self.reused) / len(self.kept),
         }
@@ -100,9 +100,9 @@ class Collection:
         return sum(len(group.trajectories) for group in groups)
 
 
-def penalised(group: TrajectoryGroup, overlong: Overlong | None) -> TrajectoryGroup:
-    """The group with rewards less what its long replies cost."""
+def apply_overlong_penalty(group: TrajectoryGroup, overlong: Overlong | None) -> TrajectoryGroup:
+    """The group with rewards less what its long responses cost."""
     if overlong is None:
         return group
     pairs = zip(group.rewards, group.trajectories, strict=True)
-    return replace(group, rewards=tuple(reward + overlong.penalty(num_written(reply)) for reward, reply in pairs))
+    return replace(group, rewards=tuple(reward + overlong.penalty(num_written(response)) for reward, response in pairs))

@@ -32,7 +32,7 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
 @dataclass(frozen=True)
-class Words:
+class CliArgs:
     """A command line, split into settings and options."""
 
     settings: list[str]
@@ -45,8 +45,8 @@ class Words:
         return "--cfg" in self.options
 
 
-def told(
-    words: Sequence[str], help_text: str, kind: type, run: Callable[[Words, Console], int], known: Sequence[str] = ()
+def run_cli(
+    words: Sequence[str], help_text: str, kind: type, run: Callable[[CliArgs, Console], int], known: Sequence[str] = ()
 ) -> int:
     """`run` with its words, errors told in a line or two instead of a traceback. Returns the exit code.
 
@@ -125,7 +125,7 @@ def _print_failure(console: Console, error: Exception) -> None:
         console.print("\n".join(lines[-_MOST_LINES:]), markup=False, soft_wrap=True)
 
 
-def _split(words: Sequence[str], known: Sequence[str]) -> Words:
+def _split(words: Sequence[str], known: Sequence[str]) -> CliArgs:
     settings, options = [], []
     rest = iter(words)
     for word in rest:
@@ -141,7 +141,7 @@ def _split(words: Sequence[str], known: Sequence[str]) -> Words:
             options.append(word)
         else:
             raise ConfigError(f"unknown option {word!r}; known: {', '.join(['--help', '--cfg job', *known])}")
-    return Words(settings, options)
+    return CliArgs(settings, options)
 
 
 def check_engine(key: str, name: str) -> None:

@@ -12,7 +12,7 @@ _PAUSE = 50  # steps until another is tried, if it was not
 
 
 @dataclass
-class Depth:
+class LookaheadController:
     """Every step ahead makes samples a version older, so that one that spares nobody a wait is a loss.
 
     Where long episodes, or filters that drop prompts, make the trainer wait, another step's prompts begin. Where
@@ -33,7 +33,7 @@ class Depth:
     def __post_init__(self) -> None:
         self.now = min(1, self.most)
 
-    def saw(self, step: int, waited: float, now: float) -> None:
+    def update(self, step: int, waited: float, now: float) -> None:
         """A step has its rollouts `now`, in seconds of some clock, for `waited` of which it did nothing else."""
         before, self._ended = self._ended, now
         if before is None:  # all begin at once, and nothing could have been ready

@@ -17,29 +17,29 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl.config.schema import EnvConfig, EvalConfig, SandboxConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
-from verl.evaluation.base import Play, Setting
-from verl.evaluation.handlers import codec_of, env_of
+from verl.evaluation.base import BenchmarkContext, EpisodeConfig
+from verl.evaluation.handlers import env_of, tool_call_format_of
 from verl.evaluation.overlap import TrainTasks, check_overlap
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import Records
 from verl.evaluation.registry import build_benchmarks
-from verl.evaluation.report import Asked, Evaluated, comparison_of, result_of
+from verl.evaluation.report import Evaluated, Pending, comparison_of, result_of
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
 from verl.files import replacing
 from verl.lock import alone_in
 from verl.rollout.engine import TRUNCATION
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
 from verl.rollout.scoring_process import ScoringLimits
 from verl.services import check_services
-from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, check_tools, opening_of, prompt_record
-from verl.trainer.lone_engine import lone_engine, reply_lengths
+from verl.trainer.build import load_chat_template
+from verl.trainer.build_env import build_interaction, check_tools, prompt_fn, prompt_record
 from verl.trainer.rollouts import RewardFaultError
+from verl.trainer.standalone_engine import response_lengths, standalone_engine
 from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
@@ -49,21 +49,21 @@ _LIMITS = ("reward_timeout_s", "reward_memory_mib", "reward_fault_policy")  # of
 async def evaluate(config: EvalConfig, console: Console) -> None:
     """Judges the model, and before it the one that it is compared with; writes and prints what was found."""
     players = [_Player.of(config, path) for path in (config.compare, config.model.path) if path is not None]
-    if len({player.codec for player in players}) > 1:
+    if len({player.tool_call_format for player in players}) > 1:
         raise ConfigError(f"handler={config.handler} is another format for each model; name one that both understand")
-    setting = Setting(
+    setting = BenchmarkContext(
         Path(config.data_dir),
         config.hub,
         config.search,
         config.judge,
         config.user,
         config.max_tool_calls,
-        players[0].codec,
+        players[0].tool_call_format,
         config.reward,
         config.reward_options,
     )
     built = build_benchmarks(config.benchmarks, setting)
-    asked: Asked = [
+    asked: Pending = [
         (category, category.first(config.limit)) for benchmark in built for category in benchmark.categories
     ]
     notes = (*caveats(config), *_trained_on(config, asked))
@@ -92,7 +92,7 @@ def caveats(config: EvalConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _trained_on(config: EvalConfig, asked: Asked) -> list[str]:
+def _trained_on(config: EvalConfig, asked: Pending) -> list[str]:
     """What the models have seen of the tasks. Raises ConfigError unless that is allowed."""
     allow = None if config.allow_train_overlap else "allow_train_overlap=true"
     models = dict.fromkeys(path for path in (config.compare, config.model.path) if path is not None)
@@ -104,18 +104,18 @@ class _Player:
     """A model and the words in which it is talked to."""
 
     config: EvalConfig
-    chat: ChatCodec
-    codec: str
+    chat: ChatTemplate
+    tool_call_format: str
 
     @classmethod
     def of(cls, config: EvalConfig, path: str) -> Self:
         """The model in `path`, as `config` has it judged."""
         mine = replace(config, model=replace(config.model, path=path))
-        chat = load_codec(mine.model)
-        return cls(mine, chat, codec_of(config.handler, str(chat.tokenizer.chat_template)))
+        chat = load_chat_template(mine.model)
+        return cls(mine, chat, tool_call_format_of(config.handler, str(chat.tokenizer.chat_template)))
 
 
-async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
+async def _judge(player: _Player, asked: Pending, console: Console) -> Evaluated:
     """Asks the model what it has not answered yet; starts nothing if that is nothing."""
     config = player.config
     settings = _settings(player)
@@ -136,10 +136,10 @@ async def _judge(player: _Player, asked: Asked, console: Console) -> Evaluated:
 
 
 async def _ask(
-    player: _Player, left: Asked, sizes: Mapping[str, int], records: Mapping[str, Records], console: Console
+    player: _Player, left: Pending, sizes: Mapping[str, int], records: Mapping[str, Records], console: Console
 ) -> None:
     plays = [category.play for category, _ in left]
-    widest = next((play for play in plays if play.handled), plays[0])
+    widest = next((play for play in plays if play.uses_tools), plays[0])
     async with AsyncExitStack() as stack:
         interactions = [_interaction(player, play) for play in plays]
         for opened in filter(None, interactions):
@@ -151,7 +151,7 @@ async def _ask(
         ]
         await check_services([*interactions, *rewards])  # before anything that takes long
         engine, sampling = await stack.enter_async_context(
-            lone_engine(player.config, player.chat, env_of(widest, player.codec))
+            standalone_engine(player.config, player.chat, env_of(widest, player.tool_call_format))
         )
         progress = stack.enter_context(Progress(console=console, transient=True))
         for (category, tasks), interaction in zip(left, interactions, strict=True):
@@ -163,31 +163,31 @@ async def _ask(
             check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
 
 
-def _interaction(player: _Player, play: Play) -> Interaction | None:
+def _interaction(player: _Player, play: EpisodeConfig) -> EpisodeRunner | None:
     """What the episodes of a category act in."""
-    config, env = player.config, env_of(play, player.codec)
-    template = config.prompt_template if play.handled else None
+    config, env = player.config, env_of(play, player.tool_call_format)
+    template = config.prompt_template if play.uses_tools else None
     sandbox = config.sandbox if env.tools else SandboxConfig()
-    made = build_interaction(env, sandbox, player.chat, *reply_lengths(config), template)
-    if play.handled and made is not None:
-        check_tools(player.chat, made.dialogue.codec)
+    made = build_interaction(env, sandbox, player.chat, *response_lengths(config), template)
+    if play.uses_tools and made is not None:
+        check_tools(player.chat, made.dialogue.tool_call_format)
     return made
 
 
-def _scorer(config: EvalConfig, play: Play) -> ScoringPool:
+def _scorer(config: EvalConfig, play: EpisodeConfig) -> ScoringPool:
     limits = ScoringLimits(
         config.reward_timeout_s, config.reward_memory_mib, config.reward_fault_policy, keys="reward_"
     )
     return ScoringPool(play.reward, play.reward_options, config.num_scorers, limits)
 
 
-def _runner(player: _Player, play: Play, rollout: GroupRollout, size: int) -> Runner:
+def _runner(player: _Player, play: EpisodeConfig, rollout: GroupRollout, size: int) -> Runner:
     config = player.config
     return Runner(
         rollout,
-        opening_of(rollout.interaction, player.chat),
+        prompt_fn(rollout.interaction, player.chat),
         build_rewards(play.reward, play.reward_options),
-        reply_lengths(config)[0],
+        response_lengths(config)[0],
         config.n,
         config.seed,
         config.max_concurrent,
@@ -208,21 +208,23 @@ def check_faults(name: str, faults: Sequence[str], size: int, most: float, conso
 
 def _settings(player: _Player) -> dict[str, Any]:
     """All that a figure depends on beside the tasks and how they are played."""
-    config, chat, codec = player.config, player.chat, player.codec
-    handled = build_interaction(EnvConfig(codec=codec), SandboxConfig(), chat, 1, 1, config.prompt_template)
-    prompt_length, reply_length = reply_lengths(config)
+    config, chat, tool_call_format = player.config, player.chat, player.tool_call_format
+    uses_tools = build_interaction(
+        EnvConfig(tool_call_format=tool_call_format), SandboxConfig(), chat, 1, 1, config.prompt_template
+    )
+    prompt_length, response_length = response_lengths(config)
     return {
         "model": identity(config.model),
         "handler": config.handler,
-        "codec": codec,
-        **prompt_record(handled),
+        "codec": tool_call_format,
+        **prompt_record(uses_tools),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         **{name: getattr(config, name) for name in ("n", "temperature", "seed", "engine", "dtype")},
         **{name: getattr(config, name) for name in TRUNCATION},
         **{name: getattr(config, name) for name in _LIMITS},
         "sandbox": {name: getattr(config.sandbox, name) for name in ("timeout_s", "memory_mib")},
         "max_prompt_length": prompt_length,
-        "max_response_length": reply_length,
+        "max_response_length": response_length,
         **{name: os.environ[name] for name in TOGGLES if name in os.environ},  # of ToolRL's reward
         "versions": versions(),
     }

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import Rollouts, Turns
+from verl.algorithms.advantage import AdvantageInputs, Turns
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
-from verl.algorithms.kl import penalised
+from verl.algorithms.kl import apply_kl_penalty
 from verl.data.packing import mask_tensor
 from verl.types import Sample
 
@@ -42,7 +42,7 @@ class Experience:
         columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
         return Experience([self.samples[row] for row in rows], columns)
 
-    def having(self, name: str, column: Sequence[Tensor]) -> Experience:
+    def with_column(self, name: str, column: Sequence[Tensor]) -> Experience:
         """The same with one more column."""
         return Experience(self.samples, {**self.columns, name: column})
 
@@ -60,7 +60,7 @@ def build_experience(
 
     The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
     needs them before the update; a KL penalty in the reward then takes the engine's.
-    baselines: [B] the reward of the greedy reply to each sample's prompt, where the algorithm asks for it
+    baselines: [B] the reward of the greedy response to each sample's prompt, where the algorithm asks for it
     """
     masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
@@ -74,15 +74,15 @@ def build_experience(
             assert ref_logprobs is not None
             sampled_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]
             kl, ref_L = algorithm.kl, ref_logprobs[row]
-            rewards = penalised(rewards, sampled_L[mask_L], ref_L[mask_L], kl.coefficient, kl.estimator)
+            rewards = apply_kl_penalty(rewards, sampled_L[mask_L], ref_L[mask_L], kl.coefficient, kl.estimator)
         token_rewards.append(rewards)
     groups = torch.tensor([sample.group for sample in samples])
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]
     baseline_B = torch.tensor(baselines) if algorithm.greedy_baseline else None
     turns = turns_of(samples) if algorithm.needs_turns else None
-    estimate = algorithm.advantage(Rollouts(token_rewards, groups, dense_values, baseline_B, turns))
+    estimate = algorithm.advantage(AdvantageInputs(token_rewards, groups, dense_values, baseline_B, turns))
     columns: dict[str, Sequence[Tensor]] = {
-        "advantages": _scattered(estimate.advantages, masks),
+        "advantages": _scatter_to_tokens(estimate.advantages, masks),
         "rollout_logprobs": [
             torch.from_numpy(np.array(sample.rollout_logprobs, dtype=np.float32)) for sample in samples
         ],
@@ -92,7 +92,7 @@ def build_experience(
     if ref_logprobs is not None:
         columns["ref_logprobs"] = ref_logprobs
     if estimate.returns is not None and values is not None:
-        columns |= {"returns": _scattered(estimate.returns, masks), "values": values}
+        columns |= {"returns": _scatter_to_tokens(estimate.returns, masks), "values": values}
     return Experience(samples, columns)
 
 
@@ -133,7 +133,9 @@ def with_selected(minibatch: Experience, algorithm: Algorithm, seed: int) -> Exp
         for name in (known, "advantages")
     )
     chosen_N = algorithm.selection(logprobs_N, advantages_N, torch.Generator().manual_seed(seed))
-    return minibatch.having("selected", _scattered(chosen_N.float().split([int(m.sum()) for m in masks]), masks))
+    return minibatch.with_column(
+        "selected", _scatter_to_tokens(chosen_N.float().split([int(m.sum()) for m in masks]), masks)
+    )
 
 
 def with_weights(minibatch: Experience, aggregation: Aggregation, constant_length: float | None = None) -> Experience:
@@ -151,20 +153,20 @@ def with_metric_weights(minibatch: Experience) -> Experience:
     num_sampled = num_trained - sum(int(row_L.isnan().sum()) for row_L in engine)
     weight = torch.tensor(1 / max(1, num_sampled))
     weighted = _weighted(minibatch, "metric_weight", Aggregation.TOKEN_MEAN)
-    return weighted.having("gap_weight", [weight.expand(len(row_L)) for row_L in engine])
+    return weighted.with_column("gap_weight", [weight.expand(len(row_L)) for row_L in engine])
 
 
-def with_signal(minibatch: Experience, algorithm: Algorithm) -> Experience:
+def drop_zero_advantage(minibatch: Experience, algorithm: Algorithm) -> Experience:
     """What of the mini-batch has a gradient: all of it if KL or entropy are in the loss, else where an advantage is.
 
     A group whose rewards are all equal has none, and its share of the loss is exactly zero; so it need not be computed.
     To be asked after the loss weights were made, whose denominators count every sample.
     """
-    return minibatch.rows(rows_with_signal(minibatch, algorithm))
+    return minibatch.rows(nonzero_advantage_rows(minibatch, algorithm))
 
 
-def rows_with_signal(minibatch: Experience, algorithm: Algorithm) -> list[int]:
-    """Which of the samples `with_signal` keeps; all of them, too, where tokens are to be chosen among all."""
+def nonzero_advantage_rows(minibatch: Experience, algorithm: Algorithm) -> list[int]:
+    """Which of the samples `drop_zero_advantage` keeps; all of them, too, where tokens are to be chosen among all."""
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
     everywhere = in_loss or algorithm.selection is not None
     return [row for row, each in enumerate(minibatch.columns["advantages"]) if everywhere or bool(each.any())]
@@ -176,10 +178,10 @@ def _weighted(
     lengths_B = torch.tensor([sum(sample.action_mask) for sample in minibatch.samples])
     weights_B = sample_weights(aggregation, lengths_B, constant_length).float()
     column = [weight.expand(len(sample.token_ids)) for weight, sample in zip(weights_B, minibatch.samples, strict=True)]
-    return minibatch.having(name, column)
+    return minibatch.with_column(name, column)
 
 
-def _scattered(dense: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def _scatter_to_tokens(dense: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """[B][trained tokens] -> [B][L], zero elsewhere."""
     rows = []
     for values, mask_L in zip(dense, masks, strict=True):

@@ -17,34 +17,34 @@ from verl.rollout.group import GroupRollout
 from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
-from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of, services_of_rows, truncating
+from verl.trainer.build import load_chat_template
+from verl.trainer.build_env import build_interaction, prompt_fn, services_of_rows, truncating
 from verl.trainer.build_scorer import build_scorer
-from verl.trainer.lone_engine import lone_engine, reply_lengths
 from verl.trainer.rollouts import RewardFaultError
+from verl.trainer.standalone_engine import response_lengths, standalone_engine
 from verl.types import Message, Score, Task
 from verl.utils.reward_score.rewards import build_rewards
 
 
 async def generate(config: GenerationConfig, console: Console) -> None:
-    """Reply to every row, score the replies, write the transcripts and print the means."""
-    codec, lengths = load_codec(config.model), reply_lengths(config)
-    interaction = build_interaction(config.env, config.sandbox, codec, *lengths, config.prompt_template)
+    """Response to every row, score the responses, write the transcripts and print the means."""
+    chat, lengths = load_chat_template(config.model), response_lengths(config)
+    interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([interaction, rewards.default])
-    prompt_ids = opening_of(interaction, codec, config.reward.name)
+    prompt_ids = prompt_fn(interaction, chat, config.reward.name)
     policy = RowPolicy(lengths[0], config.truncation, config.max_bad_share)
     tasks: list[Task] = []
     for source in config.files:
         found, report = read_tasks(source, prompt_ids, policy)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.limit)
-    codec, interaction = truncating(config.truncation, lengths[0], codec, interaction)
+    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
     reward = config.reward
     await check_services(services_of_rows(interaction, rewards, tasks))
     with build_scorer(reward) as scorer:
-        async with lone_engine(config, codec, config.env) as (engine, sampling):
-            rollout = GroupRollout(engine, codec, scorer, sampling, interaction)
+        async with standalone_engine(config, chat, config.env) as (engine, sampling):
+            rollout = GroupRollout(engine, chat, scorer, sampling, interaction)
             first = config.seed << 40
             try:
                 groups = await asyncio.gather(
@@ -78,17 +78,17 @@ def _means(scores: Sequence[Score]) -> str:
 async def chat(config: GenerationConfig, console: Console) -> None:
     """A conversation; the first line may be a system prompt."""
     console.print("starting the engine ...")
-    codec = load_codec(config.model)
-    async with lone_engine(config, codec, config.env) as (engine, sampling):
+    chat = load_chat_template(config.model)
+    async with standalone_engine(config, chat, config.env) as (engine, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
         system = _asked(console, "system")
         messages = [Message("system", system)] if system else []
         while asked := _asked(console, "you"):
             messages.append(Message("user", asked))
-            (completion,) = await engine.generate(codec.prompt_ids(messages), replace(sampling, n=1))
-            reply = codec.reply_text(completion.token_ids)
-            messages.append(Message("assistant", reply))
-            console.print(f"[bold]model>[/] {escape(reply)}")
+            (completion,) = await engine.generate(chat.prompt_ids(messages), replace(sampling, n=1))
+            response = chat.response_text(completion.token_ids)
+            messages.append(Message("assistant", response))
+            console.print(f"[bold]model>[/] {escape(response)}")
 
 
 def _asked(console: Console, who: str) -> str:

@@ -11,11 +11,10 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import AdaptiveKL
 from verl.tracking.timers import PhaseTimer
-from verl.trainer import metrics as tell
-from verl.trainer.experience import Experience, build_experience, rows_with_signal, with_selected
-from verl.trainer.metrics import Metrics
+from verl.trainer.experience import Experience, build_experience, nonzero_advantage_rows, with_selected
+from verl.trainer.metrics import Metrics, explained_variance, of_policy_alone, reference_kl, update_metrics
 from verl.trainer.policy import Critic, Policy
-from verl.trainer.record import Lesson
+from verl.trainer.record import TrainBatch
 from verl.types import Sample
 
 
@@ -47,7 +46,7 @@ class Learner:
         assert needs_reference == (self.reference is not None), "a reference is built if and only if KL is paid for"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic is built if and only if it is needed"
 
-    def learn(self, lesson: Lesson, step: int) -> tuple[Metrics, list[Sample]]:
+    def learn(self, lesson: TrainBatch, step: int) -> tuple[Metrics, list[Sample]]:
         """Score, estimate advantages, update: the same for the same lesson, weights and step, the first of which is 0.
 
         Returns what the update tells of itself, and the samples that it computed.
@@ -61,14 +60,14 @@ class Learner:
             experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):
             learned = self._update(experience, step)
-        computed = [samples[row] for row in rows_with_signal(experience, self.algorithm)]
+        computed = [samples[row] for row in nonzero_advantage_rows(experience, self.algorithm)]
         return {**learned, **self._kl_metrics(samples, old, ref)}, computed
 
     def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
         """Old and reference log-probs and values, as far as the advantages ask for them, in one layout of packs."""
         needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._of_trainer
         models = (self.policy if needs_old else None, self.reference, self.critic)
-        layout = self.policy.laid_out(samples) if any(models) else None
+        layout = self.policy.pack_for_scoring(samples) if any(models) else None
         return [None if model is None or layout is None else model.score(layout) for model in models]
 
     def _with_old_logprobs(self, experience: Experience) -> Experience:
@@ -82,10 +81,10 @@ class Learner:
         needed = settings.minibatches_per_step * settings.epochs > 1 or self.algorithm.selection is not None
         if known or not needed or not self._of_trainer:
             return experience
-        rows = rows_with_signal(experience, self.algorithm)
-        scored = iter(self.policy.score(self.policy.laid_out([experience.samples[row] for row in rows])))
+        rows = nonzero_advantage_rows(experience, self.algorithm)
+        scored = iter(self.policy.score(self.policy.pack_for_scoring([experience.samples[row] for row in rows])))
         computed = set(rows)
-        return experience.having(
+        return experience.with_column(
             "old_logprobs",
             [
                 next(scored) if row in computed else torch.zeros(len(sample.token_ids))
@@ -110,11 +109,11 @@ class Learner:
             if step >= self.settings.critic_warmup:
                 of_policy.append(self.policy.update(minibatch, self._algorithm_now()))
                 if len(of_policy) > 1 and not self._of_trainer:  # the policy is no longer the one that was sampled from
-                    of_policy[-1] = tell.of_policy_alone(of_policy[-1])
-        metrics = {**tell.update_metrics("actor", of_policy), **tell.update_metrics("critic", of_critic)}
+                    of_policy[-1] = of_policy_alone(of_policy[-1])
+        metrics = {**update_metrics("actor", of_policy), **update_metrics("critic", of_critic)}
         if self.critic:
-            self.critic.rest()
-            metrics["critic/explained_variance"] = tell.explained_variance(experience)
+            self.critic.offload()
+            metrics["critic/explained_variance"] = explained_variance(experience)
         return metrics
 
     def _algorithm_now(self) -> Algorithm:
@@ -129,7 +128,7 @@ class Learner:
         if ref is None or self.algorithm.kl.placement is not KLPlacement.REWARD:
             return {}
         sampled = [torch.tensor(sample.rollout_logprobs) for sample in samples] if old is None else old
-        divergence = tell.reference_kl(samples, sampled, ref, self.algorithm.kl.estimator)
+        divergence = reference_kl(samples, sampled, ref, self.algorithm.kl.estimator)
         coefficient = self._algorithm_now().kl.coefficient
         if self.kl_control is not None:
             self.kl_control.observe(divergence, len(samples))

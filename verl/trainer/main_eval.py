@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.config.load import load_plain, load_probe
 from verl.config.schema import EvalConfig, ProbeConfig
-from verl.trainer.command import Words, check_engine, check_files, check_model, told
+from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 _PROBE = "probe=true"
 _PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
@@ -37,11 +37,11 @@ _MODEL = "model="
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
     if _PROBE in words:
-        return told([word for word in words if word != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
-    return told(words, __doc__ or "", EvalConfig, _evaluate)
+        return run_cli([word for word in words if word != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
+    return run_cli(words, __doc__ or "", EvalConfig, _evaluate)
 
 
-def _evaluate(words: Words, console: Console) -> int:
+def _evaluate(words: CliArgs, console: Console) -> int:
     config = load_plain(_spelled_out(words), EvalConfig)
     if words.only_show(config, console):
         return 0
@@ -59,7 +59,7 @@ def _evaluate(words: Words, console: Console) -> int:
     return 0
 
 
-def _probe(words: Words, console: Console) -> int:
+def _probe(words: CliArgs, console: Console) -> int:
     config = load_probe(_spelled_out(words))
     if words.only_show(config, console):
         return 0
@@ -76,7 +76,7 @@ def _probe(words: Words, console: Console) -> int:
     return 0
 
 
-def _spelled_out(words: Words) -> list[str]:
+def _spelled_out(words: CliArgs) -> list[str]:
     return [f"model.path={word.removeprefix(_MODEL)}" if word.startswith(_MODEL) else word for word in words.settings]
 
 

@@ -4,7 +4,7 @@
     --help     this text and every key with its default
     --cfg job  print the configuration that the words choose, and stop
 
-The rows are those of training (docs/data.md); every reply is scored with the reward and written to `output`.
+The rows are those of training (docs/data.md); every response is scored with the reward and written to `output`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from verl.config.idle import IN_A_CHAT
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
-from verl.trainer.command import Words, check_engine, check_files, check_model, told
+from verl.config.unused_keys import IN_A_CHAT
+from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         chatting = "--chat" in words.options
         config = load_plain(words.settings, GenerationConfig, IN_A_CHAT if chatting else ())
         if words.only_show(config, console):
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         run_async(chat(config, console) if chatting else generate(config, console))
         return 0
 
-    return told(words, __doc__ or "", GenerationConfig, run, known=("--chat",))
+    return run_cli(words, __doc__ or "", GenerationConfig, run, known=("--chat",))
 
 
 if __name__ == "__main__":

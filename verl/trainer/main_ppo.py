@@ -18,13 +18,13 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import Words, check_engine, check_files, check_model, told
+from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         config = load_config(words.settings)
         if words.only_show(config, console):
             return 0
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
             check_benchmarks(config.trainer.eval_benchmarks)
         return train(config, console, only_preflight="--preflight" in words.options)
 
-    return told(words, __doc__ or "", Config, run, known=("--preflight",))
+    return run_cli(words, __doc__ or "", Config, run, known=("--preflight",))
 
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
@@ -68,7 +68,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.files import replacing
     from verl.tracking.console import before_after_table
     from verl.trainer.build import built, load_inputs
-    from verl.trainer.build_env import opening_of
+    from verl.trainer.build_env import prompt_fn
     from verl.trainer.build_workers import check_device, sees_gpu
     from verl.trainer.plan import build_plan, find_place, read_lengths
     from verl.trainer.plan_show import compared
@@ -80,8 +80,8 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     of_benchmarks = (line for benchmark in inputs.exams.benchmarks for line in benchmark.files())
     for line in (*map(str, inputs.reports), *of_benchmarks):
         console.print(line, markup=False, soft_wrap=True)
-    prompt_ids = opening_of(inputs.interaction, inputs.codec)
-    plan = build_plan(config, read_lengths(config, inputs.codec, inputs.train, prompt_ids), find_place(config))
+    prompt_ids = prompt_fn(inputs.interaction, inputs.chat)
+    plan = build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_place(config))
     if wanted or only_preflight:
         preflight(config, inputs, plan, console)
     if only_preflight:

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from verl.config.load import load_plain
 from verl.config.schema import SFTConfig
-from verl.trainer.command import Words, check_files, check_model, told
+from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 
 
 def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: Words, console: Console) -> int:
+    def run(words: CliArgs, console: Console) -> int:
         config = load_plain(words.settings, SFTConfig)
         if words.only_show(config, console):
             return 0
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
         check_files("data.val_files", config.data.val_files)
         return train(config, console)
 
-    return told(words, __doc__ or "", SFTConfig, run)
+    return run_cli(words, __doc__ or "", SFTConfig, run)
 
 
 def train(config: SFTConfig, console: Console) -> int:

@@ -48,21 +48,21 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """One pack of groups that share a prompt: n replies of R tokens behind P."""
+    """One pack of groups that share a prompt: n responses of R tokens behind P."""
 
     tokens: float
     trained: float
-    segments: float = 0  # replies behind a prefix, each with its own copy of the prefix's keys and values
+    segments: float = 0  # responses behind a prefix, each with its own copy of the prefix's keys and values
     prompt: float = 0
-    reply: float = 0
+    response: float = 0
 
     @classmethod
-    def of(cls, tokens: float, prompt: float, reply: float, replies: int, shared: bool) -> PackShape:
+    def of(cls, tokens: float, prompt: float, response: float, responses: int, shared: bool) -> PackShape:
         """A pack of `tokens` full of such groups."""
-        together = shared and replies > 1
-        group = prompt + replies * reply if together else replies * (prompt + reply)
-        segments = replies * tokens / group
-        return cls(tokens, segments * reply, segments if together else 0, prompt, reply)
+        together = shared and responses > 1
+        group = prompt + responses * response if together else responses * (prompt + response)
+        segments = responses * tokens / group
+        return cls(tokens, segments * response, segments if together else 0, prompt, response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class RankSettings:
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
-    """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per reply a copy of the keys and
-    values that it sees, and the mask that CPU kernels are given."""
-    seen = pack.segments * (pack.prompt + pack.reply)
+    """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per response a copy of the keys
+    and values that it sees, and the mask that CPU kernels are given."""
+    seen = pack.segments * (pack.prompt + pack.response)
     copies = 2 * seen * shape.key * c
-    masks = seen * pack.reply * c * on_cpu
+    masks = seen * pack.response * c * on_cpu
     return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
 
 
@@ -105,7 +105,7 @@ def loss_chunk(shape: ModelShape, pack: PackShape, on_cpu: bool) -> float:
     return _LOGIT_BYTES * min(LOGITS_AT_ONCE["cpu" if on_cpu else "cuda"], pack.trained * shape.vocabulary)
 
 
-def held(shape: ModelShape, settings: RankSettings) -> Terms:
+def resident(shape: ModelShape, settings: RankSettings) -> Terms:
     """What a trained model keeps between its phases: float32 masters and AdamW's two moments."""
     return {
         "parameters": MASTER * shape.parameters / settings.shards,
@@ -113,7 +113,7 @@ def held(shape: ModelShape, settings: RankSettings) -> Terms:
     }
 
 
-def frozen(shape: ModelShape, settings: RankSettings) -> float:
+def reference_model(shape: ModelShape, settings: RankSettings) -> float:
     """A model that is only scored: its shard in the compute dtype."""
     return settings.compute * shape.parameters / settings.shards
 
@@ -151,7 +151,7 @@ def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
     return (shape.layers if settings.shards == 1 else 2) * shape.layer_parameters
 
 
-def stepping(shape: ModelShape, settings: RankSettings) -> Terms:
+def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
     """AdamW: gradients, and square roots of the second moments, of all tensors at once on a GPU, one by one on CPU."""
     roots = shape.largest if settings.on_cpu else shape.parameters
     return {

@@ -22,7 +22,7 @@ _GROUPS = ("engine", "correction")  # facts of an update that are not the policy
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Mean reward and parts, by data source where there are several; groups without a signal; lengths of replies."""
+    """Mean reward and parts, by data source where there are several; groups without a signal; lengths of responses."""
     by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_source[group.task.data_source].append(group)
@@ -30,16 +30,17 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     if len(by_source) > 1:
         for source, members in by_source.items():
             metrics |= _reward_means(f"reward/{source}", members)
-    replies = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [num_written(trajectory) for trajectory in replies]
-    paid = any(turn.reward is not None for trajectory in replies for turn in trajectory.turns)
+    responses = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = [num_written(trajectory) for trajectory in responses]
+    paid = any(turn.reward is not None for trajectory in responses for turn in trajectory.turns)
     return {
         **metrics,
-        **({"reward/turns": sum(each.turn_rewards for each in replies) / len(replies)} if paid else {}),
+        **({"reward/turns": sum(each.turn_rewards for each in responses) / len(responses)} if paid else {}),
         "reward/zero_variance_groups": sum(len(set(group.returns)) == 1 for group in groups) / len(groups),
-        "reply/tokens_mean": sum(lengths) / len(lengths),
-        "reply/tokens_max": max(lengths),
-        "reply/truncated": sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in replies) / len(replies),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": max(lengths),
+        "response_length/clip_ratio": sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in responses)
+        / len(responses),
     }
 
 
@@ -49,19 +50,23 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     Calls of attempts that a broken service ended count in the shares of how calls ended, not in what the policy did.
     """
     judged = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
-    replies = [trajectory for trajectory, _ in judged]
-    uses = [use for trajectory in replies for use in trajectory.tool_uses]
+    responses = [trajectory for trajectory, _ in judged]
+    uses = [use for trajectory in responses for use in trajectory.tool_uses]
     made = [*uses, *(use for group in groups for use in group.lost_uses)]
-    num_malformed = sum(trajectory.num_malformed_calls for trajectory in replies)
-    if not made and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in replies):
+    num_malformed = sum(trajectory.num_malformed_calls for trajectory in responses)
+    if not made and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in responses):
         return {}
     correct = [trajectory for trajectory, score in judged if score.parts.get("correct", 0.0) > 0]
     return {
-        "tools/turns_mean": sum(len(trajectory.turns) for trajectory in replies) / len(replies),
-        "tools/calls_mean": len(uses) / len(replies),
-        "tools/used_share": sum(bool(trajectory.tool_uses) for trajectory in replies) / len(replies),
-        "tools/malformed_mean": num_malformed / len(replies),
-        **({"tools/used_in_correct": sum(bool(each.tool_uses) for each in correct) / len(correct)} if correct else {}),
+        "tools/turns_mean": sum(len(trajectory.turns) for trajectory in responses) / len(responses),
+        "tools/calls_mean": len(uses) / len(responses),
+        "tools/usage_rate": sum(bool(trajectory.tool_uses) for trajectory in responses) / len(responses),
+        "tools/parse_errors_mean": num_malformed / len(responses),
+        **(
+            {"tools/usage_rate_correct": sum(bool(each.tool_uses) for each in correct) / len(correct)}
+            if correct
+            else {}
+        ),
         **{f"tools/{status}": sum(use.status is status for use in made) / len(made) for status in ToolStatus if made},
         **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(made).items()},
     }

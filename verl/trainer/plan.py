@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.config.schema import Config
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.lengths import PromptIds, RowPolicy, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control, pays_kl
+from verl.trainer.build_algorithm import build_algorithm, build_kl_control, needs_reference
 from verl.trainer.build_workers import engine_dtype, sees_gpu, sequence_length
 from verl.trainer.memory import (
     GIB,
@@ -36,12 +36,12 @@ from verl.trainer.memory import (
     RankSettings,
     Terms,
     cache_per_token,
-    frozen,
-    held,
+    optimizer_step,
     pack_tokens,
     publishing,
+    reference_model,
+    resident,
     scoring,
-    stepping,
     updating,
 )
 from verl.types import Task
@@ -62,15 +62,15 @@ _PUBLISH_BYTES = 4  # one read and one write in bf16
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of prompts and of replies, as far as they are known before a run."""
+    """Tokens of prompts and of responses, as far as they are known before a run."""
 
     prompt: float
-    reply: float
+    response: float
     source: str
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Hardware:
     """Where a run is to be. memory_gib: of one GPU, or what is available of the machine's on CPU"""
 
     name: str
@@ -88,11 +88,11 @@ class Plan:
     policy: ModelShape
     critic: ModelShape | None
     lengths: Lengths
-    place: Place
+    place: Hardware
 
     @property
     def pack(self) -> PackShape:
-        """The largest pack: prompts as the data have them, replies as long as they may become."""
+        """The largest pack: prompts as the data have them, responses as long as they may become."""
         data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
         shared = actor.share_prefix and n > 1
         group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
@@ -114,8 +114,8 @@ class Plan:
             "rollout": {},
             "score": scoring(self.policy, self.pack, self.rank),
             "update": _largest([updating(model, self.pack, self.rank) for model in models]),
-            "step": _largest([stepping(model, self.rank) for model in models]),
-            "publish": publishing(self.policy, self.config.rollout.bucket_mib * 2**20),
+            "step": _largest([optimizer_step(model, self.rank) for model in models]),
+            "weight_sync": publishing(self.policy, self.config.rollout.bucket_mib * 2**20),
             "save": publishing(self.policy),  # weights are exported whole, one by one
         }
         return {**{phase: self._kept(phase) | terms for phase, terms in besides.items()}, "engine": self.engine()}
@@ -123,20 +123,20 @@ class Plan:
     def _kept(self, phase: str) -> Terms:
         """What stays on the device between the phases, less what waits in host memory during this one."""
         terms = {"process": _PROCESS_GIB * GIB if self.place.on_cpu else _CONTEXT_GIB * GIB}
-        terms |= held(self.policy, self.rank)
+        terms |= resident(self.policy, self.rank)
         if self.critic:
-            terms |= {f"critic's {name}": size for name, size in held(self.critic, self.rank).items()}
-        if pays_kl(self.algorithm):
-            terms["reference"] = frozen(self.policy, self.rank)
+            terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
+        if needs_reference(self.algorithm):
+            terms["reference"] = reference_model(self.policy, self.rank)
         return {name: size for name, size in terms.items() if not self._waits(name, phase)}
 
     def _waits(self, term: str, phase: str) -> bool:
         actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
         offloaded = {
             "parameters": actor.offload_params and phase == "rollout",
-            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "publish", "save"),
-            "critic's parameters": critic.offload_params and phase in ("rollout", "publish", "save"),
-            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "publish", "save"),
+            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
+            "critic's parameters": critic.offload_params and phase in ("rollout", "weight_sync", "save"),
+            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
             "reference": ref.offload_params and phase != "score",
         }
         return not self.place.on_cpu and offloaded.get(term, False)
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and reply."""
+        """Tokens of the longest prompt and response."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     @property
@@ -203,7 +203,7 @@ class Plan:
         peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
         return peak / GIB - (0.0 if self.place.on_cpu else _CONTEXT_GIB)
 
-    def shortages(self) -> list[str]:
+    def violations(self) -> list[str]:
         """What does not fit, a sentence each."""
         room, phases = self.place.memory_gib, {name: sum(each.values()) / GIB for name, each in self.memory().items()}
         engine = phases.pop("engine")
@@ -224,10 +224,10 @@ class Plan:
         enough = self.sequences >= 1
         return [] if enough else [f"the engine's KV cache has no room for one sequence of {self.longest} tokens"]
 
-    def mends(self) -> list[dict[str, Any]]:
+    def suggested_changes(self) -> list[dict[str, Any]]:
         """The fewest changes of keys after which all fits: every single one, else the first pair, else the first
         three; [] where none is known."""
-        if not self.shortages():
+        if not self.violations():
             return []
         options = self._options()
         for number in (1, 2, 3):
@@ -266,7 +266,7 @@ class Plan:
         models: dict[str, Any] = {"actor": self.config.actor}
         models |= {"critic": self.config.critic} if self.critic else {}
         keys = {f"{name}.{key}": getattr(model, key) for name, model in models.items() for key in _OFFLOADS}
-        if pays_kl(self.algorithm):
+        if needs_reference(self.algorithm):
             keys["ref.offload_params"] = self.config.ref.offload_params
         return {key: [True] for key, done in keys.items() if not done}
 
@@ -291,7 +291,7 @@ class Plan:
                 config = changed(config, key, value)
         except ConfigError:
             return False
-        return not replace(self, config=config).shortages()
+        return not replace(self, config=config).violations()
 
     def seconds(self) -> dict[str, tuple[float, str]]:
         """{phase: (seconds, formula)}, lower bounds at the device's peak; {} where its speed is not known."""
@@ -303,7 +303,7 @@ class Plan:
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
         forward = policy + critic  # of what is trained
-        passes = self._needs_old + pays_kl(self.algorithm)
+        passes = self._needs_old + needs_reference(self.algorithm)
         parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
@@ -317,13 +317,16 @@ class Plan:
                 f"{config.actor.ppo_epochs * (TRAINING + checkpointed):d} forwards of all that is trained: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
-            "publish": (_PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_PUBLISH_BYTES} N bytes / W"),
+            "weight_sync": (
+                _PUBLISH_BYTES * self.policy.parameters / speed.bytes_per_s,
+                f"{_PUBLISH_BYTES} N bytes / W",
+            ),
         }
 
     def step_seconds(self) -> float:
         """A step's seconds, at least: its phases in turn, but of rollout and training the longer where they overlap."""
         times = {name: value for name, (value, _) in self.seconds().items()}
-        rollout, publish = times.pop("rollout"), times.pop("publish")
+        rollout, publish = times.pop("rollout"), times.pop("weight_sync")
         return self._together(rollout, sum(times.values())) + publish
 
     def _together(self, rollout: float, training: float) -> float:
@@ -338,26 +341,26 @@ class Plan:
         return several or self.algorithm.kl.placement is KLPlacement.REWARD
 
     def _forward(self, shape: ModelShape) -> float:
-        """FLOPs of one pass over a step's samples, logits at replies alone."""
+        """FLOPs of one pass over a step's samples, logits at responses alone."""
         prompts, n = self.config.data.train_batch_size, self.config.rollout.n
-        prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
-        group = [(prompt + reply, 0)] * n
+        prompt, response = round(self.lengths.prompt), round(self.lengths.response)
+        group = [(prompt + response, 0)] * n
         if self.config.actor.share_prefix:
-            group = [(prompt, 0), *[(reply, prompt)] * n]
-        return prompts * forward_flops(decoder_of(shape), group, n * reply)
+            group = [(prompt, 0), *[(response, prompt)] * n]
+        return prompts * forward_flops(decoder_of(shape), group, n * response)
 
     def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
-        """Prompts once, then replies token by token: bound by FLOPs, or by reading weights and cache."""
+        """Prompts once, then responses token by token: bound by FLOPs, or by reading weights and cache."""
         config, shape = self.config, decoder_of(self.policy)
-        prompt, reply = round(self.lengths.prompt), round(self.lengths.reply)
+        prompt, response = round(self.lengths.prompt), round(self.lengths.response)
         prompts = config.data.train_batch_size
         samples = prompts * (config.rollout.n + self.algorithm.greedy_baseline)
         prefill = prompts * forward_flops(shape, [(prompt, 0)])
-        computed = samples * forward_flops(shape, [(reply, prompt)], reply)
+        computed = samples * forward_flops(shape, [(response, prompt)], response)
         waves = math.ceil(samples / config.num_engines / self.max_num_seqs)
         weights = self._engine_bytes * (shape.parameters + shape.head_parameters) * config.num_engines
-        cached = samples * (prompt + reply / 2) * cache_per_token(self.policy, self._engine_bytes)
-        decode = max(computed / speed.flops, reply * (waves * weights + cached) / speed.bytes_per_s)
+        cached = samples * (prompt + response / 2) * cache_per_token(self.policy, self._engine_bytes)
+        decode = max(computed / speed.flops, response * (waves * weights + cached) / speed.bytes_per_s)
         return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
 
     def split(self, devices: int) -> dict[str, float]:
@@ -387,7 +390,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
-def build_plan(config: Config, lengths: Lengths, place: Place) -> Plan:
+def build_plan(config: Config, lengths: Lengths, place: Hardware) -> Plan:
     """Everything that a plan is made of. Raises ConfigError for a model that cannot be read or is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     assert config.model.path is not None
@@ -441,40 +444,40 @@ def decoder_of(shape: ModelShape) -> DecoderShape:
     return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
-def read_lengths(config: Config, codec: ChatCodec, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:
-    """Mean tokens of prompts and golden replies of the training files; the greatest allowed where there is no file.
+def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:
+    """Mean tokens of prompts and golden responses of the training files; the greatest allowed where there is no file.
 
     Of episodes of several turns no golden one is known: they are as long as they may be.
-    prompt_ids: how training opens (verl.trainer.build_env.opening_of)
+    prompt_ids: how training opens (verl.trainer.build_env.prompt_fn)
 
     Raises DataError for rows that are looked at and cannot be used, as training would.
     """
     data = config.data
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: the greatest allowed")
-    prompts, replies = [], []
+    prompts, responses = [], []
     policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     for tasks in files:
         sample = tasks[:: max(1, len(tasks) // _NUM_ROWS)]
         report = RowReport(sample[0].id.partition("#")[0], len(sample))
         for task in fitting(sample, prompt_ids, policy, report):
             prompts.append(min(len(prompt_ids(task)), data.max_prompt_length))
-            golden = len(codec.reply_ids(task.answer.strip())[0]) + 1
-            longest = config.env.several_turns
-            replies.append(data.max_response_length if longest else min(golden, data.max_response_length))
+            golden = len(chat.response_ids(task.answer.strip())[0]) + 1
+            longest = config.env.multi_turn
+            responses.append(data.max_response_length if longest else min(golden, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
-    told = "episodes as long as they may be" if config.env.several_turns else "golden replies"
-    return Lengths(mean(prompts), mean(replies), f"means of {len(prompts)} rows of {names}; {told}")
+    told = "episodes as long as they may be" if config.env.multi_turn else "golden replies"
+    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} rows of {names}; {told}")
 
 
-def find_place(config: Config, gpu: str | None = None) -> Place:
+def find_place(config: Config, gpu: str | None = None) -> Hardware:
     """The named GPU type, or what this machine has. Raises ConfigError for a type that is not known."""
     if gpu is not None and gpu.lower() != "cpu":
         device = find_device(gpu)
         if device is None:
             raise ConfigError(f"gpu={gpu!r} is not known; known: {', '.join(DEVICES)}, cpu")
-        return Place(gpu, device.memory_gib, device)
+        return Hardware(gpu, device.memory_gib, device)
     if gpu is None and sees_gpu(config.trainer):
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-        return Place(name, total / GIB, find_device(name))
-    return Place("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)
+        return Hardware(name, total / GIB, find_device(name))
+    return Hardware("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)

@@ -18,7 +18,7 @@ def show(plan: Plan, console: Console) -> None:
     config, pack, lengths = plan.config, plan.pack, plan.lengths
     for name, said in {
         "model": f"{plan.policy.parameters / 1e6:.1f}M parameters, {plan.policy.layers} layers",
-        "data": f"prompts of {lengths.prompt:.0f} tokens, replies of {lengths.reply:.0f} ({lengths.source})",
+        "data": f"prompts of {lengths.prompt:.0f} tokens, replies of {lengths.response:.0f} ({lengths.source})",
         "batch": config.batch_arithmetic(),
         "pack": f"at most {pack.tokens:.0f} tokens, {pack.trained:.0f} of them trained where replies are as long as "
         f"allowed ({config.data.max_response_length})",
@@ -106,18 +106,20 @@ def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
 
 def show_mends(plan: Plan, console: Console) -> None:
     """What does not fit, and what to change."""
-    shortages = plan.shortages()
-    if not shortages:
+    violations = plan.violations()
+    if not violations:
         console.print("It fits.")
         return
-    for shortage in shortages:
+    for shortage in violations:
         console.print(f"does not fit: {shortage}", markup=False, soft_wrap=True)
-    console.print(f"to change: {mends_told(plan)}", markup=False, soft_wrap=True)
+    console.print(f"to change: {format_suggestions(plan)}", markup=False, soft_wrap=True)
 
 
-def mends_told(plan: Plan) -> str:
+def format_suggestions(plan: Plan) -> str:
     """The changes in a line."""
-    told = [" ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.mends()]
+    told = [
+        " ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.suggested_changes()
+    ]
     return "; or ".join(told) or "more than three keys, a smaller model or larger devices"
 
 

@@ -14,8 +14,8 @@ from verl.algorithms.algorithm import Algorithm
 from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, pack
 from verl.single_controller.group import WorkerGroup
-from verl.trainer.experience import Experience, with_metric_weights, with_signal, with_weights
-from verl.transfer.bucket import Layout, OpenOutlet
+from verl.trainer.experience import Experience, drop_zero_advantage, with_metric_weights, with_weights
+from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.types import Sample
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.policy_worker import PolicyWorker
@@ -30,7 +30,7 @@ class PackSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringLayout:
+class ScoringBatch:
     """Samples in packs; the column "place" says where each trained token lies among all tokens."""
 
     shards: list[list[PackedBatch]]  # [rank][pack]
@@ -46,7 +46,7 @@ class ScoringLayout:
 
 
 @dataclass(frozen=True)
-class Learner:
+class ShardedModel:
     """A model sharded over a worker group."""
 
     workers: WorkerGroup
@@ -59,22 +59,22 @@ class Learner:
         packs = [pack(units, samples, minibatch.columns) for units in dealt]
         return [packs[rank :: self.workers.size] for rank in range(self.workers.size)]
 
-    def laid_out(self, samples: Sequence[Sample]) -> ScoringLayout:
+    def pack_for_scoring(self, samples: Sequence[Sample]) -> ScoringBatch:
         """The samples packed once, for every model that is to score them."""
         lengths = tuple(len(sample.token_ids) for sample in samples)
         places = torch.arange(sum(lengths)).split(lengths)
-        return ScoringLayout(self.packs(Experience(samples, {"place": places})), lengths)
+        return ScoringBatch(self.packs(Experience(samples, {"place": places})), lengths)
 
-    def scored(self, function: Callable[..., Any], layout: ScoringLayout) -> list[Tensor]:
+    def scored(self, function: Callable[..., Any], layout: ScoringBatch) -> list[Tensor]:
         """[B][L] what `function` says of the trained tokens, zero elsewhere."""
         return layout.unpacked(self.workers.scatter(function, layout.shards))
 
 
 @dataclass(frozen=True)
-class Policy(Learner):
+class Policy(ShardedModel):
     """The model that acts."""
 
-    def score(self, layout: ScoringLayout) -> list[Tensor]:
+    def score(self, layout: ScoringBatch) -> list[Tensor]:
         """[B][L] log-probs of the trained tokens, zero elsewhere."""
         return self.scored(PolicyWorker.score, layout)
 
@@ -84,27 +84,27 @@ class Policy(Learner):
         The metrics are token means over what was computed; of nothing there are none.
         """
         weighted = with_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
-        computed = with_metric_weights(with_signal(weighted, algorithm))
+        computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
         shards = self.packs(computed)
         metrics: dict[str, float] = self.workers.scatter(PolicyWorker.update, shards, algorithm)[0]
         if not computed.samples:
             metrics = {name: metrics[name] for name in ("loss", "grad_norm", "lr")}
         return {**metrics, "computed_share": len(computed.samples) / len(minibatch.samples)}
 
-    def imitate(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def sft_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step of supervised learning: the mean of -log p over all trained tokens."""
         shards = self.packs(with_weights(Experience(samples, {}), Aggregation.TOKEN_MEAN))
-        metrics: dict[str, float] = self.workers.scatter(PolicyWorker.imitate, shards)[0]
+        metrics: dict[str, float] = self.workers.scatter(PolicyWorker.sft_step, shards)[0]
         return metrics
 
-    def connect(self, outlets: Sequence[OpenOutlet], dtype: torch.dtype, bucket_bytes: int) -> list[Layout]:
+    def connect(self, outlets: Sequence[OpenSender], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
         """Get ready for publications; their buckets. outlets: by rank"""
-        layouts: list[Layout] = self.workers.scatter(PolicyWorker.connect, outlets, dtype, bucket_bytes)[0]
+        layouts: list[BucketLayout] = self.workers.scatter(PolicyWorker.connect, outlets, dtype, bucket_bytes)[0]
         return layouts
 
     def offers(self, number: int) -> list[Any]:
         """What every rank offers of a bucket, or references to it where the workers are elsewhere."""
-        return self.workers.refer(PolicyWorker.offer, number)
+        return self.workers.call_ref(PolicyWorker.offer, number)
 
     def begin_publication(self) -> None:
         """Updates are over; the engines will want memory."""
@@ -116,10 +116,10 @@ class Policy(Learner):
 
 
 @dataclass(frozen=True)
-class Critic(Learner):
+class Critic(ShardedModel):
     """The model that foresees returns."""
 
-    def score(self, layout: ScoringLayout) -> list[Tensor]:
+    def score(self, layout: ScoringBatch) -> list[Tensor]:
         """[B][L] values of the states before the trained tokens, zero elsewhere."""
         return self.scored(CriticWorker.score, layout)
 
@@ -129,6 +129,6 @@ class Critic(Learner):
         metrics: dict[str, float] = self.workers.scatter(CriticWorker.update, shards)[0]
         return metrics
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """The step's updates are over."""
-        self.workers.call(CriticWorker.rest)
+        self.workers.call(CriticWorker.offload)

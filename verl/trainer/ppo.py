@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.daemon import in_daemon
+from verl.daemon import run_in_daemon_thread
 from verl.data.samples import to_samples
-from verl.trainer import metrics as tell
 from verl.trainer.learner import Learner
-from verl.trainer.metrics import Meter, Metrics
-from verl.trainer.record import Lesson
-from verl.trainer.rollouts import Rollouts
-from verl.trainer.weights import Publisher
+from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
+from verl.trainer.record import TrainBatch
+from verl.trainer.rollouts import RolloutManager
+from verl.trainer.weights import WeightSync
 from verl.types import Sample, TrajectoryGroup
 
 
@@ -24,13 +23,13 @@ from verl.types import Sample, TrajectoryGroup
 class PPOTrainer:
     """Owns the step counter; everything else is given."""
 
-    rollouts: Rollouts
+    rollouts: RolloutManager
     learner: Learner
-    publisher: Publisher
+    weight_sync: WeightSync
     meter: Meter | None = None
     step: int = 0  # how many are done, which is the version of the weights, too
     groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
-    lesson: Lesson = field(default_factory=Lesson)  # what the last step learned from, for its record
+    lesson: TrainBatch = field(default_factory=TrainBatch)  # what the last step learned from, for its record
     learning: bool = False  # whether the ranks may hold a part of the step that comes
 
     async def train_step(self) -> Metrics:
@@ -46,23 +45,23 @@ class PPOTrainer:
             for sample in to_samples(group, number, self.learner.settings.train_on_observations)
         ]
         baselines = [collected.kept[sample.group].baseline for sample in samples]
-        self.lesson = Lesson(samples, baselines, kl_control.coefficient if kl_control else None)
-        async with self.publisher.ranks:
+        self.lesson = TrainBatch(samples, baselines, kl_control.coefficient if kl_control else None)
+        async with self.weight_sync.ranks:
             if not self._ahead:
                 with timer.phase("rollout"):
                     await self.rollouts.rollout.engine.sleep()
             self.learning = True
             learned, computed = await self._learn(self.lesson)
-            with timer.phase("publish"):
-                learned["engine/canary_gap"] = await self.publisher.publish(self.step + 1)
+            with timer.phase("weight_sync"):
+                learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
             self.step, self.learning = self.step + 1, False
         return {
-            **tell.rollout_metrics(self.groups),
-            **tell.tool_metrics(self.groups),
+            **rollout_metrics(self.groups),
+            **tool_metrics(self.groups),
             **collected.metrics(),
             **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
-            **self.publisher.losses(),
+            **self.weight_sync.losses(),
             "reward/over_limit": sum(bool(score.exceeded) for group in self.groups for score in group.scores),
             **learned,
             **self._timings(samples, computed),
@@ -73,17 +72,17 @@ class PPOTrainer:
         """Whether rollouts go on while the policy learns."""
         return self.rollouts.settings.max_staleness > 0
 
-    async def _learn(self, lesson: Lesson) -> tuple[Metrics, list[Sample]]:
+    async def _learn(self, lesson: TrainBatch) -> tuple[Metrics, list[Sample]]:
         """In a thread where rollouts go on: their tools' deadlines run on meanwhile."""
         if self._ahead:
-            return await in_daemon(self.learner.learn, lesson, self.step)
+            return await run_in_daemon_thread(self.learner.learn, lesson, self.step)
         return self.learner.learn(lesson, self.step)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""
         timings = self.learner.timer.metrics()
         used = self.meter.mfu(computed, self.learner.policy.packing, timings["time/update_s"]) if self.meter else {}
-        return {**timings, **tell.throughput(self.groups, samples, computed, timings), **used}
+        return {**timings, **throughput(self.groups, samples, computed, timings), **used}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold of the controller, as plain JSON."""

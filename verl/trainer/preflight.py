@@ -24,7 +24,7 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.grpo import GRPO
 from verl.config.schema import Config
 from verl.daemon import run_async
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.samples import to_samples
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
@@ -36,7 +36,7 @@ from verl.trainer.build import Inputs
 from verl.trainer.experience import build_experience
 from verl.trainer.memory import GIB
 from verl.trainer.plan import Plan
-from verl.trainer.plan_show import mends_told
+from verl.trainer.plan_show import format_suggestions
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task
 from verl.utils.pretrained import read_model_config
@@ -56,14 +56,14 @@ _LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
 
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
-    codec, tasks = inputs.codec, inputs.train[0][:_NUM_ROWS]
+    chat, tasks = inputs.chat, inputs.train[0][:_NUM_ROWS]
     rewards = build_rewards(config.reward.name, config.reward.options)
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
     for name, said in (
-        ("template", check_round_trip(codec, rewards, tasks, config.data.max_response_length)),
+        ("template", check_round_trip(chat, rewards, tasks, config.data.max_response_length)),
         ("reward", check_reward(rewards, tasks)),
-        ("step", check_step(small_copy(shape), codec, rewards, tasks, config)),
+        ("step", check_step(small_copy(shape), chat, rewards, tasks, config)),
         ("batch", config.batch_arithmetic()),
         ("memory", check_memory(plan)),
     ):
@@ -71,26 +71,26 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
 
 
 def golden(rewards: Rewards, task: Task) -> str:
-    """The reply that a task asks for: its reward's own where it knows one, else the task's answer."""
+    """The response that a task asks for: its reward's own where it knows one, else the task's answer."""
     reward = rewards.of(task)
     return reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer
 
 
-def check_round_trip(codec: ChatCodec, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
-    """Replies must come back from their tokens as they were, or the reward would judge another text; and there must be
-    room for most of them."""
+def check_round_trip(chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
+    """Responses must come back from their tokens as they were, or the reward would judge another text; and there must
+    be room for most of them."""
     lengths = []
     for task in tasks:
         text = golden(rewards, task).strip()
-        ids, _ = codec.reply_ids(text)
+        ids, _ = chat.response_ids(text)
         lengths.append(len(ids) + 1)
-        stops = sorted(set(ids) & set(codec.stop_token_ids))
+        stops = sorted(set(ids) & set(chat.stop_token_ids))
         if stops:
             raise ConfigError(
                 f"the golden reply of {task.id} holds a token at which a turn ends ({stops[0]}), so no policy could "
                 "write it; correct the model's generation_config.json, or the row"
             )
-        back = codec.reply_text((*ids, codec.end_token_id))
+        back = chat.response_text((*ids, chat.end_token_id))
         if back.strip() != text:
             raise ConfigError(
                 f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
@@ -105,32 +105,32 @@ def check_round_trip(codec: ChatCodec, rewards: Rewards, tasks: Sequence[Task], 
 
 
 def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
-    """Golden replies must score the maximum and spoiled ones less, where the reward knows such replies."""
+    """Golden responses must score the maximum and spoiled ones less, where the reward knows such responses."""
     tasks = [task for task in tasks if isinstance(rewards.of(task), LabReward)]
     if not tasks:
         return "brings no golden replies to try"
     report = try_rewards(rewards, tasks)
-    replies = sum(tally.replies for tally in report.tallies.values())
+    responses = sum(tally.responses for tally in report.tallies.values())
     told = "".join(f"\n  {offence}" for offence in report.offences[:3])
-    return f"{replies} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
+    return f"{responses} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
 
 
 def check_step(
-    shape: PretrainedConfig, codec: ChatCodec, rewards: Rewards, tasks: Sequence[Task], config: Config
+    shape: PretrainedConfig, chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], config: Config
 ) -> str:
-    """Golden and spoiled replies through scoring, advantages, packing, one update: the golden ones must gain."""
-    if config.env.several_turns and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
+    """Golden and spoiled responses through scoring, advantages, packing, one update: the golden ones must gain."""
+    if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
         return "not tried: the reward knows no golden replies, and an episode is more than one"
-    asked = [_lone(task, number) if config.env.several_turns else task for number, task in enumerate(tasks[:4])]
-    by_prompt = {codec.task_prompt_ids(task): task for task in asked}
+    asked = [_lone(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]
+    by_prompt = {chat.task_prompt_ids(task): task for task in asked}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
         text = golden(rewards, task) if number % 2 == 0 else "I do not know."
-        return (*codec.reply_ids(text)[0], codec.end_token_id)
+        return (*chat.response_ids(text)[0], chat.end_token_id)
 
     sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
-    rollout = GroupRollout(ScriptedEngine(script), codec, DirectScorer(rewards), sampling)
+    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(rewards), sampling)
 
     async def roll() -> list[float]:
         groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))
@@ -148,7 +148,7 @@ def check_step(
 
 
 def _lone(task: Task, number: int) -> Task:
-    """The task with a prompt of one message, which no codec has to rewrite; what it asks does not matter."""
+    """The task with a prompt of one message, which no format has to rewrite; what it asks does not matter."""
     return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 
@@ -166,7 +166,7 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
             worker = PolicyWorker(engine, config.rollout.temperature)
             policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
-            layout = policy.laid_out(samples)
+            layout = policy.pack_for_scoring(samples)
             old = policy.score(layout)
             algorithm = replace(GRPO, kl=KLTerm())
             experience = build_experience(samples, old, algorithm)
@@ -190,7 +190,7 @@ def check_memory(plan: Plan) -> str:
         f"{plan.policy.parameters / 1e6:.1f}M parameters; {rank:.2f} GiB per trainer rank at most, "
         f"{engine:.2f} GiB per engine, of {plan.place.memory_gib:.1f} GiB"
     )
-    shortages = plan.shortages()
-    if shortages and not plan.place.on_cpu:
-        raise ConfigError(f"{'; '.join(shortages)}. Set {mends_told(plan)}")
-    return "; ".join([said, *shortages])
+    violations = plan.violations()
+    if violations and not plan.place.on_cpu:
+        raise ConfigError(f"{'; '.join(violations)}. Set {format_suggestions(plan)}")
+    return "; ".join([said, *violations])

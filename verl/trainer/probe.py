@@ -18,27 +18,27 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl.config.schema import ProbeConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.evaluation.advice import advice
-from verl.evaluation.base import Category, Play
+from verl.evaluation.base import Category, EpisodeConfig
 from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import NOT_ASKED, Records
 from verl.evaluation.runner import Runner
 from verl.evaluation.tables import probe_grids
 from verl.lock import alone_in
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.services import check_services
 from verl.tracking.jsonl import read_rows, write_rows
-from verl.trainer.build import load_codec
-from verl.trainer.build_env import build_interaction, opening_of, prompt_record, truncating
+from verl.trainer.build import load_chat_template
+from verl.trainer.build_env import build_interaction, prompt_fn, prompt_record, truncating
 from verl.trainer.build_scorer import build_scorer
 from verl.trainer.evaluate import check_faults, write
-from verl.trainer.lone_engine import lone_engine, reply_lengths
+from verl.trainer.standalone_engine import response_lengths, standalone_engine
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.lab import as_trajectory
@@ -56,12 +56,12 @@ _FREE = {  # what rollouts do not depend on
 async def probe(config: ProbeConfig, console: Console) -> None:
     """Rolls out what was not rolled out yet; writes and prints figures, advice, and a line for every row."""
     assert config.data is not None
-    chat, rewards = load_codec(config.model), build_rewards(config.reward.name, config.reward.options)
-    lengths = reply_lengths(config)
+    chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
+    lengths = response_lengths(config)
     interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rows = TaskSet(config.data, config.max_bad_share)
     any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # prompts that are too long are counted
-    prompt_ids = opening_of(interaction, chat, config.reward.name)
+    prompt_ids = prompt_fn(interaction, chat, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
     chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
@@ -69,7 +69,7 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
-    played = Category("answers", lambda: tasks, Play(config.reward.name, config.reward.options))
+    played = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
     with alone_in(folder):
         records = Records(folder, played, config.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
@@ -80,7 +80,7 @@ async def probe(config: ProbeConfig, console: Console) -> None:
             await interaction.close()
     found, lines = _found(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
-    found["advice"] = advice(found, with_tools=config.env.several_turns)
+    found["advice"] = advice(found, with_tools=config.env.multi_turn)
     _tell(found, lines, folder, console)
 
 
@@ -106,8 +106,8 @@ async def _ask(
     played: Category,
     tasks: Sequence[Task],
     records: Records,
-    chat: ChatCodec,
-    interaction: Interaction | None,
+    chat: ChatTemplate,
+    interaction: EpisodeRunner | None,
     rewards: Rewards,
     console: Console,
 ) -> list[str]:
@@ -118,9 +118,9 @@ async def _ask(
             stack.push_async_callback(interaction.close)
         await check_services([interaction, *rewards.all_of(tasks)])  # before anything that takes long
         scorer = stack.enter_context(build_scorer(told))
-        engine, sampling = await stack.enter_async_context(lone_engine(config, chat, config.env))
+        engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
         rollout = Shaped(engine, chat, scorer, sampling, interaction, rewards)
-        prompt_ids, longest = opening_of(interaction, chat), reply_lengths(config)[0]
+        prompt_ids, longest = prompt_fn(interaction, chat), response_lengths(config)[0]
         most_faults = told.max_fault_share * len(tasks)
         runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, most_faults=most_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
@@ -134,7 +134,7 @@ async def _ask(
 def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
     """Right is what the reward calls correct; where it does not say, what has its highest score, or 1 if none is known.
 
-    tasks: a faultless reply to the first has a faultless format; where they have several rewards, formats are not
+    tasks: a faultless response to the first has a faultless format; where they have several rewards, formats are not
     compared
     """
     best_format, (reward, *others) = None, {id(each): each for each in map(rewards.of, tasks)}.values()
@@ -161,8 +161,8 @@ def _found(
     asked = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
     if not asked:
         raise DataError(
-            f"has no prompt of at most {reply_lengths(config)[0]} tokens among the {len(tasks)} that were probed",
-            mend="Raise max_prompt_length",
+            f"has no prompt of at most {response_lengths(config)[0]} tokens among the {len(tasks)} that were probed",
+            hint="Raise max_prompt_length",
             file=str(config.data),
         )
     rows = [row_of(task, group, judge) for task, group in asked]
@@ -170,7 +170,7 @@ def _found(
     return found | {"rows_too_long": len(answered) - len(asked), "missing": len(tasks) - len(answered)}, rows
 
 
-def _settings(config: ProbeConfig, chat: ChatCodec, interaction: Interaction | None) -> dict[str, Any]:
+def _settings(config: ProbeConfig, chat: ChatTemplate, interaction: EpisodeRunner | None) -> dict[str, Any]:
     """All that the rollouts depend on beside the rows."""
     told = {name: value for name, value in asdict(config).items() if name not in _FREE}
     return {

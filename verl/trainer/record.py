@@ -35,11 +35,11 @@ _DAMAGED = "Copy it again if it was copied; a step without a record cannot be ru
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainBatch:
     """What a step learns from, as the filters and the shaping left it; whatever else its arithmetic needs is settings,
     weights and the step's number.
 
-    baselines: [B] the reward of the greedy reply to each sample's prompt, where the algorithm asks for one
+    baselines: [B] the reward of the greedy response to each sample's prompt, where the algorithm asks for one
     kl_coefficient: the adaptive controller's at the beginning of the step, where there is one
     """
 
@@ -53,7 +53,7 @@ class Record:
     """One step."""
 
     step: int  # counted from 1, as in metrics.jsonl
-    lesson: Lesson
+    lesson: TrainBatch
     metrics: Mapping[str, float]  # all of the step's
     settings: Mapping[str, Any]  # the whole configuration, flat
     made_by: Mapping[str, Any]  # what else may change the rounding: versions, threads
@@ -67,7 +67,7 @@ class Recorder:
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
 
-    def write(self, step: int, lesson: Lesson, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, lesson: TrainBatch, metrics: Mapping[str, float]) -> None:
         """The record of a step, whole or not at all. Raises DataError when it cannot be written."""
         record = Record(step, lesson, metrics, self.settings, self.made_by)
         with replacing(record_path(self.folder, step)) as unfinished, unfinished.open("wb") as file:
@@ -123,7 +123,7 @@ def read_record(path: Path) -> Record:
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError("is missing", mend="Set trainer.record=true before the step is run", file=str(path)) from None
+        raise DataError("is missing", hint="Set trainer.record=true before the step is run", file=str(path)) from None
     except _DAMAGES as error:
         raise DataError(f"is damaged ({error})", "a record", _DAMAGED, file=str(path)) from error
 
@@ -167,5 +167,5 @@ def _record(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]
     rows = zip(*columns.values(), rewards, strict=True)
     samples = [Sample(**dict(zip((*_NAMES, _TURN_REWARDS), row, strict=True))) for row in rows]
     baselines = [None if np.isnan(each) else float(each) for each in arrays[_BASELINES]]
-    lesson = Lesson(samples, baselines, header["kl_coefficient"])
+    lesson = TrainBatch(samples, baselines, header["kl_coefficient"])
     return Record(header["step"], lesson, header["metrics"], header["settings"], header["made_by"])

@@ -52,14 +52,14 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Way:
+class ReplayPlan:
     """How to come to a step: the checkpoint to start from (None: the model as it was given), the records after it."""
 
     start: Path | None
     records: Sequence[Path]  # the last is the step's own
 
 
-def find_way(folder: Path, step: int) -> Way:
+def plan_replay(folder: Path, step: int) -> ReplayPlan:
     """The shortest way to a step of the run in `folder`. Raises DataError if a record on it is missing."""
     recorded = recorded_steps(folder)
     if step not in recorded:
@@ -82,23 +82,23 @@ def find_way(folder: Path, step: int) -> Way:
         raise DataError(
             f"cannot come to step {step}: from {begin} on, the nearest that is left, there is no record of step "
             f"{_ranges(missing)}",
-            mend="Keep more checkpoints (trainer.save_freq, trainer.keep_last), or record from the first step on",
+            hint="Keep more checkpoints (trainer.save_freq, trainer.keep_last), or record from the first step on",
             file=str(folder),
         )
-    return Way(start, [record_path(folder, each) for each in range(first + 1, step + 1)])
+    return ReplayPlan(start, [record_path(folder, each) for each in range(first + 1, step + 1)])
 
 
 def replay(folder: Path, step: int) -> Replay:
     """Run a recorded step again, in processes of its own. Raises DataError or ConfigError where that cannot be."""
-    way = find_way(folder, step)
+    way = plan_replay(folder, step)
     asked = read_record(way.records[-1])
     config = restored_config(asked.settings)
     run, join = config.trainer, config.trainer.nnodes > 1
     with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
-        return walk(way, asked, config, cluster)
+        return replay_from(way, asked, config, cluster)
 
 
-def walk(way: Way, asked: Record, config: Config, cluster: Cluster) -> Replay:
+def replay_from(way: ReplayPlan, asked: Record, config: Config, cluster: Cluster) -> Replay:
     """Start the ranks and go the way to its end, each record read when its turn comes.
 
     asked: the last of them; the others should be of the same settings, and this machine and code like those it was
@@ -115,13 +115,13 @@ def walk(way: Way, asked: Record, config: Config, cluster: Cluster) -> Replay:
         for path in way.records[:-1]:
             record = read_record(path)
             _tell_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(asked))
-            again(learner, record)
-        return Replay(asked.metrics, again(learner, asked))
+            replay_step(learner, record)
+        return Replay(asked.metrics, replay_step(learner, asked))
     finally:
         ranks.close()
 
 
-def again(learner: Learner, record: Record) -> dict[str, float]:
+def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     """The recorded step, on the weights of this moment; its metrics."""
     if learner.kl_control is not None and record.lesson.kl_coefficient is not None:
         learner.kl_control.coefficient = record.lesson.kl_coefficient

@@ -21,7 +21,7 @@ from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.command import save_first
 from verl.trainer.crash import goes_on_from
 from verl.trainer.deadline import begin_end
-from verl.trainer.fit import check_written
+from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
 from verl.trainer.state import Saved
 from verl.types import Sample
@@ -54,7 +54,7 @@ class SFTRun:
     store: CheckpointStore
     trackers: Trackers
     timer: PhaseTimer
-    made_with: Mapping[str, Any]  # settings that a resumed run must share
+    resume_config: Mapping[str, Any]  # settings that a resumed run must share
     saved: Saved | None = None  # where to go on
     step: int = 0
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
@@ -69,7 +69,7 @@ class SFTRun:
         for batch in self._batches():
             self.timer.start()
             with self.timer.phase("update"):
-                learned = self.policy.imitate(batch)
+                learned = self.policy.sft_step(batch)
             self.step += 1
             timings = self.timer.metrics()
             tokens = sum(len(sample.token_ids) for sample in batch)
@@ -115,7 +115,7 @@ class SFTRun:
     def _validation_loss(self) -> float:
         """Mean of -log p over all trained tokens of the validation samples, in nats."""
         with self.timer.phase("validation"):
-            scored = self.policy.score(self.policy.laid_out(self.val))
+            scored = self.policy.score(self.policy.pack_for_scoring(self.val))
         masks = [torch.tensor(sample.action_mask) for sample in self.val]
         return -float(torch.cat([row[mask] for row, mask in zip(scored, masks, strict=True)]).mean())
 
@@ -127,7 +127,7 @@ class SFTRun:
             unfinished.write_state(
                 {
                     "command": COMMAND,
-                    "made_with": dict(self.made_with),
+                    "resume_config": dict(self.resume_config),
                     "step": self.step,
                     "trackers": self.trackers.state(),
                 }

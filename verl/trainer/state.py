@@ -43,7 +43,7 @@ class Saved:
     state: dict[str, Any]
 
 
-def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
+def resume_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """{key: value} of the settings that decide what is learned, of a configuration as nested mappings."""
     settings = flattened(config)
     return {key: value for key, value in settings.items() if key in _BOUND or not key.startswith(_FREE)}
@@ -58,15 +58,15 @@ def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]
     if path is None:
         return None
     state = read_state(path)
-    mend = "use what it was made with, or choose another trainer.experiment_name"
+    hint = "use what it was made with, or choose another trainer.experiment_name"
     if state["command"] != command:
-        raise ConfigError(f"{store.folder} holds a run of {state['command']}, not of {command}; {mend}")
-    before = state["made_with"]
+        raise ConfigError(f"{store.folder} holds a run of {state['command']}, not of {command}; {hint}")
+    before = state["resume_config"]
     changed = [
         f"{key}={settings.get(key)} (it was made with {before.get(key)})"
         for key in sorted({*before, *settings})
         if before.get(key) != settings.get(key)
     ]
     if changed:
-        raise ConfigError(f"{store.folder} holds a run that differs in {'; '.join(changed)}; {mend}")
+        raise ConfigError(f"{store.folder} holds a run that differs in {'; '.join(changed)}; {hint}")
     return Saved(path, state)

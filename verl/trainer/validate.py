@@ -1,4 +1,4 @@
-"""Validation: replies to every task of the validation sets, scored without the drift of schedules."""
+"""Validation: responses to every task of the validation sets, scored without the drift of schedules."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Validator:
     sets: Mapping[str, Sequence[Task]]
     rollout: GroupRollout
     rewards: Rewards  # asked for the highest score there is, where they know
-    n: int = 1  # replies to each task, whose scores are averaged
-    seed: int | None = 0  # of sampled replies; none if left out
+    n: int = 1  # responses to each task, whose scores are averaged
+    seed: int | None = 0  # of sampled responses; none if left out
 
     @property
     def greedy(self) -> GroupRollout:
@@ -34,7 +34,7 @@ class Validator:
     async def run(self) -> dict[str, float]:
         """val/<set>/total, /<part>, /<data source>/total, and /exact.
 
-        exact: the share of replies with the highest score, of those whose reward knows it
+        exact: the share of responses with the highest score, of those whose reward knows it
         """
         metrics: dict[str, float] = {}
         for name, tasks in self.sets.items():
@@ -43,7 +43,7 @@ class Validator:
         return metrics
 
     async def _answer(self, task: Task, number: int) -> TrajectoryGroup:
-        """Sampled replies have the same seeds at every validation; greedy ones need none, and share their batches."""
+        """Sampled responses have the same seeds at every validation; greedy ones need none, and share their batches."""
         first_seed = None
         if self.seed is not None and self.rollout.sampling.temperature > 0:
             first_seed = (self.seed << 40) + number * self.n

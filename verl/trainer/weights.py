@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl.daemon import in_daemon
-from verl.data.samples import to_sample
+from verl.daemon import run_in_daemon_thread
+from verl.data.samples import sample_from_completion
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool, EngineSubset
 from verl.trainer.policy import Policy
-from verl.transfer.bucket import Layout
+from verl.transfer.bucket import BucketLayout
 from verl.types import Completion
 
 
@@ -25,7 +25,7 @@ class StaleEngineError(VerlError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Publisher:
+class WeightSync:
     """Publishes weights and probes the engines after each publication.
 
     What the ranks are asked is waited for in a thread, because episodes may go on meanwhile.
@@ -36,13 +36,13 @@ class Publisher:
 
     policy: Policy
     engine: RolloutEngine
-    layouts: Sequence[Layout]  # of the buckets in which the policy's weights travel
+    layouts: Sequence[BucketLayout]  # of the buckets in which the policy's weights travel
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
     ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by whoever uses the trainer ranks
 
-    async def publish(self, version: int) -> float:
+    async def sync(self, version: int) -> float:
         """Hand over the weights as `version`. Returns the canary's mean gap. To be called with `ranks` held.
 
         Raises StaleEngineError if it is too wide.
@@ -50,12 +50,12 @@ class Publisher:
         pool = self.engine if isinstance(self.engine, EnginePool) else None
         if pool is not None:
             await pool.make_lost()
-        with pool.held() if pool is not None else nullcontext():
-            await self.deliver(version)
+        with pool.paused() if pool is not None else nullcontext():
+            await self.push(version)
             gaps = await self._canary(self.engine, version)
         if pool is not None:
             gaps += await self._to_lost(pool, version)
-        await in_daemon(self.policy.end_publication)
+        await run_in_daemon_thread(self.policy.end_publication)
         return self._checked(gaps, version)
 
     async def restore(self) -> None:
@@ -66,7 +66,7 @@ class Publisher:
                 await self.engine.make_lost()
             elif self.engine.lost:  # else a publication came first
                 gaps = await self._to_lost(self.engine, self.engine.version)
-                await in_daemon(self.policy.end_publication)
+                await run_in_daemon_thread(self.policy.end_publication)
                 self._checked(gaps, self.engine.version)
 
     def losses(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Publisher:
         remade, retried, pool.num_remade, pool.num_retried = pool.num_remade, pool.num_retried, 0, 0
         return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
 
-    async def deliver(self, version: int) -> None:
+    async def push(self, version: int) -> None:
         """Hand over the weights without looking whether they arrived."""
         await self._deliver(self.engine, version)
 
@@ -86,13 +86,13 @@ class Publisher:
         gaps: list[Tensor] = []
         while ranks := await pool.make_lost():
             some = pool.only(ranks)
-            with pool.held():
+            with pool.paused():
                 await self._deliver(some, version)
                 gaps += await self._canary(some, version)
         return gaps
 
     async def _deliver(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
-        await in_daemon(self.policy.begin_publication)
+        await run_in_daemon_thread(self.policy.begin_publication)
         await engines.begin_weights(self.layouts)
         await self._load(engines)
         await engines.end_weights(version)
@@ -113,7 +113,7 @@ class Publisher:
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
             for layout in self.layouts:
-                gathering = asyncio.create_task(in_daemon(self.policy.offers, layout.number))
+                gathering = asyncio.create_task(run_in_daemon_thread(self.policy.offers, layout.number))
                 await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
                 if loading.done():
                     loading.result()  # an engine that failed is told without waiting for the ranks
@@ -134,10 +134,10 @@ class Publisher:
             raise StaleEngineError(
                 f"the engine answers with version {sorted(stale)} after version {version} was published"
             )
-        samples = [to_sample(prompt, completion) for prompt, completion in written]
+        samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
         if not samples:
             return []
-        scored = await in_daemon(lambda: self.policy.score(self.policy.laid_out(samples)))
+        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.pack_for_scoring(samples)))
         return [
             (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
             for sample, scored_L in zip(samples, scored, strict=True)

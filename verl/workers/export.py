@@ -57,7 +57,7 @@ def export_hf(
     except OSError as error:
         raise unwritable(folder, error) from error
     except SafetensorError as error:
-        raise DataError(f"cannot be written ({error})", mend="Free some space", file=str(folder)) from error
+        raise DataError(f"cannot be written ({error})", hint="Free some space", file=str(folder)) from error
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise DataError("holds no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
 

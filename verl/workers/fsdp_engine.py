@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.batch import PackedBatch
 from verl.errors import DataError
-from verl.workers.offload import STAY, Movable, Offload
+from verl.workers.offload import NO_OFFLOAD, Offload, Offloadable
 from verl.workers.optim import OptimizerSettings, build_optimizer
 from verl.workers.rng import get_random_state, set_random_state
 
@@ -47,7 +47,7 @@ class FSDPEngine:
         mesh: DeviceMesh,
         optimizer: OptimizerSettings | None = None,
         compute_dtype: torch.dtype = torch.float32,
-        offload: Offload = STAY,
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
         """Shard `module` in place over the mesh, each of `layers` as a unit; without `optimizer` it is only scored."""
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -64,19 +64,19 @@ class FSDPEngine:
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
             self._optimizer, self._scheduler = build_optimizer(module.parameters(), optimizer)
-        self._params = Movable(self._move_params, self._device, offload.params)
-        self._states = Movable(self._move_states, self._device, offload.optimizer)
-        self.put_away_all()
+        self._params = Offloadable(self._move_params, self._device, offload.params)
+        self._states = Offloadable(self._move_states, self._device, offload.optimizer)
+        self.offload_all()
 
     @torch.no_grad()
     def score(self, packs: Iterable[PackedBatch], forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
         """`forward(module, pack)` of every pack, without gradients, on the CPU."""
-        self._params.bring()
+        self._params.load()
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
         self._reshard()
         if self._optimizer is None:  # nobody but `score` uses such an engine
-            self.put_away_all()
+            self.offload_all()
         self._give_back_memory()
         return scores
 
@@ -116,14 +116,14 @@ class FSDPEngine:
         self._states.put_away()
         self._give_back_memory()
 
-    def put_away_all(self) -> None:
+    def offload_all(self) -> None:
         """Nothing is asked of the engine for a while; before it is, what that needs is brought back."""
         self._params.put_away()
         self.put_away_optimizer()
 
     def _bring_all(self) -> None:
-        self._params.bring()
-        self._states.bring()
+        self._params.load()
+        self._states.load()
 
     def _move_params(self, device: torch.device) -> None:
         self.module.to(device)
@@ -140,7 +140,7 @@ class FSDPEngine:
 
         A tensor that is whole already is no copy.
         """
-        self._params.bring()
+        self._params.load()
         for name, tensor in named:
             weight = tensor.detach()
             if isinstance(weight, DTensor):
@@ -201,7 +201,7 @@ class FSDPEngine:
         if not all(found):
             raise DataError(
                 f"cannot be loaded: rank {found.index(False)} finds no {_INDEX} there",
-                mend="Use another checkpoint, in a folder that all ranks see",
+                hint="Use another checkpoint, in a folder that all ranks see",
                 file=str(folder),
             )
 
@@ -229,14 +229,14 @@ class FSDPEngine:
 
 
 @contextmanager
-def _data_errors(problem: str, mend: str, folder: Path) -> Iterator[None]:
+def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
     """Turn a failure of any rank, which torch raises as a bare BaseException on all, into a DataError."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = f"rank {rank}: {type(cause).__name__}: {cause}"
-        raise DataError(f"{problem} ({reason})", mend=mend, file=str(folder)) from error
+        raise DataError(f"{problem} ({reason})", hint=hint, file=str(folder)) from error
 
 
 def _together(name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -21,10 +21,10 @@ class Offload:
     optimizer: bool = False
 
 
-STAY = Offload()
+NO_OFFLOAD = Offload()
 
 
-class Movable:
+class Offloadable:
     """One part, and where it is."""
 
     def __init__(self, move: Callable[[torch.device], None], device: torch.device, wanted: bool) -> None:
@@ -34,7 +34,7 @@ class Movable:
         self._may_leave = wanted and device != _HOST
         self._away = False
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """To the device, unless it is there."""
         if self._away:
             self._move(self._device)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
-from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_share, mismatch, token_weights
+from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample_size, engine_kl, token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.policy_loss import LossInputs
 from verl.batch import PackedBatch
-from verl.transfer.bucket import Layout, Offer, OpenOutlet, Outlet, plan
+from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, published_names
 
@@ -24,8 +24,8 @@ from verl.workers.model import PackedPolicy, published_names
 class Publication:
     """What a rank publishes, and over what."""
 
-    layouts: list[Layout]
-    outlet: Outlet | None
+    layouts: list[BucketLayout]
+    outlet: BucketSender | None
 
 
 @dataclass(slots=True)
@@ -53,13 +53,13 @@ class PolicyWorker:
 
         metrics = self.engine.update(packs, loss)
         square = metrics.pop("correction_weight_square")
-        return {**metrics, "correction_ess": effective_share(metrics["correction_weight_mean"], square)}
+        return {**metrics, "correction_ess": effective_sample_size(metrics["correction_weight_mean"], square)}
 
-    def imitate(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def sft_step(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step of supervised learning: the weighted sum of -log p over the packs' trained tokens."""
-        return self.engine.update(packs, imitation_loss)
+        return self.engine.update(packs, sft_loss)
 
-    def connect(self, open_outlet: OpenOutlet, dtype: torch.dtype, bucket_bytes: int) -> list[Layout]:
+    def connect(self, open_outlet: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
         """Get ready for publications in `dtype`; the buckets they will consist of.
 
         open_outlet: makes this rank's end of the transport; None if it gathers with the others and offers nothing
@@ -68,7 +68,7 @@ class PolicyWorker:
         self.publication = Publication(layouts, None if open_outlet is None else open_outlet())
         return layouts
 
-    def offer(self, number: int) -> Offer | None:
+    def offer(self, number: int) -> BucketHandle | None:
         """Gather one bucket and offer it; a collective."""
         assert self.publication is not None
         layout, outlet = self.publication.layouts[number], self.publication.outlet
@@ -90,9 +90,9 @@ class PolicyWorker:
         assert self.publication is not None
         if self.publication.outlet is not None:
             self.publication.outlet.release()
-        self.engine.put_away_all()
+        self.engine.offload_all()
 
-    def _parameters(self, layout: Layout) -> Iterator[tuple[str, nn.Parameter]]:
+    def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:
         """Looked up when the engine asks for the first: FSDP puts others in their place while it has them gathered."""
         parameters = dict(published_names(self._policy))
         for piece in layout.pieces:
@@ -104,7 +104,7 @@ class PolicyWorker:
         return self.engine.module
 
 
-def imitation_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """The pack's share of the weighted negative log-likelihood of the trained tokens."""
     logprobs_A = policy(packed, 1.0, False).logprobs
     return -(logprobs_A * packed.columns["weight"]).sum(), {}
@@ -161,7 +161,7 @@ def _told_of(weights: TokenWeights, column: Any, trainer_A: Tensor) -> dict[str,
     mean_A = torch.where(column["rollout_logprobs"].isnan(), 0.0, column["gap_weight"])
     weight_A = weights.weight_T
     facts = {
-        "mismatch_kl": mismatch(trainer_A, column["rollout_logprobs"]),
+        "mismatch_kl": engine_kl(trainer_A, column["rollout_logprobs"]),
         "weight_mean": weight_A,
         "weight_square": weight_A.square(),
         "truncated": weights.truncated_T,

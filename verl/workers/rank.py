@@ -18,12 +18,12 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl.single_controller.group import Seat
+from verl.single_controller.group import WorkerContext
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
-from verl.workers.offload import STAY, Offload
+from verl.workers.offload import NO_OFFLOAD, Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -45,9 +45,9 @@ class RankSpec:
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
     gradient_checkpointing: bool = False
-    policy_offload: Offload = STAY
-    reference_offload: Offload = STAY
-    critic_offload: Offload = STAY
+    policy_offload: Offload = NO_OFFLOAD
+    reference_offload: Offload = NO_OFFLOAD
+    critic_offload: Offload = NO_OFFLOAD
     device: str = "cpu"
     ranks_per_node: int | None = None  # shard within nodes and copy across them (HSDP); over all ranks if left out
     num_threads: int = 1  # of a CPU rank
@@ -70,17 +70,17 @@ class TrainingRank:
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
-        self.policy.engine.put_away_all()
+        self.policy.engine.offload_all()
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
         self.policy.engine.load(folder / "actor")
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
-            self.critic.rest()
-        self.policy.engine.put_away_all()
+            self.critic.offload()
+        self.policy.engine.offload_all()
 
-    def facts(self) -> tuple[str, int, int, int, int]:
+    def model_info(self) -> tuple[str, int, int, int, int]:
         """Name of the device, and of the policy: parameters without embeddings and head, layers, width of attention,
         parameters of the head."""
         policy = self.policy.engine.module
@@ -99,7 +99,7 @@ class TrainingRank:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT / _GIB
 
 
-def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
+def build_rank(spec: RankSpec, seat: WorkerContext) -> TrainingRank:
     """Join the group and load the models. Raises ConfigError if there is no model at the path."""
     mesh = join(spec, seat)
     checkpointing = spec.gradient_checkpointing
@@ -116,7 +116,7 @@ def build_rank(spec: RankSpec, seat: Seat) -> TrainingRank:
     return TrainingRank(spec, policy, reference, critic)
 
 
-def _store(seat: Seat, timeout: timedelta) -> TCPStore:
+def _store(seat: WorkerContext, timeout: timedelta) -> TCPStore:
     """Where the ranks meet. On one machine rank 0 listens on loopback alone; torch would on every address."""
     listening = None
     if seat.rank == 0 and seat.host in ("127.0.0.1", "::1"):
@@ -131,7 +131,7 @@ def _store(seat: Seat, timeout: timedelta) -> TCPStore:
     )
 
 
-def join(spec: RankSpec, seat: Seat) -> DeviceMesh:
+def join(spec: RankSpec, seat: WorkerContext) -> DeviceMesh:
     """Threads, seeds, the process group and the mesh over it."""
     torch.manual_seed(spec.seed + seat.rank)
     np.random.seed(spec.seed + seat.rank)
@@ -162,7 +162,7 @@ def _engine(
     mesh: DeviceMesh,
     optimizer: OptimizerSettings | None,
     checkpointing: bool,
-    offload: Offload = STAY,
+    offload: Offload = NO_OFFLOAD,
 ) -> FSDPEngine:
     """A sharded model; one that is never updated is held in the dtype it computes in."""
     key = "model.path" if path == spec.model_path else "critic.path"

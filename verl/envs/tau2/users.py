@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from verl.envs.clock import not_counted
+from verl.envs.clock import paused
 from verl.errors import ConfigError, ServiceDownError
 from verl.services import completion_text
 from verl.types import Message, Task
@@ -99,13 +99,13 @@ class ChatUser:
 
     async def check_services(self) -> None:
         """Has the endpoint say something. Raises ServiceDownError where it does not; slow is only warned of."""
-        mend = "Start it, or correct user_url, user_model and user_key_variable"
+        hint = "Start it, or correct user_url, user_model and user_key_variable"
         try:
             await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
         except httpx2.ReadTimeout:
             _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            raise self._down(f"{_told(error)}. {mend}") from None
+            raise self._down(f"{_told(error)}. {hint}") from None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -115,7 +115,7 @@ class ChatUser:
         problem = ""
         for pause_s in (0.0, *_PAUSES_S):
             try:
-                async with not_counted():  # it has a deadline of its own
+                async with paused():  # it has a deadline of its own
                     await asyncio.sleep(pause_s)
                     return await self._ask(messages)
             except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:

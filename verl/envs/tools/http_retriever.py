@@ -54,8 +54,8 @@ class HttpRetriever:
 
     async def check_services(self) -> None:
         """Raises ServiceDownError where no server answers."""
-        mend = "Start it (docs/tools.md), or correct the tool's urls"
-        await check_urls("retriever", self._urls, mend, headers=service_headers())
+        hint = "Start it (docs/tools.md), or correct the tool's urls"
+        await check_urls("retriever", self._urls, hint, headers=service_headers())
 
     async def close(self) -> None:
         for watch in self._watches.values():
@@ -66,8 +66,8 @@ class HttpRetriever:
         """Raises ServiceDownError or httpx2.HTTPError; ValueError, KeyError or TypeError for another form of answer."""
         asked = {"queries": list(queries), "topk": k, "return_scores": True}
         async with self._watches[url].beside():
-            reply = await self._client.post(url, json=asked)
-        answer = reply.raise_for_status().json()
+            response = await self._client.post(url, json=asked)
+        answer = response.raise_for_status().json()
         found = [[_passage(one) for one in passages] for passages in answer["result"]]
         if len(found) != len(queries):
             raise ValueError(f"{len(found)} results for {len(queries)} queries")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
-from verl.envs.clock import in_place
+from verl.envs.clock import acquire_slot
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.text import NOTE_CHARS, shortened
@@ -125,7 +125,7 @@ class ToolRunner:
         place = self._places.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):
             try:
-                async with in_place(place):
+                async with acquire_slot(place):
                     return await self._attempt(tool, call, limits.deadline_s)
             except ServiceDownError as error:
                 if not retries_left:

@@ -1,9 +1,10 @@
-"""API-Bank's rule as ToolRL runs it (arXiv 2504.13958): is the gold call among those that the reply makes?
+"""API-Bank's rule as ToolRL runs it (arXiv 2504.13958): is the gold call among those that the response makes?
 
-    soft     any call of the reply equals the gold call: the same name, and parameters equal by Python's `==`
-    strict   the reply makes exactly one call, and it equals the gold call
+    soft     any call of the response equals the gold call: the same name, and parameters equal by Python's `==`
+    strict   the response makes exactly one call, and it equals the gold call
 
-A reply's calls are those that the codec read. Where it could read none, `soft` looks at the lines of ToolRL's block one
+A response's calls are those that the format read. Where it could read none, `soft` looks at the lines of ToolRL's
+block one
 by one: what is no JSON object is passed over, and one without name or parameters is taken, as ToolRL takes it, for the
 parameters of the gold call.
 """
@@ -27,7 +28,7 @@ class ApiBankReward:
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         gold = _gold(task.answer)
         read = _read_calls(trajectory)
-        soft = any(call == gold for call in read or _calls_of_lines(trajectory.reply, gold["name"]))
+        soft = any(call == gold for call in read or _calls_of_lines(trajectory.response, gold["name"]))
         return Score(float(soft), {"soft": float(soft), "strict": float(read == [gold])})
 
 
@@ -43,9 +44,9 @@ def _read_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
     return [{"name": call.name, "parameters": dict(call.arguments)} for call in trajectory.turns[-1].message.tool_calls]
 
 
-def _calls_of_lines(reply: str, gold_name: str) -> Iterator[dict[str, Any]]:
+def _calls_of_lines(response: str, gold_name: str) -> Iterator[dict[str, Any]]:
     """Calls of the first ToolRL block behind the thought, one a line."""
-    for line in (call_text(reply.rpartition(THINK_END)[2]) or "").split("\n"):
+    for line in (call_text(response.rpartition(THINK_END)[2]) or "").split("\n"):
         try:
             call = json.loads(line)
         except (ValueError, RecursionError):

@@ -26,9 +26,9 @@ from verl.utils.reward_score.math import last_box, same_answer
 from verl.utils.reward_score.search_r1 import follows_cycle, last_answer
 
 
-def _share_of_tags(reply: str) -> float:
+def _share_of_tags(response: str) -> float:
     pairs = [("<think>", "</think>"), ("<answer>", "</answer>")]
-    return sum(0 < reply.count(opening) == reply.count(closing) for opening, closing in pairs) / len(pairs)
+    return sum(0 < response.count(opening) == response.count(closing) for opening, closing in pairs) / len(pairs)
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class ArtistMathReward:
     output_tag: str = "output"
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        reply = written(trajectory)
-        found = last_answer(reply)
+        response = written(trajectory)
+        found = last_answer(response)
         said = found and (last_box(found) or found)
         ordered = follows_cycle(trajectory, self.code_tag, self.output_tag)
         uses = trajectory.tool_uses
         succeeded = sum(use.status is ToolStatus.SUCCESS for use in uses)
         parts = {
             "answer": self.answer * bool(said and same_answer(said, task.answer)),
-            "format": self.format * (0.5 * _share_of_tags(reply) + 0.5 * ordered),
+            "format": self.format * (0.5 * _share_of_tags(response) + 0.5 * ordered),
             "execution": self.execution * (succeeded / len(uses) if uses else self.no_calls),
         }
         return Score(sum(parts.values()), parts)

@@ -49,14 +49,14 @@ class GroupReward(Reward, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A named way of spoiling a good reply, which a sound reward must score below the maximum."""
+    """A named way of spoiling a good response, which a sound reward must score below the maximum."""
 
     name: str
     text: str
 
 
 def as_mutations(spoiled: Mapping[str, str]) -> list[Mutation]:
-    """Spoiled replies by name, as mutations."""
+    """Spoiled responses by name, as mutations."""
     return [Mutation(name, text) for name, text in spoiled.items()]
 
 
@@ -65,23 +65,24 @@ class LabReward(Reward, Protocol):
     """A reward that can be proven on data before it is trained on (`python -m verl.utils.reward_score.lab`)."""
 
     def maximum(self, task: Task, step: int) -> float:
-        """The highest total any reply to this task can get at this step."""
+        """The highest total any response to this task can get at this step."""
 
     def gold(self, task: Task, step: int) -> str:
-        """A reply that deserves the maximum."""
+        """A response that deserves the maximum."""
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """Replies that do not deserve it."""
+        """Responses that do not deserve it."""
 
 
 def written(trajectory: Trajectory, observed: str = "\n") -> str:
     """All that the policy wrote, with `observed` in place of every observation."""
-    return "".join(turn.message.content + (observed if turn.replies else "") for turn in trajectory.turns)
+    return "".join(turn.message.content + (observed if turn.responses else "") for turn in trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionReward:
-    """A plain function as a reward: `(reply, answer)`, or veRL's (data_source, solution_str, ground_truth, extra_info).
+    """A plain function as a reward: `(response, answer)`, or veRL's (data_source, solution_str, ground_truth,
+    extra_info).
 
     It returns a number, or a mapping of numbers whose "score" is the total.
     """
@@ -92,12 +93,12 @@ class FunctionReward:
         if "solution_str" in signature(self.function).parameters:
             found = self.function(
                 data_source=task.data_source,
-                solution_str=trajectory.reply,
+                solution_str=trajectory.response,
                 ground_truth=task.answer,
                 extra_info=dict(task.extra),
             )
         else:
-            found = self.function(trajectory.reply, task.answer)
+            found = self.function(trajectory.response, task.answer)
         parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None
         total = float(found) if parts is None else parts["score"]
         return Score(total, parts or {"score": total})

@@ -1,4 +1,4 @@
-"""BFCL's verdict on the calls of one reply: is each among those that the key accepts?
+"""BFCL's verdict on the calls of one response: is each among those that the key accepts?
 
 The key (Task.answer) is the package's ground truth as JSON: [{name: {parameter: [accepted values]}}, ..], where ""
 among the values says that the parameter may be left out. [] is the key of a row on which no call is right, "any" that
@@ -7,7 +7,7 @@ of a row on which every call is. What functions take stands in Task.extra["tools
 Calls and key are paired without order: each entry takes the first call that is left and fits. Texts are equal without
 case, blanks and ,./-_*^; a whole number does for a float; a value may have the type of the key's first value instead
 of the documented one, and must then be equal. Names keep their dots: BFCL takes underscores for them from models whose
-interface forbids dots alone, and no codec here does. The verdicts equal those of `ast_checker` in bfcl-eval 2026.3.23,
+interface forbids dots alone, and no format here does. The verdicts equal those of `ast_checker` in bfcl-eval 2026.3.23,
 oddities included ([] and "" do where a parameter may be left out).
 """
 
@@ -48,7 +48,8 @@ class Passed(IntEnum):
 class BfclReward:
     """1 if all calls are right, else 0. Score.parts: correct, count, and the stages of `Passed` (1 if all got there).
 
-    It reads the calls that the codec found, so an episode needs one; a text alone is judged as a reply without calls.
+    It reads the calls that the format found, so an episode needs one; a text alone is judged as a response without
+    calls.
     """
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:

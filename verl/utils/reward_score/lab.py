@@ -2,7 +2,8 @@
 
     python -m verl.utils.reward_score.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
 
-For every row the gold reply must score the maximum, and every mutation that the reward declares must score less. Rows
+For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
+Rows
 that cannot be used, or whose gold calls a tool that the prompt does not list, offend too. A row that names a reward of
 its own is tried with that. Prints a table per mutation and the offending rows; exits with 1 if there are any, with 2 if
 the data or the reward cannot be used at all.
@@ -36,31 +37,31 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Offence:
+class Violation:
     """A row on which the reward breaks its promise."""
 
     task_id: str
-    reply_kind: str  # GOLD or the name of a mutation
+    response_kind: str  # GOLD or the name of a mutation
     score: float
     maximum: float
 
     def __str__(self) -> str:
-        expected = "exactly" if self.reply_kind == GOLD else "less than"
-        return f"{self.task_id}: {self.reply_kind} scores {self.score:g}, expected {expected} {self.maximum:g}"
+        expected = "exactly" if self.response_kind == GOLD else "less than"
+        return f"{self.task_id}: {self.response_kind} scores {self.score:g}, expected {expected} {self.maximum:g}"
 
 
 @dataclass
-class Tally:
-    """Running figures of one kind of reply."""
+class Stats:
+    """Running figures of one kind of response."""
 
-    replies: int = 0
+    responses: int = 0
     total: float = 0.0
     low: float = math.inf
     high: float = -math.inf
     at_maximum: int = 0
 
     def add(self, score: float, maximum: float) -> None:
-        self.replies += 1
+        self.responses += 1
         self.total += score
         self.low, self.high = min(self.low, score), max(self.high, score)
         self.at_maximum += score >= maximum - _TOLERANCE
@@ -68,21 +69,21 @@ class Tally:
 
 @dataclass
 class LabReport:
-    """What the lab saw, by kind of reply."""
+    """What the lab saw, by kind of response."""
 
-    tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    offences: list[Offence] = field(default_factory=list)
+    tallies: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
+    offences: list[Violation] = field(default_factory=list)
 
 
-def as_trajectory(task: Task, reply: str) -> Trajectory:
-    """A finished single-turn episode in which the policy wrote `reply`."""
+def as_trajectory(task: Task, response: str) -> Trajectory:
+    """A finished single-turn episode in which the policy wrote `response`."""
     completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
-    turn = Turn(context_ids=(), completion=completion, message=Message("assistant", reply))
+    turn = Turn(context_ids=(), completion=completion, message=Message("assistant", response))
     return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
 
 
 def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """Score the gold reply and every mutation of every task. Raises ConfigError where the reward itself fails."""
+    """Score the gold response and every mutation of every task. Raises ConfigError where the reward itself fails."""
     return try_rewards(Rewards(reward), (replace(task, reward=None) for task in tasks), step)
 
 
@@ -97,32 +98,32 @@ def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabRe
             )
         try:
             maximum = float(reward.maximum(task, step))
-            replies = [(GOLD, reward.gold(task, step))]
-            replies += [(mutation.name, mutation.text) for mutation in reward.mutations(task, step)]
-            scores = [float(reward.score(as_trajectory(task, text), task, step).total) for _, text in replies]
+            responses = [(GOLD, reward.gold(task, step))]
+            responses += [(mutation.name, mutation.text) for mutation in reward.mutations(task, step)]
+            scores = [float(reward.score(as_trajectory(task, text), task, step).total) for _, text in responses]
         except VerlError:
             raise
         except Exception as error:
             raise ConfigError(f"the reward fails on {task.id} ({type(error).__name__}: {error})") from error
-        for (kind, _), score in zip(replies, scores, strict=True):
+        for (kind, _), score in zip(responses, scores, strict=True):
             report.tallies[kind].add(score, maximum)
             # written so that a score that is no number offends
             kept = math.isclose(score, maximum, abs_tol=_TOLERANCE) if kind == GOLD else score < maximum - _TOLERANCE
             if not kept:
-                report.offences.append(Offence(task.id, kind, score, maximum))
+                report.offences.append(Violation(task.id, kind, score, maximum))
     return report
 
 
 def _table(report: LabReport) -> Table:
-    offending = {offence.reply_kind for offence in report.offences}
+    offending = {offence.response_kind for offence in report.offences}
     table = Table(title="Reward lab")
     for column in ("reply", "replies", "mean", "min", "max", "at maximum"):
         table.add_column(column, justify="left" if column == "reply" else "right")
     for kind, tally in report.tallies.items():
-        figures = [f"{figure:.3f}" for figure in (tally.total / tally.replies, tally.low, tally.high)]
-        share = f"{tally.at_maximum / tally.replies:.1%}"
+        figures = [f"{figure:.3f}" for figure in (tally.total / tally.responses, tally.low, tally.high)]
+        share = f"{tally.at_maximum / tally.responses:.1%}"
         style = "red" if kind in offending else None
-        table.add_row(escape(kind), str(tally.replies), *figures, share, style=style)
+        table.add_row(escape(kind), str(tally.responses), *figures, share, style=style)
     return table
 
 

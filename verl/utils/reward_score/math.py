@@ -1,4 +1,4 @@
-r"""Whether the answer in the last `\boxed{}` of a reply equals the gold one, by math-verify.
+r"""Whether the answer in the last `\boxed{}` of a response equals the gold one, by math-verify.
 
 A few pairs of harmless texts keep sympy busy for ever (log 2 / (log 2 - log 3) and a wrong integer, say), and so do
 deep nesting and large numbers. What is not shown equal in a fixed time counts as wrong. The time is of the processor,
@@ -30,16 +30,16 @@ _AGAIN_S = 0.1  # the timer repeats, for code that swallows what interrupts it
 _WARM_UP = (r"\frac{\sqrt{2}}{3}", "(-1, 2]", r"x^2 + \pi", r"\{1, 2\}")
 
 
-def last_box(reply: str) -> str | None:
+def last_box(response: str) -> str | None:
     r"""The inside of the `\boxed{}` that closes last, braces in it balanced; None where none does. One linear pass."""
     open_braces: list[int | None] = []  # where the inside of a box begins; None for any other brace
     found = None
-    for match in _BRACES.finditer(reply):
+    for match in _BRACES.finditer(response):
         brace = match.group()
         if brace == "}":
             start = open_braces.pop() if open_braces else None
             if start is not None:
-                found = reply[start : match.start()]
+                found = response[start : match.start()]
         elif brace == "{":
             open_braces.append(None)
         elif brace.startswith("\\boxed"):
@@ -47,12 +47,12 @@ def last_box(reply: str) -> str | None:
     return found
 
 
-def math_correct(reply: str, gold: str) -> bool:
-    r"""Whether the last box of the reply holds the gold answer; several values match in any order.
+def math_correct(response: str, gold: str) -> bool:
+    r"""Whether the last box of the response holds the gold answer; several values match in any order.
 
     Raises ConfigError where math-verify is not installed.
     """
-    answer = last_box(reply)
+    answer = last_box(response)
     return answer is not None and same_answer(answer, gold)
 
 
@@ -127,7 +127,7 @@ def _equal(answer: str, gold: str) -> bool:
     return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
 
 
-@lru_cache(maxsize=4096)  # a gold answer meets the replies of its whole group
+@lru_cache(maxsize=4096)  # a gold answer meets the responses of its whole group
 def _parsed(text: str) -> Any:
     parse, _ = _math_verify()
     return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
@@ -148,11 +148,11 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def boxed(answer: str) -> str:
-    """A reply that ends in the answer."""
+    """A response that ends in the answer."""
     return f"So the answer is \\boxed{{{answer}}}."
 
 
-def spoiled_boxes(answer: str) -> dict[str, str]:
+def corrupted_boxes(answer: str) -> dict[str, str]:
     """`boxed(answer)` spoiled in every way that costs the answer, by name."""
     wrong = "-987654321"
     return {
@@ -167,7 +167,7 @@ def spoiled_boxes(answer: str) -> dict[str, str]:
 
 
 class BoxLab:
-    """What the reward lab asks of rewards that give 1 to a reply with the right box, and less to any other."""
+    """What the reward lab asks of rewards that give 1 to a response with the right box, and less to any other."""
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
@@ -176,7 +176,7 @@ class BoxLab:
         return boxed(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations(spoiled_boxes(task.answer))
+        return as_mutations(corrupted_boxes(task.answer))
 
 
 @dataclass(frozen=True)

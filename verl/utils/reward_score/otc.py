@@ -21,9 +21,9 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import Mutation, as_mutations, written
-from verl.utils.reward_score.math import boxed, last_box, math_correct, spoiled_boxes
+from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
 from verl.utils.reward_score.search_r1 import (
-    answer_reply,
+    answer_response,
     episode_text,
     exact_match,
     follows_cycle,
@@ -90,10 +90,10 @@ class _OtcReward:
         return self.scale * (1.0 + self.format)
 
     def gold(self, task: Task, step: int) -> str:
-        return boxed(task.answer) if self.answers == "math" else answer_reply(task.answer)
+        return boxed(task.answer) if self.answers == "math" else answer_response(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations((spoiled_boxes if self.answers == "math" else spoiled_answers)(task.answer))
+        return as_mutations((corrupted_boxes if self.answers == "math" else spoiled_answers)(task.answer))
 
 
 @dataclass(frozen=True)

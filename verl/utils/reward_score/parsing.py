@@ -1,4 +1,4 @@
-"""ToolRL's reply grammar: think, tool_call and response blocks, and the calls inside.
+"""ToolRL's response grammar: think, tool_call and response blocks, and the calls inside.
 
     <think> .. </think>
     <tool_call>
@@ -34,7 +34,7 @@ _decode = json.JSONDecoder().decode
 
 
 class Shape(Enum):
-    """Which blocks an answer has, and so which ones the reply must have."""
+    """Which blocks an answer has, and so which ones the response must have."""
 
     THOUGHT = "think block alone"
     CALL = "think and tool_call blocks"
@@ -44,7 +44,7 @@ class Shape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """A parsed gold answer. `calls` is None where the answer makes none; shared between replies, so never changed."""
+    """A parsed gold answer. `calls` is None where the answer makes none; shared between responses, so never changed."""
 
     shape: Shape
     calls: list[dict[str, Any]] | None
@@ -59,10 +59,10 @@ def shape_of(answer: str) -> Shape:
 
 
 def final_turn(text: str) -> str:
-    """The assistant's last turn of a chat-templated text, stripped; a bare reply is returned as it is, stripped.
+    """The assistant's last turn of a chat-templated text, stripped; a bare response is returned as it is, stripped.
 
     The template is the one whose turn marker comes first in the text, so that a marker of another template quoted in a
-    prompt or a reply is text like any other. A bare reply ends at an end-of-turn marker that it still carries.
+    prompt or a response is text like any other. A bare response ends at an end-of-turn marker that it still carries.
     """
     first, header, end = len(text), "", ""
     for opening, its_header, its_end in _CHAT_MARKERS:
@@ -77,57 +77,57 @@ def final_turn(text: str) -> str:
     return text[start + len(header) :].partition(end)[0].strip()
 
 
-def matches_shape(reply: str, shape: Shape) -> bool:
-    """Whether the whole reply has exactly the blocks of `shape`, newline for newline, each tag once.
+def matches_shape(response: str, shape: Shape) -> bool:
+    """Whether the whole response has exactly the blocks of `shape`, newline for newline, each tag once.
 
     Equal to ToolRL's regular expressions on stripped text, but never quadratic. Tags of blocks that the shape does not
     have are not counted, as in ToolRL.
     """
-    if not reply.startswith(THINK):
+    if not response.startswith(THINK):
         return False
     if shape is Shape.THOUGHT:
-        return reply.endswith(THINK_END) and len(reply) >= len(THINK) + len(THINK_END)
+        return response.endswith(THINK_END) and len(response) >= len(THINK) + len(THINK_END)
     if shape is Shape.RESPONSE:
-        return _once(reply, RESPONSE, RESPONSE_END) and _ordered(reply, f"{THINK_END}\n{RESPONSE}", RESPONSE_END)
-    if not _once(reply, TOOL_CALL, TOOL_CALL_END):
+        return _once(response, RESPONSE, RESPONSE_END) and _ordered(response, f"{THINK_END}\n{RESPONSE}", RESPONSE_END)
+    if not _once(response, TOOL_CALL, TOOL_CALL_END):
         return False
     head = f"{THINK_END}\n{TOOL_CALL}\n"
     if shape is Shape.CALL:
-        return _ordered(reply, head, f"\n{TOOL_CALL_END}")
+        return _ordered(response, head, f"\n{TOOL_CALL_END}")
     middle = f"\n{TOOL_CALL_END}\n{RESPONSE}"
-    return _once(reply, RESPONSE, RESPONSE_END) and _ordered(reply, head, middle, RESPONSE_END)
+    return _once(response, RESPONSE, RESPONSE_END) and _ordered(response, head, middle, RESPONSE_END)
 
 
 def _once(text: str, opening: str, closing: str) -> bool:
     return text.count(opening) == 1 and text.count(closing) == 1
 
 
-def _ordered(reply: str, *pieces: str) -> bool:
-    """Whether the pieces follow each other after the opening `<think>`, the last one closing the reply."""
+def _ordered(response: str, *pieces: str) -> bool:
+    """Whether the pieces follow each other after the opening `<think>`, the last one closing the response."""
     position = len(THINK)
     for piece in pieces[:-1]:
-        position = reply.find(piece, position)
+        position = response.find(piece, position)
         if position < 0:
             return False
         position += len(piece)
-    return reply.endswith(pieces[-1]) and len(reply) - len(pieces[-1]) >= position
+    return response.endswith(pieces[-1]) and len(response) - len(pieces[-1]) >= position
 
 
-def think_words(reply: str) -> int | None:
+def think_words(response: str) -> int | None:
     """Number of whitespace-separated words of the last think block; None where a think tag is missing."""
-    if THINK not in reply or THINK_END not in reply:
+    if THINK not in response or THINK_END not in response:
         return None
-    return len(reply.rpartition(THINK)[2].partition(THINK_END)[0].split())
+    return len(response.rpartition(THINK)[2].partition(THINK_END)[0].split())
 
 
-def call_text(reply: str) -> str | None:
+def call_text(response: str) -> str | None:
     """The inside of the first tool_call block, stripped; None where either tag is missing.
 
     A block that is never closed runs to the end of the text (its closing tag may stand before it), as in ToolRL.
     """
-    if TOOL_CALL not in reply or TOOL_CALL_END not in reply:
+    if TOOL_CALL not in response or TOOL_CALL_END not in response:
         return None
-    return _first_block(reply)
+    return _first_block(response)
 
 
 def _first_block(text: str) -> str:
@@ -143,7 +143,7 @@ def parse_calls(text: str) -> list[Any]:
     return [_decode(line) for line in text.split("\n")]
 
 
-@lru_cache(maxsize=4096)  # a gold answer is scored against n replies; parse it once
+@lru_cache(maxsize=4096)  # a gold answer is scored against n responses; parse it once
 def parse_gold(answer: str) -> Gold:
     """The gold answer, parsed. Raises DataError when it announces calls that cannot be read."""
     shape = shape_of(answer)
@@ -155,17 +155,17 @@ def parse_gold(answer: str) -> Gold:
 
 def _gold_call(number: int, line: str) -> dict[str, Any]:
     expected = 'one JSON object {"name": str, "parameters": object} per line of the <tool_call> block'
-    mend = "Correct or drop the row"
+    hint = "Correct or drop the row"
     try:
         call = _decode(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, mend
+            f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, hint
         ) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise DataError(f"line {number} of the gold calls names no tool: {line[:80]!r}", expected, mend)
+        raise DataError(f"line {number} of the gold calls names no tool: {line[:80]!r}", expected, hint)
     if not isinstance(call.get("parameters"), dict):
-        raise DataError(f"line {number} of the gold calls has no parameters object: {line[:80]!r}", expected, mend)
+        raise DataError(f"line {number} of the gold calls has no parameters object: {line[:80]!r}", expected, hint)
     return call
 
 
@@ -174,8 +174,8 @@ def render_call(call: dict[str, Any]) -> str:
     return json.dumps({"name": call["name"], "parameters": call["parameters"]})
 
 
-def render_reply(thought: str, calls: Sequence[dict[str, Any]] | None = None, response: str | None = None) -> str:
-    """A reply in ToolRL's grammar; a block that is None is left out."""
+def render_response(thought: str, calls: Sequence[dict[str, Any]] | None = None, response: str | None = None) -> str:
+    """A response in ToolRL's grammar; a block that is None is left out."""
     blocks = [f"{THINK} {thought} {THINK_END}"]
     if calls is not None:
         blocks.append("\n".join([TOOL_CALL, *map(render_call, calls), TOOL_CALL_END]))

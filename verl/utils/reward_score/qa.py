@@ -71,11 +71,11 @@ class QaReward:
             try:
                 await asyncio.to_thread(_says_yes, self.judge, "What is 2 + 2?", ["4"], "4", _CHECK_S)
             except ServiceDownError as error:
-                mend = "Start it, or correct url, model and key_variable"
-                raise ServiceDownError(error.service, f"{error.problem}. {mend}") from None
+                hint = "Start it, or correct url, model and key_variable"
+                raise ServiceDownError(error.service, f"{error.problem}. {hint}") from None
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        answer = final_answer(trajectory.reply)
+        answer = final_answer(trajectory.response)
         golds = accepted_answers(task.answer)
         words = comparable(answer)
         parts = {
@@ -88,9 +88,9 @@ class QaReward:
         return Score(parts["judge" if self.judge else "exact_match"], parts)
 
 
-def final_answer(reply: str) -> str:
+def final_answer(response: str) -> str:
     """What a final message gives as its answer, stripped."""
-    said = reply.rpartition(THINK_END)[2]
+    said = response.rpartition(THINK_END)[2]
     answer = last_answer(said)
     if answer is None and RESPONSE in said:
         answer = said.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]

@@ -21,7 +21,7 @@ class RetoolReward(BoxLab):
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         correct = math_correct(written(trajectory), task.answer)
-        rounds = sum(1 for turn in trajectory.turns if turn.replies)
+        rounds = sum(1 for turn in trajectory.turns if turn.responses)
         wrong = min(-0.6, -1.0 + 0.1 * rounds) if self.shaped else -1.0
         return Score(1.0 if correct else wrong, {"correct": float(correct)})
 

@@ -40,7 +40,7 @@ class Rewards:
         return self.of(task).score(trajectory, task, step)
 
     def maximum(self, task: Task, step: int) -> float | None:
-        """The highest total that any reply to the task can get; None where its reward does not know."""
+        """The highest total that any response to the task can get; None where its reward does not know."""
         reward = self.of(task)
         return reward.maximum(task, step) if isinstance(reward, LabReward) else None
 

@@ -1,17 +1,17 @@
 """ToolRL's rule-based reward (arXiv 2504.13958): format + correctness (+ length), between -3 and 4 by default.
 
-    format       1 if the reply has exactly the blocks that the gold answer has, else 0
+    format       1 if the response has exactly the blocks that the gold answer has, else 0
     correctness  -3 .. 3 by how far the calls agree with the gold calls (matching.py); 0 where the gold makes no call
     length       0 .. 1 by the words of the think block, when switched on
 
-Scores equal ToolRL's published code for every reply, variant and step, except for these, all deliberate:
-    - the assistant's turn is found from the chat markers in the text, not from an experiment's name; a bare reply is
+Scores equal ToolRL's published code for every response, variant and step, except for these, all deliberate:
+    - the assistant's turn is found from the chat markers in the text, not from an experiment's name; a bare response is
       scored as it is;
     - SCHEDULELENGTH=1 alone switches the length reward on, as its description promises;
     - nothing is printed;
     - a gold answer whose calls cannot be read raises DataError. ToolRL dies inside json; where it is JSON but no call,
-      it gives every reply but an equal one the minimum.
-No reply, whatever its text, raises.
+      it gives every response but an equal one the minimum.
+No response, whatever its text, raises.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from verl.utils.reward_score.parsing import (
     parse_gold,
     think_words,
 )
-from verl.utils.reward_score.rlla_lab import lengthen_thought, spoiled_replies
+from verl.utils.reward_score.rlla_lab import corrupted_responses, lengthen_thought
 
-# What reading or matching a reply's calls can raise when they are not what they should be.
+# What reading or matching a response's calls can raise when they are not what they should be.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 # ToolRL's environment variables -> the options they switch on
@@ -89,7 +89,7 @@ class RllaOptions:
     schedule_steps: int | None = None  # horizon in steps; set, both schedules end there and stay clamped
     matching: Literal["greedy", "optimal"] = "greedy"
     refined_ignores_order: bool = False  # with `refined`: the paper's set equality
-    unwanted_call_penalty: float = 0.0  # subtracted where the reply calls a tool and the gold calls none
+    unwanted_call_penalty: float = 0.0  # subtracted where the response calls a tool and the gold calls none
 
     def __post_init__(self) -> None:
         for name in (*TOGGLES.values(), "refined_ignores_order"):
@@ -138,7 +138,7 @@ def _warn_of_strictmatch() -> None:
     warnings.warn("STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=3)
 
 
-@cache  # compute_score asks for each reply; there are 256 variants
+@cache  # compute_score asks for each response; there are 256 variants
 def _toggled(names: tuple[str, ...]) -> RllaOptions:
     toggles: dict[str, Any] = dict.fromkeys(names, True)
     return RllaOptions(**toggles)
@@ -194,8 +194,8 @@ def full_length(options: RllaOptions, step: int) -> float:
     return 384.0 + 256.0 * (step / 105 if done is None else done)
 
 
-def _length_score(reply: str, options: RllaOptions, step: int) -> float:
-    words = think_words(reply)
+def _length_score(response: str, options: RllaOptions, step: int) -> float:
+    words = think_words(response)
     return 0.0 if words is None else min(round(words / full_length(options, step), 2), 1.0)
 
 
@@ -218,18 +218,18 @@ def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions)
     return points / (1.0 + sum(1.0 if options.intermediate else 1.0 + len(call["parameters"]) for call in gold))
 
 
-def _calls_a_tool(reply: str) -> bool:
-    if reply.startswith(THINK):  # a thought may mention the tag
-        thought, closing, said = reply.partition(THINK_END)
+def _calls_a_tool(response: str) -> bool:
+    if response.startswith(THINK):  # a thought may mention the tag
+        thought, closing, said = response.partition(THINK_END)
         return TOOL_CALL in (said if closing else thought)
-    return TOOL_CALL in reply
+    return TOOL_CALL in response
 
 
-def _correctness_score(reply: str, gold: Gold, options: RllaOptions, step: int) -> float:
+def _correctness_score(response: str, gold: Gold, options: RllaOptions, step: int) -> float:
     if gold.calls is None:
-        return -options.unwanted_call_penalty if options.unwanted_call_penalty and _calls_a_tool(reply) else 0.0
+        return -options.unwanted_call_penalty if options.unwanted_call_penalty and _calls_a_tool(response) else 0.0
     low, high = correctness_range(options, step)
-    text = call_text(reply)
+    text = call_text(response)
     if text is None:
         return low
     if text == gold.call_text:  # the same text holds the same calls; no need to parse it again
@@ -250,25 +250,25 @@ class RllaScore(NamedTuple):
     length: float
 
 
-def score_reply(reply: str, answer: str, step: int, options: RllaOptions) -> RllaScore:
+def score_response(response: str, answer: str, step: int, options: RllaOptions) -> RllaScore:
     """Score the policy's own text against a gold answer; raises DataError if the gold's calls cannot be read."""
     gold = parse_gold(answer)
     format_ends = format_range(options, step)
-    form = format_ends.high if matches_shape(reply, gold.shape) else format_ends.low
-    correctness = _correctness_score(reply, gold, options, step)
-    length = _length_score(reply, options, step) if options.scores_length else 0.0
+    form = format_ends.high if matches_shape(response, gold.shape) else format_ends.low
+    correctness = _correctness_score(response, gold, options, step)
+    length = _length_score(response, options, step) if options.scores_length else 0.0
     return RllaScore(form + correctness + length, form, correctness, length)
 
 
 def compute_score(
     solution_str: str, ground_truth: str, step: int = 0, options: RllaOptions | None = None
 ) -> tuple[float, float, float, float]:
-    """(score, format, correctness, length) of a whole chat-templated sequence or of a bare reply.
+    """(score, format, correctness, length) of a whole chat-templated sequence or of a bare response.
 
     `step` is the global training step, for the scheduled variants. With `options=None` the environment chooses the
     variant (RllaOptions.from_env). Raises DataError if the gold answer announces calls that cannot be read.
     """
-    return score_reply(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
+    return score_response(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class RllaReward:
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Score the last turn; raises DataError that names the task if its gold answer cannot be read."""
         try:
-            total, *parts = score_reply(trajectory.reply.strip(), task.answer, step, self.options)
+            total, *parts = score_response(trajectory.response.strip(), task.answer, step, self.options)
         except DataError as error:
             raise error.at(file=task.id) from error
         return Score(total, dict(zip(("format", "correctness", "length"), parts, strict=True)))
@@ -303,5 +303,5 @@ class RllaReward:
         return lengthen_thought(task.answer, full_length(self.options, step))
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """Every way of spoiling the gold reply that this reward promises to notice."""
-        return spoiled_replies(task, self.gold(task, step))
+        """Every way of spoiling the gold response that this reward promises to notice."""
+        return corrupted_responses(task, self.gold(task, step))

@@ -1,4 +1,4 @@
-"""Good replies spoiled in every way that ToolRL's reward promises to notice, for the reward lab.
+"""Good responses spoiled in every way that ToolRL's reward promises to notice, for the reward lab.
 
 What the reward does not read is not declared here: the words of a thought, and the words of a `<response>`.
 """
@@ -26,42 +26,42 @@ from verl.utils.reward_score.prompt import listed_tools
 _STRANGER: dict[str, Any] = {"name": "a_tool_nobody_asked_for", "parameters": {"q": 1}}
 
 
-def lengthen_thought(reply: str, words: float) -> str:
-    """The reply with the words of its last think block repeated until there are at least `words` of them."""
-    head, tag, rest = reply.rpartition(THINK)
+def lengthen_thought(response: str, words: float) -> str:
+    """The response with the words of its last think block repeated until there are at least `words` of them."""
+    head, tag, rest = response.rpartition(THINK)
     thought, closing, tail = rest.partition(THINK_END)
     said = thought.split() or ["..."]
     longer = (said * math.ceil(words / len(said)))[: math.ceil(words)]
     return f"{head}{tag} {' '.join(longer)} {closing}{tail}"
 
 
-def spoiled_replies(task: Task, reply: str) -> list[Mutation]:
-    """The declared mutations of a good reply; those that leave it as it was are left out."""
+def corrupted_responses(task: Task, response: str) -> list[Mutation]:
+    """The declared mutations of a good response; those that leave it as it was are left out."""
     calls = parse_gold(task.answer).calls
-    thought = reply.partition(THINK_END)[0] + THINK_END
-    spoiled = {"empty text": "", "think only": thought, "missing think": reply[len(thought) :].lstrip("\n")}
-    spoiled["space for newline"] = reply.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
-    spoiled["text before"] = f"Sure. {reply}"
-    spoiled["text after"] = f"{reply}\nDone."
+    thought = response.partition(THINK_END)[0] + THINK_END
+    spoiled = {"empty text": "", "think only": thought, "missing think": response[len(thought) :].lstrip("\n")}
+    spoiled["space for newline"] = response.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
+    spoiled["text before"] = f"Sure. {response}"
+    spoiled["text after"] = f"{response}\nDone."
     if RESPONSE in task.answer:
-        spoiled["response unclosed"] = reply.replace(RESPONSE_END, "")
-        spoiled["response dropped"] = reply.partition(f"\n{RESPONSE}")[0]
-        spoiled["response doubled"] = f"{reply}\n{RESPONSE} again {RESPONSE_END}"
+        spoiled["response unclosed"] = response.replace(RESPONSE_END, "")
+        spoiled["response dropped"] = response.partition(f"\n{RESPONSE}")[0]
+        spoiled["response doubled"] = f"{response}\n{RESPONSE} again {RESPONSE_END}"
     if calls is None:
         block = f"{TOOL_CALL}\n{render_call(_STRANGER)}\n{TOOL_CALL_END}"
-        spoiled["over-calling"] = reply.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
-        spoiled["call inside response"] = reply.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
+        spoiled["over-calling"] = response.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
+        spoiled["call inside response"] = response.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
     else:
-        spoiled |= _spoiled_calls(task, reply, calls)
+        spoiled |= _spoiled_calls(task, response, calls)
     mutations = [Mutation(name, text) for name, text in spoiled.items()]
-    mutations += _spoiled_parameters(reply, calls or [])
-    return [mutation for mutation in mutations if mutation.text != reply]
+    mutations += _spoiled_parameters(response, calls or [])
+    return [mutation for mutation in mutations if mutation.text != response]
 
 
-def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[str, str]:
+def _spoiled_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
 
     def with_lines(lines: list[str]) -> str:
-        return _with_calls(reply, lines)
+        return _with_calls(response, lines)
 
     lines = [render_call(call) for call in calls]
     first, *others = calls
@@ -76,9 +76,9 @@ def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[
         "duplicated call": with_lines([*lines, lines[-1]]),
         "over-calling": with_lines([*lines, render_call(_STRANGER)]),
         "calls as a JSON list": with_lines([json.dumps(calls)]),
-        "tool_call unclosed": reply.replace(TOOL_CALL_END, "", 1),
-        "tool_call doubled": f"{reply}\n{TOOL_CALL}\n{lines[0]}\n{TOOL_CALL_END}",
-        "calls on the tag's line": reply.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
+        "tool_call unclosed": response.replace(TOOL_CALL_END, "", 1),
+        "tool_call doubled": f"{response}\n{TOOL_CALL}\n{lines[0]}\n{TOOL_CALL_END}",
+        "calls on the tag's line": response.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
     }
     if others:
         spoiled["missing call"] = with_lines(lines[1:])
@@ -89,7 +89,7 @@ def _spoiled_calls(task: Task, reply: str, calls: list[dict[str, Any]]) -> dict[
     return spoiled
 
 
-def _spoiled_parameters(reply: str, calls: list[dict[str, Any]]) -> list[Mutation]:
+def _spoiled_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mutation]:
     """Each parameter of each call once dropped and once with another value."""
     lines = [render_call(call) for call in calls]
     spoiled = []
@@ -101,13 +101,13 @@ def _spoiled_parameters(reply: str, calls: list[dict[str, Any]]) -> list[Mutatio
                 ("wrong value", {**call["parameters"], key: _another_value(value)}),
             ):
                 line = render_call({**call, "parameters": parameters})
-                spoiled.append(Mutation(name, _with_calls(reply, [*lines[:number], line, *lines[number + 1 :]])))
+                spoiled.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
     return spoiled
 
 
-def _with_calls(reply: str, lines: list[str]) -> str:
-    """The reply with these lines in its first tool_call block."""
-    before, _, rest = reply.partition(TOOL_CALL)
+def _with_calls(response: str, lines: list[str]) -> str:
+    """The response with these lines in its first tool_call block."""
+    before, _, rest = response.partition(TOOL_CALL)
     after = rest.partition(TOOL_CALL_END)[2]
     return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
 

@@ -36,7 +36,7 @@ def normalised(answer: str) -> str:
 def accepted_answers(answer: str) -> list[str]:
     """The texts that count as right: of a JSON list, or of the target in Search-R1's {"target": ..}; numbers as well.
 
-    Raises DataError for an object without a target, which no reply could be equal to.
+    Raises DataError for an object without a target, which no response could be equal to.
     """
     if answer.startswith(("[", "{")):
         try:
@@ -63,13 +63,13 @@ def _target(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def last_answer(reply: str) -> str | None:
+def last_answer(response: str) -> str | None:
     """The inside of the last answer block, stripped; None where there is none.
 
     A block runs from the first opening tag after the block before to the next closing tag, as in the published code:
     an opening tag inside belongs to the answer.
     """
-    closed = [piece for piece in reply.split(_ANSWER_END)[:-1] if _ANSWER in piece]
+    closed = [piece for piece in response.split(_ANSWER_END)[:-1] if _ANSWER in piece]
     return closed[-1].partition(_ANSWER)[2].strip() if closed else None
 
 
@@ -78,9 +78,9 @@ def episode_text(trajectory: Trajectory) -> str:
     return written(trajectory, _OBSERVED)
 
 
-def exact_match(reply: str, answer: str) -> bool:
+def exact_match(response: str, answer: str) -> bool:
     """Whether the last answer block says one of the gold answers."""
-    found = last_answer(reply)
+    found = last_answer(response)
     if found is None:
         return False
     return comparable(found) in {comparable(each) for each in accepted_answers(answer)}
@@ -117,29 +117,29 @@ def follows_cycle(trajectory: Trajectory, call: str, observation: str) -> bool:
                 state = None
             if state is None:
                 return False
-        if turn.replies:
+        if turn.responses:
             if state != "called":
                 return False
             state = "start"
     return state == "end"
 
 
-def answer_reply(answer: str) -> str:
-    """A reply in good form that says the first accepted answer."""
+def answer_response(answer: str) -> str:
+    """A response in good form that says the first accepted answer."""
     return f"<think>I know this.</think>\n{_ANSWER} {accepted_answers(answer)[0]} {_ANSWER_END}"
 
 
 def spoiled_answers(answer: str) -> dict[str, str]:
-    """`answer_reply(answer)` spoiled in every way that costs the answer, by name."""
-    reply = answer_reply(answer)
+    """`answer_response(answer)` spoiled in every way that costs the answer, by name."""
+    response = answer_response(answer)
     wrong = "no accepted answer says this"
     return {
         "empty text": "",
-        "wrong answer": answer_reply(wrong),
-        "answer in a sentence": answer_reply(f"I believe that it is {accepted_answers(answer)[0]}"),
+        "wrong answer": answer_response(wrong),
+        "answer in a sentence": answer_response(f"I believe that it is {accepted_answers(answer)[0]}"),
         "no answer block": accepted_answers(answer)[0],
-        "answer unclosed": reply.replace(_ANSWER_END, ""),
-        "another answer after it": f"{reply}\n{_ANSWER}{wrong}{_ANSWER_END}",
+        "answer unclosed": response.replace(_ANSWER_END, ""),
+        "another answer after it": f"{response}\n{_ANSWER}{wrong}{_ANSWER_END}",
     }
 
 
@@ -152,8 +152,8 @@ class SearchR1Reward:
     any_answer: float = 0.1
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        reply = episode_text(trajectory)
-        right = exact_match(reply, task.answer)
+        response = episode_text(trajectory)
+        right = exact_match(response, task.answer)
         if not self.with_form:
             return Score(float(right), {"correct": float(right)})
         form = follows_cycle(trajectory, "search", "information")
@@ -162,14 +162,14 @@ class SearchR1Reward:
         elif form:
             total = self.good_form
         else:
-            total = 0.0 if last_answer(reply) is None else self.any_answer
+            total = 0.0 if last_answer(response) is None else self.any_answer
         return Score(total, {"correct": float(right), "format": float(form)})
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
 
     def gold(self, task: Task, step: int) -> str:
-        return answer_reply(task.answer)
+        return answer_response(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         return as_mutations(spoiled_answers(task.answer))

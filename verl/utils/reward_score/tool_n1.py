@@ -10,7 +10,7 @@ Right means that the last block holds the gold calls, in any order; arguments ar
     v2     right: 1
     v3     0.2 for thinking, 0.8 for right
     v4     v3, and 0.2 where the names alone are right
-    llama  v0; a reply without a block makes no calls, and needs no thought for that
+    llama  v0; a response without a block makes no calls, and needs no thought for that
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def _name(call: Any) -> str:
     return name
 
 
-def last_block(reply: str) -> str | None:
+def last_block(response: str) -> str | None:
     """The inside of the last tool_call block; None where there is none."""
-    closed = [piece for piece in reply.split(TOOL_CALL_END)[:-1] if TOOL_CALL in piece]
+    closed = [piece for piece in response.split(TOOL_CALL_END)[:-1] if TOOL_CALL in piece]
     return closed[-1].partition(TOOL_CALL)[2] if closed else None
 
 
@@ -123,13 +123,13 @@ class ToolN1Reward:
             gold = gold_calls(task.answer)
         except DataError as error:
             raise error.at(file=task.id) from error
-        reply = trajectory.reply
-        block = last_block(reply)
+        response = trajectory.response
+        block = last_block(response)
         absent: list[Call] | None = [] if self.version == "llama" else None
         calls = absent if block is None else read_calls(block)
         right = calls is not None and Counter(calls) == Counter(gold)
         names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in gold)
-        thinking = THINK in reply and THINK_END in reply
+        thinking = THINK in response and THINK_END in response
         is_json = block is not None and read_json(block) is not None
         decision = Decision(right, names, thinking, block is not None, is_json)
         parts = {"correct": float(right), "names": float(names), "format": float(thinking)}
@@ -143,25 +143,25 @@ class ToolN1Reward:
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         """Those that every version notices."""
-        calls, reply = json.loads(task.answer), self.gold(task, step)
+        calls, response = json.loads(task.answer), self.gold(task, step)
         calls = [calls] if isinstance(calls, dict) else calls
 
         def saying(calls: Any) -> str:
-            return reply.replace(task.answer, json.dumps(calls))
+            return response.replace(task.answer, json.dumps(calls))
 
         spoiled = {
             "empty text": "",
             "over-calling": saying([*calls, {"name": "a_tool_nobody_asked_for", "arguments": {}}]),
             "malformed JSON": saying(calls)[: -len(TOOL_CALL_END) - 1] + TOOL_CALL_END,
             "a number for calls": saying(1),
-            "block unclosed": reply.replace(TOOL_CALL_END, ""),
+            "block unclosed": response.replace(TOOL_CALL_END, ""),
         }
         if calls:
             first, *others = calls
             spoiled["missing call"] = saying(others)
             spoiled["wrong name"] = saying([first | {"name": f"{first['name']}_x"}, *others])
             spoiled["invented argument"] = saying([first | {"arguments": first["arguments"] | {"x_": 1}}, *others])
-            spoiled["another block after it"] = f"{reply}{TOOL_CALL}[]{TOOL_CALL_END}"
+            spoiled["another block after it"] = f"{response}{TOOL_CALL}[]{TOOL_CALL_END}"
         if not calls and self.version == "llama":  # no block, no calls
             del spoiled["block unclosed"], spoiled["empty text"]
         return as_mutations(spoiled)

@@ -1,7 +1,8 @@
 r"""ToRL's reward (arXiv 2503.23383): +1 where the last box holds the right answer, else -1.
 
-The published code takes its executability penalty off replies without any code and looks at the last round alone; here,
-as in the paper, it is for replies in which code was run and failed. Off by default, as in the paper's main runs.
+The published code takes its executability penalty off responses without any code and looks at the last round alone;
+here,
+as in the paper, it is for responses in which code was run and failed. Off by default, as in the paper's main runs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class TorlReward(BoxLab):
     wrong_box: float = -1.0
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        reply = written(trajectory)
-        correct = math_correct(reply, task.answer)
-        answer = 1.0 if correct else -1.0 if last_box(reply) is None else self.wrong_box
+        response = written(trajectory)
+        correct = math_correct(response, task.answer)
+        answer = 1.0 if correct else -1.0 if last_box(response) is None else self.wrong_box
         failed = any(use.status in FAILED for use in trajectory.tool_uses)
         penalty = -self.executability_penalty if failed else 0.0
         return Score(answer + penalty, {"correct": float(correct), "executability": penalty})

@@ -1,4 +1,4 @@
-"""Codecs: every format against its corpus, what any text may not do to them, and how answers come back."""
+"""Formats: every format against its corpus, what any text may not do to them, and how answers come back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT, real_data
-from verl.data.codecs.base import CODECS, Calls, Codec, Final, GoOn, Malformed, Parsed, build_codec
-from verl.data.codecs.prompt import load_template
-from verl.data.codecs.text import shorten
+from verl.data.formats.base import (
+    TOOL_CALL_FORMATS,
+    Calls,
+    Continue,
+    Final,
+    Parsed,
+    ParseError,
+    ToolCallFormat,
+    build_tool_call_format,
+)
+from verl.data.formats.prompt import load_template
+from verl.data.formats.text import shorten
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError
 from verl.types import Message, ToolCall, ToolSpec
@@ -30,7 +39,7 @@ CASES = [
     for path in CORPORA
     for line in path.read_text(encoding="utf-8").splitlines()
 ]
-NAMES = sorted(CODECS)
+NAMES = sorted(TOOL_CALL_FORMATS)
 STRUCTURED = ("hermes", "toolrl", "llama3_json", "xml", "tool_n1")
 TAGS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<search>", "</search>", "<answer>", "</answer>", "<code>",
@@ -46,8 +55,8 @@ TOOL = ToolSpec("add", "Adds {question}", {"type": "object", "properties": {"a":
 
 
 @cache
-def codec_of(name: str) -> Codec:
-    return build_codec(name)
+def format_of(name: str) -> ToolCallFormat:
+    return build_tool_call_format(name)
 
 
 def offered(tools: dict[str, dict[str, Any]]) -> list[ToolSpec]:
@@ -58,9 +67,9 @@ def as_told(parsed: Parsed) -> dict[str, Any]:
     match parsed:
         case Calls(calls):
             return {"calls": [[call.name, dict(call.arguments)] for call in calls]}
-        case Malformed(problem):
+        case ParseError(problem):
             return {"malformed": problem}
-        case GoOn():
+        case Continue():
             return {"go_on": True}
         case Final():
             return {"final": True}
@@ -68,7 +77,7 @@ def as_told(parsed: Parsed) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_corpus(name: str, case: dict[str, Any]) -> None:
-    told = as_told(codec_of(name).parse(case["text"], offered(case.get("tools", {}))))
+    told = as_told(format_of(name).parse(case["text"], offered(case.get("tools", {}))))
     if "malformed" in case:
         assert case["malformed"] in told["malformed"]
     else:  # compared as JSON, where 1, 1.0 and true are not the same
@@ -86,21 +95,21 @@ def test_every_format_has_a_corpus() -> None:
 @settings(deadline=None, max_examples=60)
 @given(text=st.one_of(st.text(), st.lists(st.sampled_from(SCRAPS), max_size=30).map("".join)))
 def test_nothing_raises_and_problems_are_short(name: str, text: str) -> None:
-    codec = codec_of(name)
-    parsed = codec.parse(text)
-    assert isinstance(parsed, Calls | Malformed | GoOn | Final) and parsed == codec.parse(text)
-    assert all(codec.stop_strings(text))
-    if isinstance(parsed, Malformed):
+    tool_call_format = format_of(name)
+    parsed = tool_call_format.parse(text)
+    assert isinstance(parsed, Calls | ParseError | Continue | Final) and parsed == tool_call_format.parse(text)
+    assert all(tool_call_format.stop_strings(text))
+    if isinstance(parsed, ParseError):
         assert 0 < len(parsed.problem) < 300 and parsed.problem.endswith(".")
     if isinstance(parsed, Calls):
         assert parsed.calls
-    assert codec.observation((Message("tool", text),), text)
+    assert tool_call_format.observation((Message("tool", text),), text)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_megabyte_of_anything_is_read_in_linear_time(name: str) -> None:
     """A parser that is quadratic in any of these takes minutes rather than milliseconds."""
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     starts = (
         *TAGS,
         '<tool_call>{"',
@@ -122,15 +131,15 @@ def test_a_megabyte_of_anything_is_read_in_linear_time(name: str) -> None:
         '{"name": "f", "parameters": {}};',
     ):
         text = scrap * (1_000_000 // len(scrap))
-        codec.parse(text)
-        codec.stop_strings(text)
-        codec.parse(text + "```output")
+        tool_call_format.parse(text)
+        tool_call_format.stop_strings(text)
+        tool_call_format.parse(text + "```output")
 
 
 def test_numbers_and_nesting_that_python_refuses_are_told() -> None:
     for value, said in (("1" * 5000, "too many digits"), ("[" * 100_000, "too deep")):
         text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
-        assert said in as_told(codec_of("hermes").parse(text))["malformed"]
+        assert said in as_told(format_of("hermes").parse(text))["malformed"]
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(TAGS)
@@ -170,26 +179,26 @@ def can_be_xml(calls: tuple[ToolCall, ...]) -> bool:
 @settings(deadline=None, max_examples=60)
 @given(calls=CALLS)
 def test_rendered_calls_are_read_back(name: str, calls: tuple[ToolCall, ...]) -> None:
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     calls, tools = with_tools(calls)
     assume(name != "xml" or can_be_xml(calls))
-    text = codec.render(calls)
+    text = tool_call_format.render(calls)
     for written in (text, f"<think>I could {text}</think>\n{text}", f"so {text}</think>\n{text}"):
-        assert json.dumps(as_told(codec.parse(written, tools))) == json.dumps(as_told(Calls(calls)))
+        assert json.dumps(as_told(tool_call_format.parse(written, tools))) == json.dumps(as_told(Calls(calls)))
     for written in (f"<think>{text}", f"<think>{text}</think>", f"{text}</think>"):
-        assert codec.parse(written) == Final()
+        assert tool_call_format.parse(written) == Final()
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
 @settings(deadline=None, max_examples=25)
 @given(calls=CALLS)
 def test_the_beginning_of_calls_is_never_other_calls(name: str, calls: tuple[ToolCall, ...]) -> None:
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     calls, tools = with_tools(calls)
     assume(name != "xml" or can_be_xml(calls))
-    text = codec.render(calls)
+    text = tool_call_format.render(calls)
     for length in range(len(text)):
-        parsed = codec.parse(text[:length], tools)
+        parsed = tool_call_format.parse(text[:length], tools)
         if isinstance(parsed, Calls):
             assert parsed.calls == calls[: len(parsed.calls)]
 
@@ -199,25 +208,27 @@ PROGRAM = "import math\n\nfor n in [1, 2]:\n    print(f'{n} < {math.pi}')"
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(STRUCTURED) - {"artist_tools"}))
 def test_rendered_programs_and_queries_are_read_back_whole_or_not_at_all(name: str) -> None:
-    codec = codec_of(name)
+    tool_call_format = format_of(name)
     search = name in ("search_r1", "otc_search")
     call = ToolCall("search", {"query": PROGRAM}) if search else ToolCall("python", {"code": PROGRAM})
-    text = codec.render((call,))
-    assert codec.parse(text) == codec.parse(f"First.\n{text}") == Calls((call,))
-    assert text.endswith(codec.stop_strings("") if name != "zerotir" else codec.stop_strings("```python"))
-    assert not any(isinstance(codec.parse(text[:length]), Calls) for length in range(len(text)))
+    text = tool_call_format.render((call,))
+    assert tool_call_format.parse(text) == tool_call_format.parse(f"First.\n{text}") == Calls((call,))
+    assert text.endswith(
+        tool_call_format.stop_strings("") if name != "zerotir" else tool_call_format.stop_strings("```python")
+    )
+    assert not any(isinstance(tool_call_format.parse(text[:length]), Calls) for length in range(len(text)))
 
 
 @pytest.mark.parametrize("name", ["hermes", "xml", "llama3_json"])
 def test_a_thought_that_the_template_opens_holds_no_calls(name: str) -> None:
-    codec = build_codec(name, {"in_thought": True})
-    text = codec.render((ToolCall("f", {}),))
-    assert codec.parse(text) == Final()
-    assert codec.parse(f"hm</think>{text}") == Calls((ToolCall("f", {}),))
+    tool_call_format = build_tool_call_format(name, {"in_thought": True})
+    text = tool_call_format.render((ToolCall("f", {}),))
+    assert tool_call_format.parse(text) == Final()
+    assert tool_call_format.parse(f"hm</think>{text}") == Calls((ToolCall("f", {}),))
 
 
 def test_zerotir_stops_at_the_opening_fence_then_at_the_closing_one() -> None:
-    codec = codec_of("zerotir")
+    tool_call_format = format_of("zerotir")
     for written, stop in (
         ("", "```python"),
         ("So ```python", "```"),
@@ -225,14 +236,16 @@ def test_zerotir_stops_at_the_opening_fence_then_at_the_closing_one() -> None:
         ("So ```python\nprint(1)```", "```python"),
         ("<think> ```python", "```python"),
     ):
-        assert codec.stop_strings(written) == (stop,)
+        assert tool_call_format.stop_strings(written) == (stop,)
 
 
 TOO_LONG, LONG = "The output is too long to be shown. Print less of it.", "a" * 300 + "b" * 300
 
 
 def observed(name: str, written: str, *results: str, **options: Any) -> str | Sequence[Message]:
-    return build_codec(name, options).observation([Message("tool", each, tool="t") for each in results], written)
+    return build_tool_call_format(name, options).observation(
+        [Message("tool", each, tool="t") for each in results], written
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,48 +276,50 @@ def test_answers_go_on_in_the_policys_turn(name: str, written: str, result: str,
 
 def test_where_the_policy_ended_its_turn_the_answer_is_a_turn_of_its_own() -> None:
     assert observed("search_r1", "It is Lisbon.", "That was no action.") == (Message("user", "That was no action."),)
-    follow_up = codec_of("retool").observation([Message("user", "And 3+3?")], "<answer>4</answer>")
+    follow_up = format_of("retool").observation([Message("user", "And 3+3?")], "<answer>4</answer>")
     assert follow_up == (Message("user", "And 3+3?"),)
 
 
 def test_results_in_turns() -> None:
     results = (Message("tool", '{"t": 21}', tool="weather"), Message("tool", "sunny", tool="sky"))
-    assert codec_of("hermes").observation(results, "") == codec_of("xml").observation(results, "") == results
-    assert codec_of("tool_n1").observation(results, "") == results
-    assert [each.role for each in codec_of("llama3_json").observation(results, "") if isinstance(each, Message)] == [
+    assert format_of("hermes").observation(results, "") == format_of("xml").observation(results, "") == results
+    assert format_of("tool_n1").observation(results, "") == results
+    assert [each.role for each in format_of("llama3_json").observation(results, "") if isinstance(each, Message)] == [
         "ipython",
         "ipython",
     ]
     told = '<obs> [{"name": "weather", "results": {"t": 21}}, {"name": "sky", "results": "sunny"}] </obs>'
-    assert codec_of("toolrl").observation(results, "") == (Message("user", told),)
-    assert codec_of("toolrl").observation((Message("user", "Hi"),), "") == (Message("user", "<user> Hi </user>"),)
+    assert format_of("toolrl").observation(results, "") == (Message("user", told),)
+    assert format_of("toolrl").observation((Message("user", "Hi"),), "") == (Message("user", "<user> Hi </user>"),)
 
 
 def test_prompts_put_the_question_into_the_recipes_words() -> None:
     for name in ("retool", "search_r1", "otc_search", "artist", "artist_tools"):
-        system, user = codec_of(name).opening(QUESTION, (TOOL,))
+        system, user = format_of(name).opening(QUESTION, (TOOL,))
         assert system == QUESTION[0] and isinstance(user, Message)
         assert user.content.count(QUESTION[1].content) == 1 and "{question}" not in user.content.replace(
             "Adds {question}", ""
         )
     for name in ("fence", "zerotir"):
-        text = codec_of(name).opening(QUESTION, ())
+        text = format_of(name).opening(QUESTION, ())
         assert isinstance(text, str) and QUESTION[1].content in text and QUESTION[0].content not in text
-    assert codec_of("hermes").opening(QUESTION, (TOOL,)) == QUESTION and codec_of("hermes").template_tools
-    (_, told) = codec_of("artist_tools").opening(QUESTION, (TOOL,))
-    assert isinstance(told, Message) and '"name": "add"' in told.content and not codec_of("artist_tools").template_tools
+    assert format_of("hermes").opening(QUESTION, (TOOL,)) == QUESTION and format_of("hermes").template_tools
+    (_, told) = format_of("artist_tools").opening(QUESTION, (TOOL,))
+    assert (
+        isinstance(told, Message) and '"name": "add"' in told.content and not format_of("artist_tools").template_tools
+    )
 
 
 def test_system_prompts_tell_of_the_tools() -> None:
-    system, user = codec_of("tool_n1").opening(QUESTION, (TOOL,))
+    system, user = format_of("tool_n1").opening(QUESTION, (TOOL,))
     assert isinstance(system, Message) and user == QUESTION[1]
     assert (
         system.content.startswith("Be brief.\n\n")
         and '{"type": "function", "function": {"name": "add"' in system.content
     )
-    assert codec_of("tool_n1").opening(QUESTION, ()) == QUESTION
+    assert format_of("tool_n1").opening(QUESTION, ()) == QUESTION
     dialogue = (*QUESTION, Message("assistant", "<tool_call>..</tool_call>"), Message("tool", "4", tool="add"))
-    system, user = codec_of("toolrl").opening(dialogue, (TOOL,))
+    system, user = format_of("toolrl").opening(dialogue, (TOOL,))
     assert isinstance(system, Message) and isinstance(user, Message)
     assert listed_tools((system,)) == ("add",)
     assert 'Parameters: {"a": {"description": "", "type": "integer", "default": ""}}' in system.content
@@ -315,10 +330,10 @@ def test_system_prompts_tell_of_the_tools() -> None:
 
 
 def test_toolrls_own_rows_stay_as_they_are_and_its_reward_reads_the_same_calls() -> None:
-    codec, calls = codec_of("toolrl"), 0
+    tool_call_format, calls = format_of("toolrl"), 0
     for task in TaskSet(str(real_data("toolrl", "rlla_test.parquet")), max_bad_share=1.0):
-        assert codec.opening(task.prompt, (TOOL,)) == task.prompt
-        parsed = codec.parse(task.answer)
+        assert tool_call_format.opening(task.prompt, (TOOL,)) == task.prompt
+        parsed = tool_call_format.parse(task.answer)
         if isinstance(parsed, Calls):
             calls += 1
             read = parse_calls(call_text(task.answer) or "")
@@ -331,7 +346,7 @@ def test_toolrls_own_rows_stay_as_they_are_and_its_reward_reads_the_same_calls()
 @settings(deadline=None, max_examples=60)
 @given(text=st.lists(st.sampled_from(SCRAPS), max_size=20).map("".join))
 def test_what_toolrl_reads_without_thoughts_its_reward_reads_too(text: str) -> None:
-    parsed = codec_of("toolrl").parse(text)
+    parsed = format_of("toolrl").parse(text)
     if isinstance(parsed, Calls) and "think>" not in text:
         assert [each["name"] for each in parse_calls(call_text(text) or "")] == [call.name for call in parsed.calls]
 
@@ -342,12 +357,12 @@ def test_templates(tmp_path: Path) -> None:
     template = load_template(str(path))
     assert template.fill("a {tools} {question}", "T") == "Q: a {tools} {question} in \\boxed{}\n"
     assert template.sha256 == sha256(template.text.encode()).hexdigest()
-    codec = build_codec("retool", {"prompt_template": str(path), "raw": True})
-    assert codec.opening(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
-    assert build_codec("retool", {"prompt_template": None}).opening(QUESTION, ()) == QUESTION
+    tool_call_format = build_tool_call_format("retool", {"prompt_template": str(path), "raw": True})
+    assert tool_call_format.opening(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
+    assert build_tool_call_format("retool", {"prompt_template": None}).opening(QUESTION, ()) == QUESTION
     path.write_text("no place", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.txt' lacks \{question\}"):
-        build_codec("fence", {"prompt_template": str(path)})
+        build_tool_call_format("fence", {"prompt_template": str(path)})
     path.write_bytes(b"\xff{question}")
     with pytest.raises(ConfigError, match="not in UTF-8"):
         load_template(str(path))
@@ -362,12 +377,12 @@ def test_templates(tmp_path: Path) -> None:
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
         ("fence", {"prompt_template": None}, "raw=true leaves out the chat template"),
-        ("verl.data.codecs.base:CODECS", {}, "must be a class or a function"),
+        ("verl.data.formats.base:TOOL_CALL_FORMATS", {}, "must be a class or a function"),
     ],
 )
 def test_bad_settings_are_told(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_codec(name, options)
+        build_tool_call_format(name, options)
     assert said in str(caught.value)
 
 
@@ -375,9 +390,9 @@ def test_shortened_texts_keep_both_ends() -> None:
     assert shorten("abcdefghij", 4) == "ab...ij" and shorten("abc", 4) == "abc"
 
 
-def test_the_page_tells_of_every_codec() -> None:
+def test_the_page_tells_of_every_format() -> None:
     page = (ROOT / "docs" / "codecs.md").read_text(encoding="utf-8")
-    assert {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")} == set(CODECS)
+    assert {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")} == set(TOOL_CALL_FORMATS)
 
 
 EDITOR = {
@@ -412,10 +427,10 @@ DEFINITIONS = {
 def test_texts_are_read_by_the_schemas_of_real_tools(argument: str, text: str, value: Any) -> None:
     tools = [ToolSpec("edit", "", {"type": "object", "properties": EDITOR, "$defs": DEFINITIONS})]
     written = f"<function=edit>\n<parameter={argument}>\n{text}\n</parameter>\n</function>"
-    assert codec_of("xml").parse(written, tools) == Calls((ToolCall("edit", {argument: value}),))
+    assert format_of("xml").parse(written, tools) == Calls((ToolCall("edit", {argument: value}),))
 
 
 @pytest.mark.parametrize("parameters", [{}, {"properties": []}, {"properties": {"a": None}}, {"properties": None}])
 def test_a_schema_that_says_nothing_leaves_texts(parameters: dict[str, Any]) -> None:
     written = "<function=f><parameter=a>1</parameter></function>"
-    assert codec_of("xml").parse(written, [ToolSpec("f", "", parameters)]) == Calls((ToolCall("f", {"a": "1"}),))
+    assert format_of("xml").parse(written, [ToolSpec("f", "", parameters)]) == Calls((ToolCall("f", {"a": "1"}),))

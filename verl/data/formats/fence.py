@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verl.data.codecs.base import Calls, Final, GoOn, Parsed
-from verl.data.codecs.inline import InlineCodec
-from verl.data.codecs.text import find_spoken, speech_start
+from verl.data.formats.base import Calls, Continue, Final, Parsed
+from verl.data.formats.inline import InlineFormat
+from verl.data.formats.text import find_spoken, speech_start
 from verl.types import ToolCall, ToolSpec
 
 OPENING, CLOSING, OUTPUT = "```python", "```", "```output"
@@ -44,7 +44,7 @@ def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
 
 
 @dataclass(frozen=True)
-class FenceCodec(InlineCodec):
+class FenceFormat(InlineFormat):
     """ToRL: at ```` ```output ```` the last complete block since the last output is run.
 
     empty: as in its published code, which takes an output without text for one that timed out
@@ -65,7 +65,7 @@ class FenceCodec(InlineCodec):
         if not written.rstrip().endswith(OUTPUT):
             return Final()
         complete = [block for block in _blocks(written, _CLOSING_LINE) if block.end is not None and block.text.strip()]
-        return Calls((self.call(complete[-1].text),)) if complete else GoOn()
+        return Calls((self.call(complete[-1].text),)) if complete else Continue()
 
     def wrap(self, output: str, written: str) -> str:
         """The rest of the fence that the policy opened."""
@@ -77,7 +77,7 @@ class FenceCodec(InlineCodec):
 
 
 @dataclass(frozen=True)
-class ZeroTirCodec(InlineCodec):
+class ZeroTirFormat(InlineFormat):
     """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is.
 
     A call costs two turns: one up to the opening fence, one in it. Its published code counts stops the same way.
@@ -103,11 +103,11 @@ class ZeroTirCodec(InlineCodec):
         """Code that ends with what was written is run; at an opening fence the policy goes on."""
         ended = written.rstrip()
         if ended.endswith(OPENING):
-            return GoOn()
+            return Continue()
         blocks = _blocks(written, _CLOSING_ANYWHERE)
         if not blocks or blocks[-1].end is None or blocks[-1].end < len(ended):
             return Final()
-        return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else GoOn()
+        return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else Continue()
 
     def wrap(self, output: str, written: str) -> str:
         """A fence of its own."""

@@ -1,4 +1,4 @@
-"""What the codecs share: where speech ends and thinking begins, JSON as policies write it, and long outputs cut.
+"""What the formats share: where speech ends and thinking begins, JSON as policies write it, and long outputs cut.
 
 Every function is linear in the length of its text, whatever the text.
 """

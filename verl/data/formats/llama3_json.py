@@ -1,4 +1,5 @@
-"""Llama 3.1: the whole reply is a call, `{"name": .., "parameters": {..}}`, or several with semicolons between them."""
+"""Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several with semicolons between
+them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
-from verl.data.codecs.turns import TurnsCodec
+from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
+from verl.data.formats.turns import TurnFormat
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END
 
@@ -17,11 +18,11 @@ _CALL_KEYS = ('"name"', '"parameters"')
 
 
 @dataclass(frozen=True)
-class Llama3JsonCodec(TurnsCodec):
-    """A reply that is JSON but of no call is an answer, unless the python tag announces a call."""
+class Llama3JsonFormat(TurnFormat):
+    """A response that is JSON but of no call is an answer, unless the python tag announces a call."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls that the reply is, thoughts before them left out."""
+        """The calls that the response is, thoughts before them left out."""
         said = written[speech_start(written, self.in_thought) :].strip()
         if said.startswith(THINK):
             said = said.partition(THINK_END)[2].strip()
@@ -37,7 +38,7 @@ class Llama3JsonCodec(TurnsCodec):
             meant = True
             return Calls(tuple(to_call(value, "parameters") for value in values))
         except BadCallError as error:
-            return Malformed(str(error)) if meant else Final()
+            return ParseError(str(error)) if meant else Final()
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """Results are of the role that Llama's template has for them."""

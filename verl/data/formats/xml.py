@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.text import BadCallError, find_spoken, skip_space, speech_start, to_json
-from verl.data.codecs.turns import TurnsCodec
-from verl.data.codecs.typed import argument_types, typed
+from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.text import BadCallError, find_spoken, skip_space, speech_start, to_json
+from verl.data.formats.turns import TurnFormat
+from verl.data.formats.typed import argument_types, typed
 from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"([^<>\n]+)>")
 
 
 @dataclass(frozen=True)
-class XmlCodec(TurnsCodec):
+class XmlFormat(TurnFormat):
     """`<tool_call>` around a function is allowed and not asked for.
 
     A value is read by the tool's schema: where that allows a string the text is one, as it stands but for one newline
@@ -38,9 +38,9 @@ class XmlCodec(TurnsCodec):
                 call, position = _read(written, start + len(FUNCTION), tools)
                 calls.append(call)
         except BadCallError as error:
-            return Malformed(str(error))
+            return ParseError(str(error))
         if not calls and find_spoken(written, TOOL_CALL, beginning) >= 0:
-            return Malformed(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
+            return ParseError(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
         return Calls(tuple(calls)) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import SystemPrompted, numbered_tools
-from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.prompt import SystemPromptTemplateMixin, numbered_tools
+from verl.data.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 from verl.utils.reward_score.prompt import listed_tools
@@ -22,7 +22,7 @@ HISTORY_HEADING = "**Dialogue Records History**"
 
 
 @dataclass(frozen=True)
-class ToolRlCodec(SystemPrompted):
+class ToolRlFormat(SystemPromptTemplateMixin):
     """Whatever it reads as calls, ToolRL's reward reads as the same calls."""
 
     prompt_template: str = "toolrl"
@@ -42,7 +42,7 @@ class ToolRlCodec(SystemPrompted):
                 return Final()
             return Calls(tuple(to_call(read_whole_json(line), "parameters") for line in block.split("\n")))
         except BadCallError as error:
-            return Malformed(str(error))
+            return ParseError(str(error))
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """A user's turn, in the form in which the data tell of results."""

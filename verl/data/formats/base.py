@@ -1,6 +1,6 @@
-"""What a codec is: how tools are told, how calls are written, where the policy pauses, and how answers come back.
+"""What a format is: how tools are told, how calls are written, where the policy pauses, and how answers come back.
 
-Codecs handle text alone; tokens are the framework's business. What a codec returns is tokenised once and appended.
+Formats handle text alone; tokens are the framework's business. What a format returns is tokenised once and appended.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, ToolCall, ToolSpec
 
-CODECS: Mapping[str, str] = {
-    "artist": "verl.data.codecs.tags:ARTIST",
-    "artist_tools": "verl.data.codecs.hermes:ARTIST_TOOLS",
-    "fence": "verl.data.codecs.fence:FenceCodec",
-    "hermes": "verl.data.codecs.hermes:HermesCodec",
-    "llama3_json": "verl.data.codecs.llama3_json:Llama3JsonCodec",
-    "otc_search": "verl.data.codecs.tags:OTC_SEARCH",
-    "retool": "verl.data.codecs.tags:RETOOL",
-    "search_r1": "verl.data.codecs.tags:SEARCH_R1",
-    "tags": "verl.data.codecs.tags:TagsCodec",
-    "tool_n1": "verl.data.codecs.tool_n1:ToolN1Codec",
-    "toolrl": "verl.data.codecs.toolrl:ToolRlCodec",
-    "xml": "verl.data.codecs.xml:XmlCodec",
-    "zerotir": "verl.data.codecs.fence:ZeroTirCodec",
+TOOL_CALL_FORMATS: Mapping[str, str] = {
+    "artist": "verl.data.formats.tags:ARTIST",
+    "artist_tools": "verl.data.formats.hermes:ARTIST_TOOLS",
+    "fence": "verl.data.formats.fence:FenceFormat",
+    "hermes": "verl.data.formats.hermes:HermesFormat",
+    "llama3_json": "verl.data.formats.llama3_json:Llama3JsonFormat",
+    "otc_search": "verl.data.formats.tags:OTC_SEARCH",
+    "retool": "verl.data.formats.tags:RETOOL",
+    "search_r1": "verl.data.formats.tags:SEARCH_R1",
+    "tags": "verl.data.formats.tags:TagsFormat",
+    "tool_n1": "verl.data.formats.tool_n1:ToolN1Format",
+    "toolrl": "verl.data.formats.toolrl:ToolRlFormat",
+    "xml": "verl.data.formats.xml:XmlFormat",
+    "zerotir": "verl.data.formats.fence:ZeroTirFormat",
 }
 
 
@@ -38,14 +38,14 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Malformed:
+class ParseError:
     """The policy meant to call a tool, but not in a way that can be read."""
 
     problem: str  # in words that help the policy to do better
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class Continue:
     """The policy paused at a stop string without asking for anything yet: it is to go on from where it is."""
 
 
@@ -54,10 +54,10 @@ class Final:
     """The policy is done: this is its answer."""
 
 
-Parsed = Calls | Malformed | GoOn | Final
+Parsed = Calls | ParseError | Continue | Final
 
 
-class Codec(Protocol):
+class ToolCallFormat(Protocol):
     """One format. Stateless: the same text gives the same answer, and it never raises for what a policy wrote."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -97,7 +97,7 @@ class Codec(Protocol):
         """How a policy writes these calls; `parse` reads them back, unless a text in them ends a call or a thought."""
 
 
-_ASKED = (  # of every codec in an episode
+_ASKED = (  # of every format in an episode
     "opening",
     "template_tools",
     "stop_strings",
@@ -109,12 +109,12 @@ _ASKED = (  # of every codec in an episode
 )
 
 
-def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
-    """The codec called `name`: a known one, or a class or function `module:attribute`, made with `options`.
+def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) -> ToolCallFormat:
+    """The format called `name`: a known one, or a class or function `module:attribute`, made with `options`.
 
     Raises ConfigError for an unknown name, an unknown or missing option, or a value of another type than the default.
     """
-    make: Callable[..., Codec] = resolve("codec", name, CODECS)
+    make: Callable[..., ToolCallFormat] = resolve("codec", name, TOOL_CALL_FORMATS)
     given = dict(options or {})
     if not callable(make):
         raise ConfigError(f"codec {name!r} must be a class or a function, not an object of {type(make).__name__}")

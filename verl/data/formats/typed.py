@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.data.codecs.text import BadCallError, read_whole_json
+from verl.data.formats.text import BadCallError, read_whole_json
 from verl.types import ToolSpec
 
 _KINDS: Mapping[str, str] = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.prompt import SystemPrompted, tool_lines
-from verl.data.codecs.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.prompt import SystemPromptTemplateMixin, tool_lines
+from verl.data.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 
 @dataclass(frozen=True)
-class ToolN1Codec(SystemPrompted):
+class ToolN1Format(SystemPromptTemplateMixin):
     """A lone object counts as a list of one, and an empty list as no call, as in the paper's reward."""
 
     prompt_template: str = "tool_n1"
@@ -33,7 +33,7 @@ class ToolN1Codec(SystemPrompted):
             value = read_whole_json(block)
             calls = tuple(to_call(each, "arguments") for each in (value if isinstance(value, list) else [value]))
         except BadCallError as error:
-            return Malformed(str(error))
+            return ParseError(str(error))
         return Calls(calls) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:

@@ -1,6 +1,6 @@
 """Row 7: bytes/s of publishing new weights / of a plain copy of the same tensors. CPU only.
 
-    python bench/publish.py [--model DIR] [--dtype float32] [--rounds 5] [--bucket-mib 64]
+    python bench/weight_sync.py [--model DIR] [--dtype float32] [--rounds 5] [--bucket-mib 64]
 
 Two rows, one thread per process:
 
@@ -35,11 +35,11 @@ from torch import Tensor
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool
 from verl.rollout.vllm_extension import WeightReceiver
-from verl.single_controller.group import Member, Seat
+from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.weights import Publisher
-from verl.transfer.bucket import Layout, Offer, Receiver, plan
+from verl.trainer.weights import WeightSync
+from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, plan
 from verl.transfer.memory import SharedMemory
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
@@ -71,21 +71,21 @@ def make_model(path: str) -> None:
 class Sink:
     """An engine that takes weights and does nothing with them."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerContext) -> None:
         torch.set_num_threads(1)
         self._receiver = Receiver(torch.device("cpu"))
 
-    async def begin_weights(self, layouts: Sequence[Layout]) -> None:
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         pass
 
-    async def load_bucket(self, layout: Layout, *offers: Offer) -> None:
+    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
         self._receiver.receive(layout, offers)
 
     async def end_weights(self, version: int) -> None:
         pass
 
 
-async def start_vllm(path: str, dtype: str, seat: Seat) -> Any:
+async def start_vllm(path: str, dtype: str, seat: WorkerContext) -> Any:
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
     return await VLLMEngine.start(VLLMSettings(path, MAX_MODEL_LEN, dtype, kv_cache_gib=1))
@@ -126,15 +126,15 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, fl
         trainer = cluster.group("trainer", partial(build_rank, spec), cluster.pool([Bundle()]), Bundle())
         make = partial(start_vllm, arguments.model, arguments.dtype) if with_vllm else Sink
         engine = EnginePool(cluster.group("rollout", make, cluster.pool([Bundle()]), Bundle()), [[0]])
-        policy = Policy(Member(trainer, "policy"), PackSettings())
+        policy = Policy(WorkerView(trainer, "policy"), PackSettings())
         layouts = policy.connect([SharedMemory], dtype, arguments.bucket_mib * 2**20)
-        publisher = Publisher(policy, engine, layouts, [PROMPT], Sampling(TOKENS, 0.0), tolerance=1.0)
+        weight_sync = WeightSync(policy, engine, layouts, [PROMPT], Sampling(TOKENS, 0.0), tolerance=1.0)
         seconds, copies, answers = [], [], []
         for number in range(arguments.rounds + 1):  # the first warms up
             trainer.call(change, number)
             copies += trainer.call(copy_of_rank_s, dtype, 3)
             started = time.perf_counter()
-            await publisher.deliver(number)
+            await weight_sync.deliver(number)
             seconds.append(time.perf_counter() - started)
             if with_vllm:
                 await engine.generate(PROMPT, Sampling(1))
@@ -142,7 +142,7 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, fl
         found = figures(layouts, seconds[1:], copies[1:])
         if with_vllm:
             found["first_token_s"] = statistics.median(answers[1:])
-            found["logprob_gap"] = await publisher.publish(arguments.rounds)
+            found["logprob_gap"] = await weight_sync.publish(arguments.rounds)
             await engine.close()
         return found
 
@@ -189,7 +189,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, float]:
     return figures(layouts, seconds[1:], copies[1:])
 
 
-def figures(layouts: Sequence[Layout], seconds: Sequence[float], copies: Sequence[float]) -> dict[str, float]:
+def figures(layouts: Sequence[BucketLayout], seconds: Sequence[float], copies: Sequence[float]) -> dict[str, float]:
     """Medians over the rounds."""
     size = sum(layout.num_bytes for layout in layouts)
     return {

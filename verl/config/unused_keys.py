@@ -46,16 +46,16 @@ def _without_kl(config: Config) -> bool:
 
 _NO_GPU = "there is no GPU with device=cpu"
 _OF_SEVERAL_TURNS = [item.name for item in fields(EnvConfig) if item.name not in ("name", "codec")]
-_ONE_REPLY = "env.codec is not set, so an episode is one reply"
+_ONE_RESPONSE = "env.tool_call_format is not set, so an episode is one reply"
 _SERVERS = "sandbox.urls names servers, which have their own"
 _OF_EPISODES = (
-    *(Rule(f"env.{name}", lambda c: not c.env.several_turns, _ONE_REPLY) for name in _OF_SEVERAL_TURNS),
+    *(Rule(f"env.{name}", lambda c: not c.env.multi_turn, _ONE_RESPONSE) for name in _OF_SEVERAL_TURNS),
     *(
         Rule(key, lambda c: c.env.name != "tool", "it is for the tools of env.name=tool")
         for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
     ),
     Rule("env.judge_timeout_s", lambda c: c.env.name in ("single_turn", "tool"), "this environment does not judge"),
-    Rule("sandbox", lambda c: not c.env.several_turns, _ONE_REPLY),
+    Rule("sandbox", lambda c: not c.env.multi_turn, _ONE_RESPONSE),
     *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
 )
 _NO_VALIDATION = "there are no data.val_files to validate on"
@@ -97,7 +97,7 @@ _OF_A_LONE_ENGINE = (
 _OF_LONE_EPISODES = (
     *_OF_EPISODES,
     *_OF_A_LONE_ENGINE,
-    Rule("prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
+    Rule("prompt_template", lambda c: not c.env.multi_turn, _ONE_RESPONSE),
     Rule("env.train_on_observations", _always, "nothing is trained"),
 )
 _RULES: Mapping[type, tuple[Rule, ...]] = {
@@ -109,7 +109,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         ),
         *(Rule(key, _without_critic, "the algorithm has no critic") for key in ("critic", "trainer.critic_warmup")),
         Rule(
-            "rollout.on_publish",
+            "rollout.on_weight_sync",
             lambda c: c.rollout.max_staleness == 0,
             "with rollout.max_staleness=0 no reply is being written when weights are published",
         ),
@@ -131,7 +131,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
             for name in ("top_p", "top_k")
         ),
         *_OF_EPISODES,
-        Rule("data.prompt_template", lambda c: not c.env.several_turns, _ONE_REPLY),
+        Rule("data.prompt_template", lambda c: not c.env.multi_turn, _ONE_RESPONSE),
         Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
         _of_cosine("actor.optim", lambda c: c.actor.optim),
         _of_cosine("critic.optim", lambda c: c.critic.optim),
@@ -167,7 +167,7 @@ def reasons_idle(
     }
 
 
-def refuse_idle(written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()) -> None:
+def reject_unused_keys(written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()) -> None:
     """Raises ConfigError for a key that `reasons_idle` names."""
     for key, why in reasons_idle(written, written, config, more).items():
         raise ConfigError(f"{key}={written[key]} has no effect: {why}")

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verl.data.codecs.base import Malformed, Parsed
-from verl.data.codecs.prompt import Prompted
-from verl.data.codecs.text import shorten
+from verl.data.formats.base import Parsed, ParseError
+from verl.data.formats.prompt import PromptTemplateMixin
+from verl.data.formats.text import shorten
 from verl.errors import ConfigError
 from verl.types import Message, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True)
-class InlineCodec(Prompted, ABC):
+class InlineFormat(PromptTemplateMixin, ABC):
     """What such formats share. The policy's text becomes the one argument of the one tool.
 
     raw: the filled-in prompt template is the whole prompt, without a chat template and without the other messages
@@ -46,7 +46,7 @@ class InlineCodec(Prompted, ABC):
         return False
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See verl.data.codecs.base.Codec."""
+        """See verl.data.formats.base.Format."""
         return self.raw_opening(messages, tools) if self.raw else super().opening(messages, tools)
 
     @abstractmethod
@@ -77,7 +77,7 @@ class InlineCodec(Prompted, ABC):
         """
         if not self.raw and not (self.paused(written) and all(each.role == "tool" for each in results)):
             return tuple(Message("user" if each.role == "tool" else each.role, each.content) for each in results)
-        if isinstance(self.parse(written), Malformed):
+        if isinstance(self.parse(written), ParseError):
             return "".join(f"\n{each.content}\n" for each in results)
         return self.wrap("\n".join(self.shown(each.content) for each in results), written)
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from verl.rollout.engine import RolloutEngine
-from verl.transfer.bucket import Offer, Outlet, plan
+from verl.transfer.bucket import BucketHandle, BucketSender, plan
 from verl.transfer.memory import SharedMemory
 
 
-async def publish(
+async def sync(
     engine: RolloutEngine,
     version: int,
     weights: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 2**14,
-    outlet: Outlet | None = None,
+    outlet: BucketSender | None = None,
 ) -> None:
     """All of `weights`, in many buckets unless another size is asked for."""
     named, outlet = list(weights), outlet or SharedMemory()
@@ -29,6 +29,6 @@ async def publish(
         flat = outlet.buffer(layout)
         for piece, view in layout.unpack(flat):
             view.copy_(tensors[piece.names[0]].detach())
-        offer: Offer = outlet.offer(layout, flat)
+        offer: BucketHandle = outlet.offer(layout, flat)
         await engine.load_bucket(layout, offer)
     await engine.end_weights(version)

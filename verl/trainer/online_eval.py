@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Config, EnvConfig, SandboxConfig
-from verl.data.chat import ChatCodec
-from verl.evaluation.base import Benchmark, Category, Play, Setting
+from verl.data.chat import ChatTemplate
+from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.handlers import env_of
 from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Answers, figures_of
 from verl.evaluation.runner import Runner
-from verl.rollout.episode import Interaction
+from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
 from verl.rollout.scoring_process import ScoringLimits
-from verl.trainer.build_env import build_interaction, check_tools, opening_of
+from verl.trainer.build_env import build_interaction, check_tools, prompt_fn
 from verl.trainer.build_scorer import scoring_limits
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import build_rewards
 
 _log = logging.getLogger(__name__)
-HANDLER = "toolrl"  # of a run whose episodes have no codec: ToolRL's rows are in its words
+HANDLER = "toolrl"  # of a run whose episodes have no format: ToolRL's rows are in its words
 _RESAMPLES = 1  # no intervals here
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvalTask:
     """One category, ready to be played. `interaction`: to be closed in the event loop that uses it"""
 
     category: Category
     tasks: Sequence[Task]
-    interaction: Interaction | None
+    interaction: EpisodeRunner | None
 
 
 @dataclass
@@ -54,17 +54,17 @@ class _Figures:
 
 
 @dataclass(frozen=True)
-class Exams:
+class OnlineEvaluator:
     """All categories of trainer.eval_benchmarks, and how to answer them."""
 
     benchmarks: Sequence[Benchmark] = ()
-    exams: Sequence[Exam] = ()
+    exams: Sequence[EvalTask] = ()
     max_prompt_length: int = 1
     num_scorers: int = 1
     limits: ScoringLimits = field(default_factory=ScoringLimits)  # of scoring one response
 
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
-        """eval/<category>/figure, and of aggregates; eval/<category>/missing where something broke.
+        """eval/<category>/score, and of aggregates; eval/<category>/missing where something broke.
 
         rollout: a greedy one, whose scorer and interaction are replaced by those of each category
         """
@@ -87,11 +87,11 @@ class Exams:
             metrics |= {f"eval/{name}/figure": figure.mean for name, figure in figures.items()}
         return metrics
 
-    async def _play(self, exam: Exam, rollout: GroupRollout) -> Answers:
+    async def _play(self, exam: EvalTask, rollout: GroupRollout) -> Answers:
         play, kept = exam.category.play, _Figures()
-        rollout = replace(rollout, codec=replace(rollout.codec, max_prompt_tokens=None))  # benchmarks are never cut
+        rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # benchmarks are never cut
         rewards = build_rewards(play.reward, play.reward_options)
-        prompt_ids = opening_of(exam.interaction, rollout.codec)
+        prompt_ids = prompt_fn(exam.interaction, rollout.chat)
         playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, rewards, self.max_prompt_length)
         faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
         if faults:
@@ -106,17 +106,17 @@ class Exams:
                 await exam.interaction.close()
 
 
-def build_exams(config: Config, chat: ChatCodec) -> Exams:
+def build_exams(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
     """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
-    setting = Setting(
+    setting = BenchmarkContext(
         Path(config.trainer.eval_data_dir),
         config.trainer.eval_hub,
         max_tool_calls=config.env.max_tool_calls if config.env.tools else None,
-        codec=config.env.codec or HANDLER,
+        tool_call_format=config.env.tool_call_format or HANDLER,
     )
     benchmarks = build_benchmarks(config.trainer.eval_benchmarks, setting)
     exams = [
-        Exam(
+        EvalTask(
             category,
             category.first(config.trainer.eval_limit),
             _interaction(category.play, config, chat),
@@ -125,20 +125,20 @@ def build_exams(config: Config, chat: ChatCodec) -> Exams:
         for category in benchmark.categories
     ]
     reward, limits = config.reward, scoring_limits(config.reward, config.trainer.health_timeout_s)
-    return Exams(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, limits)
+    return OnlineEvaluator(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, limits)
 
 
-def _interaction(play: Play, config: Config, chat: ChatCodec) -> Interaction | None:
+def _interaction(play: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
     env, lengths = exam_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
-    template = config.data.prompt_template if play.handled else None
+    template = config.data.prompt_template if play.uses_tools else None
     sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
     made = build_interaction(env, sandbox, chat, *lengths, template, silent_s)
-    if play.handled and made is not None:
-        check_tools(chat, made.dialogue.codec)
+    if play.uses_tools and made is not None:
+        check_tools(chat, made.dialogue.tool_call_format)
     return made
 
 
-def exam_env(play: Play, trained: EnvConfig) -> EnvConfig:
-    """How a category is played under the codec that a run trains, with its options."""
-    env = env_of(play, trained.codec or HANDLER)
-    return replace(env, codec_options=trained.codec_options) if play.handled else env
+def exam_env(play: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
+    """How a category is played under the format that a run trains, with its options."""
+    env = env_of(play, trained.tool_call_format or HANDLER)
+    return replace(env, tool_call_format_options=trained.tool_call_format_options) if play.uses_tools else env

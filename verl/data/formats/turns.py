@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.data.codecs.prompt import Prompted
+from verl.data.formats.prompt import PromptTemplateMixin
 
 
 @dataclass(frozen=True)
-class TurnsCodec(Prompted):
+class TurnFormat(PromptTemplateMixin):
     """What such formats share. A prompt template tells of the tools where the chat template cannot.
 
-    in_thought: the chat template opens `<think>` itself, so that a reply without `</think>` is all thinking
+    in_thought: the chat template opens `<think>` itself, so that a response without `</think>` is all thinking
     """
 
     in_thought: bool = False

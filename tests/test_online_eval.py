@@ -12,17 +12,17 @@ from transformers import AutoTokenizer
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.schema import Config, EnvConfig
-from verl.data.chat import ChatCodec
+from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
-from verl.evaluation.base import Aggregate, Benchmark, Category, Play, Setting
+from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
 from verl.trainer import main_ppo
-from verl.trainer.exams import Exams, build_exams, exam_env
-from verl.trainer.fit import Fit
+from verl.trainer.loop import TrainingRun
+from verl.trainer.online_eval import OnlineEvaluator, build_exams, exam_env
 from verl.types import Completion, FinishReason, Message, Task
 from verl.utils.reward_score.base import build_reward
 
@@ -33,12 +33,12 @@ def tasks(*questions: str) -> list[Task]:
     return [Task(text, (Message("user", f"What is {text}?"),), ASKED.get(text, "0"), "sums") for text in questions]
 
 
-def sums(setting: Setting) -> Benchmark:
+def sums(setting: BenchmarkContext) -> Benchmark:
     """Two categories, one of which is told in the handler's words."""
-    plain = Play("search_r1", handled=False)
+    plain = EpisodeConfig("search_r1", uses_tools=False)
     categories = (
         Category("sums/plain", lambda: tasks("2 + 2", "5 + 5", "3 + 3"), plain, metric="correct"),
-        Category("sums/handled", lambda: tasks("2 + 2", "long " * 400), Play("search_r1"), metric="correct"),
+        Category("sums/handled", lambda: tasks("2 + 2", "long " * 400), EpisodeConfig("search_r1"), metric="correct"),
     )
     return Benchmark("sums", categories, (Aggregate("sums/mean", ("sums/plain", "sums/handled")),))
 
@@ -54,24 +54,24 @@ class Sometimes(ScriptedEngine):
         return (replace(made, finish_reason=FinishReason.ABORT) if self.breaks in asked else made,)
 
 
-CHAT = ChatCodec(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+CHAT = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
 
 
-def reply(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+def response(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
     text = CHAT.tokenizer.decode(prompt_ids)
     said = next((str(2 * int(question[0])) for question in ASKED if question in text), "nothing")
-    return CHAT.reply_ids(f"<answer> {said} </answer>")[0]
+    return CHAT.response_ids(f"<answer> {said} </answer>")[0]
 
 
 def configured(*words: str) -> Config:
-    return load_config(["trainer.eval_benchmarks=[tests.test_exams:sums]", "data.max_prompt_length=256", *words])
+    return load_config(["trainer.eval_benchmarks=[tests.test_online_eval:sums]", "data.max_prompt_length=256", *words])
 
 
-def run(exams: Exams, breaks: str = "never", codec: ChatCodec = CHAT) -> Mapping[str, float]:
-    engine = Sometimes(reply)
+def run(exams: OnlineEvaluator, breaks: str = "never", tool_call_format: ChatTemplate = CHAT) -> Mapping[str, float]:
+    engine = Sometimes(response)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(exams.run(GroupRollout(engine, codec, scorer, Sampling(64, temperature=0.0))))
+    return asyncio.run(exams.run(GroupRollout(engine, tool_call_format, scorer, Sampling(64, temperature=0.0))))
 
 
 def test_figures_of_categories_and_aggregates() -> None:
@@ -87,7 +87,7 @@ def test_figures_of_categories_and_aggregates() -> None:
 
 def test_a_run_that_cuts_its_prompts_does_not_cut_those_of_benchmarks() -> None:
     """Half of a question is another question."""
-    assert run(build_exams(configured(), CHAT), codec=replace(CHAT, max_prompt_tokens=8)) == run(
+    assert run(build_exams(configured(), CHAT), tool_call_format=replace(CHAT, max_prompt_tokens=8)) == run(
         build_exams(configured(), CHAT)
     )
 
@@ -111,20 +111,20 @@ def test_a_run_without_benchmarks_plays_none() -> None:
     assert run(exams) == {}
 
 
-def test_the_codec_is_that_of_the_run() -> None:
-    play = Play("search_r1", max_turns=3)
-    assert exam_env(play, EnvConfig()).codec == "toolrl"
-    trained = EnvConfig(codec="xml", codec_options={"thinking": False}, max_turns=9)
+def test_the_format_is_that_of_the_run() -> None:
+    play = EpisodeConfig("search_r1", max_turns=3)
+    assert exam_env(play, EnvConfig()).tool_call_format == "toolrl"
+    trained = EnvConfig(tool_call_format="xml", tool_call_format_options={"thinking": False}, max_turns=9)
     found = exam_env(play, trained)
-    assert (found.codec, found.codec_options, found.max_turns) == ("xml", {"thinking": False}, 3)
-    assert exam_env(Play("search_r1", handled=False), trained) == EnvConfig()
+    assert (found.tool_call_format, found.tool_call_format_options, found.max_turns) == ("xml", {"thinking": False}, 3)
+    assert exam_env(EpisodeConfig("search_r1", uses_tools=False), trained) == EnvConfig()
 
 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
         ("bfcll", "unknown benchmark 'bfcll'; did you mean 'bfcl'"),
-        ("tests.test_exams:sums/plane", "has no category"),
+        ("tests.test_online_eval:sums/plane", "has no category"),
         ("bfcl,bfcl", "names something twice"),
     ],
 )
@@ -141,8 +141,8 @@ def test_two_files_of_one_name_are_refused() -> None:
         build_exams(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
 
 
-def fit_after(**metrics: float) -> Fit:
-    fit = object.__new__(Fit)
+def fit_after(**metrics: float) -> TrainingRun:
+    fit = object.__new__(TrainingRun)
     fit.after, fit.before = {name.replace("__", "/"): value for name, value in metrics.items()}, {}
     return fit
 

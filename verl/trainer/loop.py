@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from verl.daemon import in_daemon
+from verl.daemon import run_in_daemon_thread
 from verl.errors import DataError
 from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
 from verl.signals import Ended, StopRequest, exit_code
@@ -31,8 +31,8 @@ from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseW
 from verl.trainer.command import save_first
 from verl.trainer.crash import crash_reported, goes_on_from
 from verl.trainer.deadline import begin_end
-from verl.trainer.exams import Exams
 from verl.trainer.manifest import Checkpoint
+from verl.trainer.online_eval import OnlineEvaluator
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder, truncate_after
 from verl.trainer.state import Saved
@@ -50,7 +50,7 @@ class StopAskedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class FitSettings:
+class TrainingRunConfig:
     """How long, and how often what."""
 
     total_steps: int
@@ -62,19 +62,19 @@ class FitSettings:
 
 
 @dataclass
-class Fit:
+class TrainingRun:
     """The loop around the training step. Validations before and after are kept for the table at the end."""
 
-    settings: FitSettings
+    settings: TrainingRunConfig
     trainer: PPOTrainer
     validator: Validator
-    exams: Exams
+    exams: OnlineEvaluator
     workers: WorkerGroup  # of TrainingRanks
     store: CheckpointStore
     trackers: Trackers
     transcripts: Transcripts
     display: Display
-    made_with: Mapping[str, Any]  # settings that a resumed run must share
+    resume_config: Mapping[str, Any]  # settings that a resumed run must share
     folder: Path  # the run's
     saved: Saved | None = None  # where to go on
     watch: CollapseWatch = field(default_factory=CollapseWatch)
@@ -111,23 +111,23 @@ class Fit:
             assert last is not None
             _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
             return last
-        async with self.trainer.publisher.ranks:
+        async with self.trainer.weight_sync.ranks:
             await self._publish()
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._unless_stopped(self._validate)
             self.trackers.log(0, self.before)
-        owed = False  # a checkpoint that fell due while a sign of a collapse held
+        save_pending = False  # a checkpoint that fell due while a sign of a collapse held
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._remember()
                 metrics = await self._unless_stopped(self.trainer.train_step)
                 self.transcripts.write(self.trainer.step, self.trainer.groups)
                 if self.recorder is not None:
-                    await in_daemon(self.recorder.write, self.trainer.step, self.trainer.lesson, metrics)
+                    await run_in_daemon_thread(self.recorder.write, self.trainer.step, self.trainer.lesson, metrics)
                 alarms = self.watch.observe(self.trainer.step, metrics)
                 metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
-                if alarms and await self._went_back(alarms, metrics):
-                    owed = False
+                if alarms and await self._handle_collapse(alarms, metrics):
+                    save_pending = False
                     continue
             else:
                 metrics, self.unlogged = dict(self.unlogged), None
@@ -138,11 +138,11 @@ class Fit:
                 self.after = await self._unless_stopped(self._validate)
                 metrics |= self.after
             self.trackers.log(step, metrics)
-            owed = owed or done or _due(step, self.settings.save_freq)
-            if owed and (done or self._may_save):
+            save_pending = save_pending or done or _due(step, self.settings.save_freq)
+            if save_pending and (done or self._may_save):
                 score, state = self._score() if tested else None, self._state()
-                async with self.trainer.publisher.ranks:
-                    last, owed = await in_daemon(self._save, score, state), False
+                async with self.trainer.weight_sync.ranks:
+                    last, save_pending = await run_in_daemon_thread(self._save, score, state), False
         assert last is not None
         return last
 
@@ -190,8 +190,8 @@ class Fit:
         elif not self._may_save:
             note = f"not saved, because a sign of a collapse holds; the newest checkpoint is {last}"
         else:
-            async with self.trainer.publisher.ranks:
-                last = await in_daemon(self._save, None, self.whole)
+            async with self.trainer.weight_sync.ranks:
+                last = await run_in_daemon_thread(self._save, None, self.whole)
             note = f"saved {last}"
         return self.stop.number, f"{note}. The same command goes on from there"
 
@@ -202,7 +202,7 @@ class Fit:
         moment = f"in step {step + 1}" if inside else f"after step {step}"
         return f"It failed {moment} of {total}, {phase}. {goes_on_from(self.store)}"
 
-    async def _went_back(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
+    async def _handle_collapse(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
         """Do what trainer.on_collapse says; whether the run stands at an earlier step now.
 
         Raises CollapseError if the run is not to go on.
@@ -226,14 +226,14 @@ class Fit:
         state = read_state(path)
         then, now = state["trainer"]["rollouts"], self.trainer.rollouts.state()
         state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is drawn again, none is lost
-        async with self.trainer.publisher.ranks:
-            self._take_up(Saved(path, state))
+        async with self.trainer.weight_sync.ranks:
+            self._load_checkpoint(Saved(path, state))
             await self._publish()
         return True
 
     async def _publish(self) -> None:
-        with self.trainer.learner.timer.phase("publish"):
-            await self.trainer.publisher.publish(self.trainer.step)
+        with self.trainer.learner.timer.phase("weight_sync"):
+            await self.trainer.weight_sync.sync(self.trainer.step)
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
@@ -261,7 +261,7 @@ class Fit:
         """The controller's, for a checkpoint. unlogged: metrics of the step that wait for its validation"""
         return {
             "command": COMMAND,
-            "made_with": dict(self.made_with),
+            "resume_config": dict(self.resume_config),
             "trainer": self.trainer.state(),
             "trackers": self.trackers.state(),
             "watch": self.watch.state(),
@@ -288,10 +288,10 @@ class Fit:
             self.transcripts.truncate_after(-1)
             truncate_after(self.folder, -1)
             return None
-        self._take_up(self.saved)
+        self._load_checkpoint(self.saved)
         return self.saved.path
 
-    def _take_up(self, saved: Saved) -> None:
+    def _load_checkpoint(self, saved: Saved) -> None:
         """Stand where the checkpoint was written; the task stream stays where it is."""
         state = saved.state
         self.workers.call(TrainingRank.load, saved.path)
@@ -313,7 +313,7 @@ def _due(step: int, frequency: int) -> bool:
 
 
 def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """val/<set>/<metric> -> {set: {metric: value}}; eval/<category>/figure -> {"benchmarks": {category: value}}"""
+    """val/<set>/<metric> -> {set: {metric: value}}; eval/<category>/score -> {"benchmarks": {category: value}}"""
     sets: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         kind, rest = name.split("/", 1)
@@ -328,6 +328,6 @@ def check_written(folder: Path) -> None:
         if not (folder / part).is_file():
             raise DataError(
                 f"lacks {part}, which a trainer rank wrote elsewhere",
-                mend="Set trainer.default_local_dir to a folder that all nodes share",
+                hint="Set trainer.default_local_dir to a folder that all nodes share",
                 file=str(folder),
             )

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from verl.data.codecs.base import Calls, Final, Malformed, Parsed
-from verl.data.codecs.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
-from verl.data.codecs.turns import TurnsCodec
+from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
+from verl.data.formats.turns import TurnFormat
 from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 
 @dataclass(frozen=True)
-class HermesCodec(TurnsCodec):
+class HermesFormat(TurnFormat):
     """One JSON object a block."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
@@ -30,7 +30,7 @@ class HermesCodec(TurnsCodec):
                 call, position = _read(written, start + len(TOOL_CALL))
                 calls.append(call)
         except BadCallError as error:
-            return Malformed(str(error))
+            return ParseError(str(error))
         return Calls(tuple(calls)) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -53,4 +53,4 @@ def _read(written: str, start: int) -> tuple[ToolCall, int]:
 
 
 # arXiv 2505.01441, function calling
-ARTIST_TOOLS = partial(HermesCodec, prompt_template="artist_tools")
+ARTIST_TOOLS = partial(HermesFormat, prompt_template="artist_tools")

@@ -1,4 +1,4 @@
-"""One tool in a pair of tags, its output in another: ReTool, Search-R1, OTC and ARTIST are presets of one codec."""
+"""One tool in a pair of tags, its output in another: ReTool, Search-R1, OTC and ARTIST are presets of one format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from verl.data.codecs.base import Calls, Final, GoOn, Malformed, Parsed
-from verl.data.codecs.inline import InlineCodec
-from verl.data.codecs.text import find_spoken, speech_start
+from verl.data.formats.base import Calls, Continue, Final, Parsed, ParseError
+from verl.data.formats.inline import InlineFormat
+from verl.data.formats.text import find_spoken, speech_start
 from verl.types import Message, ToolCall, ToolSpec
 
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -16,7 +16,7 @@ _FENCE, _FENCE_END = "```python", "```"
 
 
 @dataclass(frozen=True)
-class TagsCodec(InlineCodec):
+class TagsFormat(InlineFormat):
     """The policy writes `<call>..</call>` and pauses at the closing tag; `<result>..</result>` is put behind it.
 
     call_tag, result_tag: their names, without brackets
@@ -43,7 +43,8 @@ class TagsCodec(InlineCodec):
         return f"</{self.call_tag}>"
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See InlineCodec. A question that explains calls and answers already, as Search-R1's published rows do, stays.
+        """See InlineFormat. A question that explains calls and answers already, as Search-R1's published rows do,
+        stays.
 
         Such a question contains both tags of a call and both of an answer.
         """
@@ -73,19 +74,19 @@ class TagsCodec(InlineCodec):
                 return Final()
         if self.paused(written):
             if not any(find_spoken(written, tag, beginning) >= 0 for tag in self.stop_strings(written)):
-                return GoOn()
-            return Malformed(self._advice())
-        return Malformed(self._advice()) if self.must_act else Final()
+                return Continue()
+            return ParseError(self._advice())
+        return ParseError(self._advice()) if self.must_act else Final()
 
     def _read(self, written: str, start: int) -> Parsed:
         end = written.find(self._closing, start)
         if end < 0:
-            return Malformed(f"{self._opening} is never closed with {self._closing}.")
+            return ParseError(f"{self._opening} is never closed with {self._closing}.")
         text = written[start:end].strip()
         if self.fenced and text.startswith(_FENCE):
             text = text.removeprefix(_FENCE).removesuffix(_FENCE_END).strip("\n")
         if not text.strip():
-            return Malformed(f"There is nothing between {self._opening} and {self._closing}.")
+            return ParseError(f"There is nothing between {self._opening} and {self._closing}.")
         return Calls((self.call(text),))
 
     def _advice(self) -> str:
@@ -107,7 +108,7 @@ class TagsCodec(InlineCodec):
 
 # arXiv 2504.11536; outputs as in its inference code: 400 characters, errors by their last line
 RETOOL = partial(
-    TagsCodec,
+    TagsFormat,
     prompt_template="retool",
     call_tag="code",
     result_tag="interpreter",
@@ -119,7 +120,7 @@ RETOOL = partial(
 )
 # arXiv 2503.09516
 SEARCH_R1 = partial(
-    TagsCodec,
+    TagsFormat,
     prompt_template="search_r1",
     tool="search",
     argument="query",
@@ -134,5 +135,5 @@ SEARCH_R1 = partial(
 OTC_SEARCH = partial(SEARCH_R1, prompt_template="otc_search", result_tag="observation")
 # arXiv 2505.01441, mathematics
 ARTIST = partial(
-    TagsCodec, prompt_template="artist_math", call_tag="python", result_tag="output", fenced=True, empty="(no output)"
+    TagsFormat, prompt_template="artist_math", call_tag="python", result_tag="output", fenced=True, empty="(no output)"
 )

@@ -85,8 +85,8 @@ def _flat(tool: ToolSpec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Prompted:
-    """A codec whose question can be put into words of the recipe's own.
+class PromptTemplateMixin:
+    """A format whose question can be put into words of the recipe's own.
 
     prompt_template: name or path of a text with `{question}`, which replaces the last user message
     """
@@ -132,8 +132,8 @@ class Prompted:
 
 
 @dataclass(frozen=True)
-class SystemPrompted(Prompted):
-    """A codec that tells of its tools in the system message.
+class SystemPromptTemplateMixin(PromptTemplateMixin):
+    """A format that tells of its tools in the system message.
 
     prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
     """

@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from verl.config.schema import Config, EnvConfig, LoneEngineConfig, RolloutConfig
-from verl.data.chat import ChatCodec
+from verl.config.schema import Config, EnvConfig, InferenceConfig, RolloutConfig
+from verl.data.chat import ChatTemplate
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.scratch import scratch_folder
-from verl.single_controller.group import Seat
+from verl.single_controller.group import WorkerContext
 from verl.trainer.build_workers import choose_device, model_room, start_engine
 from verl.trainer.threads import num_threads
 from verl.utils.pretrained import check_weights
 
 
-def reply_lengths(config: LoneEngineConfig) -> tuple[int, int]:
-    """(most tokens of a prompt, of a reply): what is asked for, as far as the model has room."""
+def response_lengths(config: InferenceConfig) -> tuple[int, int]:
+    """(most tokens of a prompt, of a response): what is asked for, as far as the model has room."""
     room = model_room(config.model)
     if room is None:
         return config.max_prompt_length, config.max_response_length
@@ -26,18 +26,19 @@ def reply_lengths(config: LoneEngineConfig) -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def lone_engine(
-    config: LoneEngineConfig, codec: ChatCodec, env: EnvConfig
+async def standalone_engine(
+    config: InferenceConfig, chat: ChatTemplate, env: EnvConfig
 ) -> AsyncIterator[tuple[RolloutEngine, Sampling]]:
-    """An engine in this very process, and how to sample its replies. env: what the episodes are, or any of several."""
+    """An engine in this very process, and how to sample its responses. env: what the episodes are, or any of
+    several."""
     base = Config()
-    prompt_length, reply_length = reply_lengths(config)
+    prompt_length, response_length = response_lengths(config)
     whole = replace(
         base,
         model=replace(config.model, compute_dtype=config.dtype),
-        data=replace(base.data, max_prompt_length=prompt_length, max_response_length=reply_length),
+        data=replace(base.data, max_prompt_length=prompt_length, max_response_length=response_length),
         env=env,
-        actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + reply_length)),
+        actor=replace(base.actor, max_tokens_per_pack=max(16384, prompt_length + response_length)),
         rollout=RolloutConfig(
             name=config.engine,
             placement="separate",
@@ -52,14 +53,14 @@ async def lone_engine(
     assert config.model.path is not None
     check_weights(config.model.path)
     sampling = Sampling(
-        reply_length,
+        response_length,
         config.temperature,
         config.n,
-        codec.stop_token_ids,
+        chat.stop_token_ids,
         **{name: getattr(config, name) for name in TRUNCATION},
     )
     with scratch_folder():  # vLLM leaves files behind where its owner is killed
-        engine = await start_engine(whole, choose_device(whole.trainer), Seat(0, 1))
+        engine = await start_engine(whole, choose_device(whole.trainer), WorkerContext(0, 1))
         try:
             yield engine, sampling
         finally:
