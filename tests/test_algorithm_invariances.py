@@ -152,7 +152,9 @@ def test_the_cut_into_packs_changes_nothing(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("weight", [Level.TOKEN, Level.SEQUENCE])
 def test_the_cut_changes_nothing_under_a_correction(algorithm: Algorithm, weight: Level) -> None:
     """Of an engine that is far off, so that some of its six samples are truncated and some are left out."""
-    correction = Correction(weight, upper=1.5, mask=Level.GEOMETRIC, mask_lower=0.6, mask_upper=3.0)
+    correction = Correction(
+        weight, is_cap=1.5, rejection_level=Level.GEOMETRIC, rejection_lower=0.6, rejection_upper=3.0
+    )
     algorithm, given = replace(lively(algorithm), correction=correction), engine_apart(case())
     loss, gradient, metrics = learned(algorithm, given)
     assert metrics["correction_truncated"] > 0 and 0 < metrics["correction_masked"] < 1
@@ -168,7 +170,7 @@ def test_the_cut_changes_nothing_under_a_correction(algorithm: Algorithm, weight
 def test_kl_and_entropy_are_not_weighted(algorithm: Algorithm) -> None:
     """Where all that the engine sampled is left out, they are what remains."""
     algorithm, given = replace(lively(algorithm), entropy_coefficient=0.1), engine_apart(case())
-    nothing = Correction(weight=None, mask=Level.TOKEN, mask_lower=1.0, mask_upper=1.0)
+    nothing = Correction(is_level=None, rejection_level=Level.TOKEN, rejection_lower=1.0, rejection_upper=1.0)
     loss, gradient, metrics = learned(replace(algorithm, correction=nothing), given)
     without = replace(algorithm, policy_loss=lambda inputs: token_loss(0.0 * inputs.logprobs_T))
     other, expected, _ = learned(without, given)
@@ -178,7 +180,7 @@ def test_kl_and_entropy_are_not_weighted(algorithm: Algorithm) -> None:
 
 @EVERY
 def test_a_correction_of_an_engine_that_agrees_changes_nothing(algorithm: Algorithm) -> None:
-    corrected = replace(lively(algorithm), correction=Correction(mask=Level.SEQUENCE, veto=1e-4))
+    corrected = replace(lively(algorithm), correction=Correction(rejection_level=Level.SEQUENCE, token_veto=1e-4))
     loss, gradient, metrics = learned(lively(algorithm), case())
     other, moved, facts = learned(corrected, case())
     assert other == loss and torch.equal(moved, gradient) and facts == metrics

@@ -102,16 +102,18 @@ def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
     assert build_algorithm(AlgorithmConfig(name), 64, 0).correction is None
-    assert build_algorithm(AlgorithmConfig(name), 64, 1).correction == Correction(Level.TOKEN, upper=2.0)
+    assert build_algorithm(AlgorithmConfig(name), 64, 1).correction == Correction(Level.TOKEN, is_cap=2.0)
     for off in {"correction": CorrectionConfig("none")}, {"old_logprobs": "rollout"}:
         assert build_algorithm(AlgorithmConfig(name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 
 
 def test_a_correction_is_what_was_asked_for() -> None:
-    asked = CorrectionConfig("sequence", 3.0, "geometric", mask_upper=1.25, veto=1e-4)
+    asked = CorrectionConfig("sequence", 3.0, "geometric", rejection_upper=1.25, token_veto=1e-4)
     made = build_algorithm(AlgorithmConfig("grpo", correction=asked), 64, 0)
     assert made.correction == Correction(Level.SEQUENCE, 3.0, Level.GEOMETRIC, 0.8, 1.25, 1e-4)
-    masked = build_algorithm(AlgorithmConfig("grpo", correction=CorrectionConfig(mask="token", mask_lower=0.0)), 64, 0)
+    masked = build_algorithm(
+        AlgorithmConfig("grpo", correction=CorrectionConfig(rejection_level="token", rejection_lower=0.0)), 64, 0
+    )
     assert masked.correction == Correction(None, 2.0, Level.TOKEN, 0.0, 2.0)
     with pytest.raises(ConfigError, match="would correct twice"):
         build_algorithm(AlgorithmConfig("grpo", old_logprobs="rollout", correction=asked), 64, 0)
@@ -121,14 +123,16 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "from dataclasses import replace\nfrom verl.algorithms.correction import Correction\n"
-        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(upper=5.0))\n"
+        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(is_cap=5.0))\n"
     )
     for stale in (0, 1):
-        assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(upper=5.0)
-        wider = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(upper=3.0, veto=1e-4))
-        assert build_algorithm(wider, 64, stale).correction == Correction(upper=3.0, veto=1e-4)
-        masked = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(mask="token", mask_upper=4.0))
-        expected = Correction(upper=5.0, mask=Level.TOKEN, mask_lower=0.25, mask_upper=4.0)
+        assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(is_cap=5.0)
+        wider = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(is_cap=3.0, token_veto=1e-4))
+        assert build_algorithm(wider, 64, stale).correction == Correction(is_cap=3.0, token_veto=1e-4)
+        masked = AlgorithmConfig(
+            f"{own}:MINE", correction=CorrectionConfig(rejection_level="token", rejection_upper=4.0)
+        )
+        expected = Correction(is_cap=5.0, rejection_level=Level.TOKEN, rejection_lower=0.25, rejection_upper=4.0)
         assert build_algorithm(masked, 64, stale).correction == expected
     off = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig("none"))
     assert build_algorithm(off, 64, 0).correction is None
@@ -138,11 +142,15 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "stale", "said"),
     [
-        (CorrectionConfig(upper=3.0), 0, "upper=3 has no effect: algorithm.correction.weight is none"),
-        (CorrectionConfig("none", upper=3.0), 1, "upper=3 has no effect"),
-        (CorrectionConfig(veto=1e-4, upper=3.0), 0, "upper=3 has no effect"),
-        (CorrectionConfig(mask_upper=3.0), 1, "mask_upper=3 has no effect: algorithm.correction.mask is none"),
-        (CorrectionConfig("token", mask_lower=0.1), 1, "mask_lower=0.1 has no effect"),
+        (CorrectionConfig(is_cap=3.0), 0, "is_cap=3 has no effect: algorithm.correction.is_level is none"),
+        (CorrectionConfig("none", is_cap=3.0), 1, "is_cap=3 has no effect"),
+        (CorrectionConfig(token_veto=1e-4, is_cap=3.0), 0, "is_cap=3 has no effect"),
+        (
+            CorrectionConfig(rejection_upper=3.0),
+            1,
+            "rejection_upper=3 has no effect: algorithm.correction.rejection_level is none",
+        ),
+        (CorrectionConfig("token", rejection_lower=0.1), 1, "rejection_lower=0.1 has no effect"),
     ],
 )
 def test_a_bound_of_nothing_is_refused(settings: CorrectionConfig, stale: int, said: str) -> None:
@@ -157,10 +165,10 @@ def test_a_bound_beside_a_ratio_that_corrects_by_itself_is_refused(tmp_path: Pat
         "from dataclasses import replace\nfrom verl.algorithms.algorithm import OldLogprobs\n"
         "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
     )
-    bound = CorrectionConfig(upper=3.0)
+    bound = CorrectionConfig(is_cap=3.0)
     asked = AlgorithmConfig("grpo", old_logprobs="rollout", correction=bound)
     for config in asked, AlgorithmConfig(f"{own}:MINE", correction=bound):
-        with pytest.raises(ConfigError, match="upper=3 has no effect"):
+        with pytest.raises(ConfigError, match="is_cap=3 has no effect"):
             build_algorithm(config, 64, 1)
 
 
@@ -283,12 +291,12 @@ def test_a_cut_distribution_goes_without_the_engines_log_probs(cut: str) -> None
         check_algorithm(made, config, object())
 
     check()
-    check("rollout.max_staleness=1", "algorithm.correction.weight=none")
+    check("rollout.max_staleness=1", "algorithm.correction.is_level=none")
     for words in (
         ["algorithm.old_logprobs=rollout", "algorithm.kl_placement=none"],
-        ["algorithm.correction.weight=token"],
-        ["algorithm.correction.mask=geometric"],
-        ["algorithm.correction.veto=1e-4"],
+        ["algorithm.correction.is_level=token"],
+        ["algorithm.correction.rejection_level=geometric"],
+        ["algorithm.correction.token_veto=1e-4"],
         ["rollout.max_staleness=1"],
     ):
         with pytest.raises(ConfigError, match=r"make the engine's log-probs those of another distribution"):

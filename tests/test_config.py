@@ -84,7 +84,7 @@ def test_verls_words_for_the_correction_are_understood() -> None:
     correction = load_config([f"algorithm.rollout_correction.{key}={each}" for key, each in theirs.items()]).algorithm
     assert correction.correction == CorrectionConfig("sequence", 3.0, "geometric", 1.5, 0.5, 1e-4)
     none = load_config(["algorithm.rollout_correction.rollout_is=null", "rollout.max_staleness=1"])
-    assert none.algorithm.correction.weight == "none"
+    assert none.algorithm.correction.is_level == "none"
 
 
 @pytest.mark.parametrize(
@@ -487,14 +487,14 @@ def test_reward_options_are_open() -> None:
         (["algorithm.adv_estimator=[1]"], "algorithm.adv_estimator=[1]"),
         (["algorithm.adv_estimator=gea"], "algorithm.adv_estimator must be one of gae, grpo"),
         (["rollout.max_staleness=-1"], "rollout.max_staleness must be 0 or more"),
-        (["algorithm.correction.weight=geometric"], "algorithm.correction.weight must be one of auto, none, token"),
+        (["algorithm.correction.is_level=geometric"], "algorithm.correction.is_level must be one of auto, none, token"),
         (
-            ["algorithm.correction.mask=reply"],
-            "algorithm.correction.mask must be one of none, token, sequence, geometric",
+            ["algorithm.correction.rejection_level=reply"],
+            "algorithm.correction.rejection_level must be one of none, token, sequence, geometric",
         ),
-        (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.upper must be at least 1"),
-        (["algorithm.correction.mask_lower=1.5"], "algorithm.correction.mask_lower must be between 0 and 1"),
-        (["algorithm.correction.veto=0"], "algorithm.correction.veto must be more than 0"),
+        (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.is_cap must be at least 1"),
+        (["algorithm.correction.rejection_lower=1.5"], "algorithm.correction.rejection_lower must be between 0 and 1"),
+        (["algorithm.correction.token_veto=0"], "algorithm.correction.token_veto must be more than 0"),
         (["rollout.top_p=0"], "rollout.top_p must be more than 0, at most 1"),
         (["rollout.top_k=-2"], "rollout.top_k must be at least 1, or -1 for all tokens"),
         (["rollout.min_p=1.5"], "rollout.min_p must be between 0 and 1"),

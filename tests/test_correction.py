@@ -34,21 +34,21 @@ def weighed(correction: Correction, ratios: list[float] = RATIOS, sample: list[i
 
 def only(**settings: Any) -> Correction:
     """A mask or a veto without weights."""
-    return Correction(**{"weight": None, "mask_lower": 0.0, "mask_upper": math.inf, **settings})
+    return Correction(**{"is_level": None, "rejection_lower": 0.0, "rejection_upper": math.inf, **settings})
 
 
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [
         (UNBOUNDED, RATIOS),
-        (Correction(Level.TOKEN, upper=2.5), [2.0, 2.5, 0.25, 0.5, 2.5]),
-        (Correction(Level.SEQUENCE, upper=5.0), [1.5, 1.5, 1.5, 2.0, 2.0]),
-        (Correction(Level.SEQUENCE, upper=1.75), [1.5, 1.5, 1.5, 1.75, 1.75]),
-        (only(mask=Level.TOKEN, mask_lower=0.5, mask_upper=2.5), [1.0, 0.0, 0.0, 1.0, 0.0]),
-        (only(mask=Level.SEQUENCE, mask_upper=1.9), [1.0, 1.0, 1.0, 0.0, 0.0]),
-        (only(mask=Level.GEOMETRIC, mask_upper=1.4), [1.0, 1.0, 1.0, 0.0, 0.0]),
-        (only(mask=Level.GEOMETRIC, mask_upper=1.42), [1.0, 1.0, 1.0, 1.0, 1.0]),
-        (only(veto=0.4), [0.0, 0.0, 0.0, 1.0, 1.0]),
+        (Correction(Level.TOKEN, is_cap=2.5), [2.0, 2.5, 0.25, 0.5, 2.5]),
+        (Correction(Level.SEQUENCE, is_cap=5.0), [1.5, 1.5, 1.5, 2.0, 2.0]),
+        (Correction(Level.SEQUENCE, is_cap=1.75), [1.5, 1.5, 1.5, 1.75, 1.75]),
+        (only(rejection_level=Level.TOKEN, rejection_lower=0.5, rejection_upper=2.5), [1.0, 0.0, 0.0, 1.0, 0.0]),
+        (only(rejection_level=Level.SEQUENCE, rejection_upper=1.9), [1.0, 1.0, 1.0, 0.0, 0.0]),
+        (only(rejection_level=Level.GEOMETRIC, rejection_upper=1.4), [1.0, 1.0, 1.0, 0.0, 0.0]),
+        (only(rejection_level=Level.GEOMETRIC, rejection_upper=1.42), [1.0, 1.0, 1.0, 1.0, 1.0]),
+        (only(token_veto=0.4), [0.0, 0.0, 0.0, 1.0, 1.0]),
         (Correction(Level.TOKEN, 2.5, Level.SEQUENCE, 0.5, 1.9), [2.0, 2.5, 0.25, 0.0, 0.0]),
         (Correction(Level.TOKEN, 5.0, Level.TOKEN, 0.5, 3.5), [2.0, 3.0, 0.0, 0.5, 0.0]),
     ],
@@ -60,7 +60,7 @@ def test_weights_by_hand(correction: Correction, expected: list[float]) -> None:
 
 
 def test_truncated_are_those_above_the_bound() -> None:
-    assert weighed(Correction(upper=2.5)).truncated_T.tolist() == [False, True, False, False, True]
+    assert weighed(Correction(is_cap=2.5)).truncated_T.tolist() == [False, True, False, False, True]
 
 
 def test_what_the_engine_did_not_sample_has_no_ratio_of_its_own() -> None:
@@ -72,9 +72,9 @@ def test_what_the_engine_did_not_sample_has_no_ratio_of_its_own() -> None:
         return token_weights(correction, trainer_T, engine_T, sample_T).weight_T.tolist()
 
     assert weights(UNBOUNDED) == pytest.approx([2.0, 1.0, 8.0])
-    assert weights(Correction(Level.SEQUENCE, upper=99.0)) == pytest.approx([16.0] * 3)
-    assert weights(only(mask=Level.GEOMETRIC, mask_lower=1.0, mask_upper=3.9)) == [0.0] * 3
-    assert weights(only(mask=Level.GEOMETRIC, mask_lower=1.0, mask_upper=4.1)) == [1.0] * 3
+    assert weights(Correction(Level.SEQUENCE, is_cap=99.0)) == pytest.approx([16.0] * 3)
+    assert weights(only(rejection_level=Level.GEOMETRIC, rejection_lower=1.0, rejection_upper=3.9)) == [0.0] * 3
+    assert weights(only(rejection_level=Level.GEOMETRIC, rejection_lower=1.0, rejection_upper=4.1)) == [1.0] * 3
 
 
 def test_weights_carry_no_gradient() -> None:
@@ -174,7 +174,9 @@ def test_the_loss_of_three_policies_by_hand() -> None:
     def policy(*_: Any) -> Any:
         return SimpleNamespace(logprobs=now_T, entropy=torch.zeros(2))
 
-    correction = Correction(Level.TOKEN, upper=2.0, mask=Level.TOKEN, mask_lower=0.0, mask_upper=4.0)
+    correction = Correction(
+        Level.TOKEN, is_cap=2.0, rejection_level=Level.TOKEN, rejection_lower=0.0, rejection_upper=4.0
+    )
     loss, facts = policy_loss(policy, packed, replace(PLAIN, correction=correction), 1.0)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-0.5 * 1.5 * 1.1 * 3.0)
@@ -251,7 +253,7 @@ def test_what_a_stale_engine_drew_is_corrected_towards_the_on_policy_gradient() 
 
     Chance alone would leave that bound once in ten thousand seeds.
     """
-    bandit, num_draws, correction = Bandit.random(0), 20_000, Correction(Level.SEQUENCE, upper=20.0)
+    bandit, num_draws, correction = Bandit.random(0), 20_000, Correction(Level.SEQUENCE, is_cap=20.0)
     chance = chances(bandit.engine)
     drawn = torch.multinomial(chance, num_draws, replacement=True, generator=torch.Generator().manual_seed(1))
     share = torch.full((num_draws,), 1 / num_draws, dtype=torch.float64)

@@ -13,6 +13,7 @@ import pytest
 
 from verl.config.schema import Config
 from verl.daemon import run_async, run_in_daemon_thread
+from verl.trainer.command import run_cli
 
 _INTERRUPTED = """
 import signal, sys, threading
@@ -132,7 +133,7 @@ def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
 
 def test_a_command_runs_outside_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
     async def apart() -> int:
-        return await run_in_daemon_thread(told, [], "", Config, lambda words, console: run_async(_doubled(2)))
+        return await run_in_daemon_thread(run_cli, [], "", Config, lambda words, console: run_async(_doubled(2)))
 
     assert asyncio.run(apart()) == 4
     assert capsys.readouterr().out == ""

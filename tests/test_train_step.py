@@ -227,7 +227,7 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     assert "actor/loss" in asyncio.run(learning.train_step())
 
 
-@pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, upper=1.0)])
+@pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, is_cap=1.0)])
 def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correction | None) -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
     algorithm = replace(PLAIN, correction=correction)
@@ -401,7 +401,7 @@ def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> None:
     told = []
-    for correction in (None, Correction(Level.TOKEN, upper=1.1)):
+    for correction in (None, Correction(Level.TOKEN, is_cap=1.1)):
         learning = trainer(replace(PLAIN, correction=correction), minibatches=minibatches)
         assert isinstance(learning.rollouts.rollout.engine, HFEngine)
         generator = torch.Generator().manual_seed(0)

@@ -44,19 +44,21 @@ class Level(StrEnum):
 class Correction:
     """Which weights and masks; None for none of them. Bounds hold for ratios, not for their logs."""
 
-    weight: Level | None = Level.TOKEN
-    upper: float = 2.0  # of weights
-    mask: Level | None = None
-    mask_lower: float = 0.5
-    mask_upper: float = 2.0
-    veto: float | None = None  # a token's ratio below which its sample is left out
+    is_level: Level | None = Level.TOKEN
+    is_cap: float = 2.0  # of weights
+    rejection_level: Level | None = None
+    rejection_lower: float = 0.5
+    rejection_upper: float = 2.0
+    token_veto: float | None = None  # a token's ratio below which its sample is left out
 
     def __post_init__(self) -> None:
-        assert self.weight is not Level.GEOMETRIC, "a mean of ratios corrects nothing"
-        assert self.upper >= 1.0 and self.mask_lower <= 1.0 <= self.mask_upper, "policies that agree have the ratio 1"
+        assert self.is_level is not Level.GEOMETRIC, "a mean of ratios corrects nothing"
+        assert self.is_cap >= 1.0 and self.rejection_lower <= 1.0 <= self.rejection_upper, (
+            "policies that agree have the ratio 1"
+        )
 
 
-UNBOUNDED = Correction(upper=math.inf)  # plain token ratios, which are told where nothing is corrected
+UNBOUNDED = Correction(is_cap=math.inf)  # plain token ratios, which are told where nothing is corrected
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +94,15 @@ def token_weights(
             log_T = log_T / of_sample(sampled_T).clamp(min=1.0)
         return log_T.to(logprobs_T.dtype).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
-    ratio_T = torch.ones_like(logprobs_T) if correction.weight is None else ratios(correction.weight)
+    ratio_T = torch.ones_like(logprobs_T) if correction.is_level is None else ratios(correction.is_level)
     masked_T = torch.zeros_like(sampled_T)
-    if correction.mask is not None:
-        bounded_T = ratios(correction.mask)
-        masked_T = (bounded_T < correction.mask_lower) | (bounded_T > correction.mask_upper)
-    if correction.veto is not None:
-        masked_T = masked_T | (of_sample(token_T < math.log(correction.veto)) > 0)
-    weight_T = ratio_T.clamp(max=correction.upper).masked_fill(masked_T, 0.0)
-    return TokenWeights(weight_T, ratio_T > correction.upper, masked_T)
+    if correction.rejection_level is not None:
+        bounded_T = ratios(correction.rejection_level)
+        masked_T = (bounded_T < correction.rejection_lower) | (bounded_T > correction.rejection_upper)
+    if correction.token_veto is not None:
+        masked_T = masked_T | (of_sample(token_T < math.log(correction.token_veto)) > 0)
+    weight_T = ratio_T.clamp(max=correction.is_cap).masked_fill(masked_T, 0.0)
+    return TokenWeights(weight_T, ratio_T > correction.is_cap, masked_T)
 
 
 def engine_kl(logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:

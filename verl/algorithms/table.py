@@ -28,8 +28,8 @@ KL, and what it asks of the rollout. Each stands in a short file of `verl/algori
 | `algorithm.aggregation`, `aggregation_length` | from token losses to one |
 | `algorithm.kl_placement`, `kl_estimator`, `kl_coefficient`, `kl_target`, `kl_horizon` | KL to the reference |
 | `algorithm.entropy_coefficient`, `old_logprobs` | the entropy bonus; whose log-probs the ratio is measured from |
-| `algorithm.correction.weight`, `upper` | weights for what the engine sampled, truncated at `upper` (see below) |
-| `algorithm.correction.mask`, `mask_upper`, `mask_lower`, `veto` | what is left out as too far off |
+| `algorithm.correction.is_level`, `is_cap` | weights for what the engine sampled, truncated at `is_cap` (see below) |
+| `algorithm.correction.rejection_level`, `rejection_upper`, `rejection_lower`, `token_veto` | tokens and samples rejected |
 | `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
 | `algorithm.max_resample_rounds` | times that a step may draw prompts until the filters have left it enough |
 | `algorithm.overlong_buffer`, `overlong_factor` | the penalty for long replies: tokens before the longest, and points |
@@ -51,18 +51,20 @@ gradient through.
 
 Replies are sampled by an engine, which is not quite the policy that is trained: its arithmetic differs, and with
 `rollout.max_staleness` above 0 its weights are older. `verl/algorithms/correction.py` holds the formulas. A token's
-policy loss is multiplied by stop(min(ratio, upper)), where the ratio is the trainer's probability before the update by
+policy loss is multiplied by stop(min(ratio, is_cap)), where the ratio is the trainer's probability before the update by
 the engine's; the loss's own ratio p / p_old is left as it is, which makes it decoupled PPO. KL, entropy and the critic
 are not weighted.
 
-- `weight=auto`, the default, is `token` where `rollout.max_staleness` is above 0, and `none` elsewhere. `upper=2` is
+- `is_level=auto`, the default, is `token` where `rollout.max_staleness` is above 0, and `none` elsewhere. `is_cap=2` is
   what veRL and the first to truncate engine ratios run: bounded variance, at the price of a small bias. An algorithm
   of your own may have a correction; each key replaces that part of it. A bound of what is not there is an error.
-- `weight=sequence` takes the product over the reply: unbiased below `upper`, of a variance that grows with length.
-- `weight=token mask=token upper=5 mask_upper=5 mask_lower=0.5` is IcePop, `weight=sequence mask=sequence upper=3
-  mask_upper=3 mask_lower=0` TRL's default. `mask=geometric` with bounds near 1 (1.001) leaves out replies that the
+- `is_level=sequence` takes the product over the reply: unbiased below `is_cap`, of a variance that grows with length.
+- `is_level=token rejection_level=token is_cap=5 rejection_upper=5 rejection_lower=0.5` is IcePop, `is_level=sequence
+  rejection_level=sequence is_cap=3
+  rejection_upper=3 rejection_lower=0` TRL's default. `mask=geometric` with bounds near 1 (1.001) leaves out replies
+  that the
   trainer finds odd as a whole, however long they are. Masked tokens count on in the loss's denominators.
-- `veto=1e-4` leaves out replies with a token that the trainer takes for ten thousand times less likely.
+- `token_veto=1e-4` leaves out replies with a token that the trainer takes for ten thousand times less likely.
 - `old_logprobs=rollout` measures the loss's ratio from the engine and so corrects by itself; a correction beside it is
   an error.
 

@@ -470,7 +470,7 @@ def _play(made: Translation, tool_call_format: str, reward: str, written: str) -
 
 def _read_nulls(made: Translation) -> None:
     """What veRL writes for "none", "never" and "all" where ours has another value."""
-    for key in ("algorithm.correction.weight", "algorithm.correction.mask"):
+    for key in ("algorithm.correction.is_level", "algorithm.correction.rejection_level"):
         if key in made.settings and made.settings[key] is None:
             made.settings[key] = "none"
     for key in ("trainer.save_freq", "trainer.test_freq"):

@@ -333,24 +333,33 @@ class CorrectionConfig:
     preset's value; no preset of ours has a correction, which then is that of `Correction`.
     """
 
-    weight: str = "auto"  # auto (the preset's, else token where rollout.max_staleness > 0) | none | token | sequence
-    upper: float | None = None  # at which the ratios that weigh are truncated; usually 2
-    mask: str | None = None  # none | token | sequence | geometric: the ratio that leaves out what is beyond the bounds
-    mask_upper: float | None = None  # usually 2
-    mask_lower: float | None = None  # 1 / mask_upper where that is set
-    veto: float | None = None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
+    is_level: str = "auto"  # auto (the preset's, else token where rollout.max_staleness > 0) | none | token | sequence
+    is_cap: float | None = None  # at which the ratios that weigh are truncated; usually 2
+    rejection_level: str | None = (
+        None  # none | token | sequence | geometric: the ratio that leaves out what is beyond the bounds
+    )
+    rejection_upper: float | None = None  # usually 2
+    rejection_lower: float | None = None  # 1 / rejection_upper where that is set
+    token_veto: float | None = (
+        None  # the ratio of one token below which its whole sample is left out; 1e-4 is catastrophic
+    )
 
     def __post_init__(self) -> None:
         levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
         masks = ("none", "token", "sequence", "geometric")
-        _require(self.weight in levels, f"{key}.weight", f"one of {', '.join(levels)}", self.weight)
-        _require(self.mask is None or self.mask in masks, f"{key}.mask", f"one of {', '.join(masks)}", self.mask)
-        for name, bound in (("upper", self.upper), ("mask_upper", self.mask_upper)):
+        _require(self.is_level in levels, f"{key}.is_level", f"one of {', '.join(levels)}", self.is_level)
+        _require(
+            self.rejection_level is None or self.rejection_level in masks,
+            f"{key}.rejection_level",
+            f"one of {', '.join(masks)}",
+            self.rejection_level,
+        )
+        for name, bound in (("is_cap", self.is_cap), ("rejection_upper", self.rejection_upper)):
             agreed = bound is None or bound >= 1
             _require(agreed, f"{key}.{name}", "at least 1, as policies agree there", bound)
-        lower, veto = self.mask_lower, self.veto
-        _require(lower is None or 0 <= lower <= 1, f"{key}.mask_lower", "between 0 and 1", lower)
-        _require(veto is None or 0 < veto < 1, f"{key}.veto", "more than 0, less than 1", veto)
+        lower, veto = self.rejection_lower, self.token_veto
+        _require(lower is None or 0 <= lower <= 1, f"{key}.rejection_lower", "between 0 and 1", lower)
+        _require(veto is None or 0 < veto < 1, f"{key}.token_veto", "more than 0, less than 1", veto)
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ ALIASES: Mapping[str, str] = {
     "critic.model.fsdp_config.param_offload": "critic.offload_params",
     "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
-    "algorithm.rollout_correction.rollout_is": "algorithm.correction.weight",
-    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.upper",
-    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.mask",
-    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.mask_upper",
-    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.mask_lower",
-    "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.veto",
+    "algorithm.rollout_correction.rollout_is": "algorithm.correction.is_level",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.is_cap",
+    "algorithm.rollout_correction.rollout_rs": "algorithm.correction.rejection_level",
+    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.rejection_upper",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.rejection_lower",
+    "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.token_veto",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
 }
 
@@ -70,7 +70,7 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.n_agent": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not be more",
-    "rollout.num_llm_calls_available": "`env.max_tool_calls`, in ToRL's environment (`env.tool_call_format=fence`, Python)",
+    "rollout.num_llm_calls_available": "`env.max_tool_calls` with ToRL's `env.tool_call_format=fence`",
     "rollout.max_iterations": "`env.max_turns`",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
@@ -88,15 +88,15 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k "
     "and GiGPO, `algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
-    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, where groups are filtered; veRL's default, "
-    "no limit, is 10 here",
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, where groups are filtered; "
+    "veRL's default, no limit, is 10 here",
     "custom_reward_function.path": "`reward.name=path:name`",
     "custom_reward_function.name": "`reward.name=path:name`",
     "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with form",
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with form",
     "do_search": "whether `retriever.url` sets Search-R1's environment",
     "max_turns": "`env.max_tool_calls`, in Search-R1's environment",
-    "retriever.url": "`env.tools` in Search-R1's environment (`env.tool_call_format=search_r1`, `reward.name=search_r1`)",
+    "retriever.url": "`env.tools` with Search-R1's `env.tool_call_format=search_r1` and `reward.name=search_r1`",
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 

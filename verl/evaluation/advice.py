@@ -43,7 +43,7 @@ def _calls(found: Mapping[str, Any]) -> list[str]:
     if found["malformed"] > MANY_MALFORMED:
         share = _percent(found["malformed"])
         told.append(
-            f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a call that cannot be read"
+            f"SFT first, or choose another env.tool_call_format: in {share} of the episodes a call cannot be parsed"
         )
     if found["tools_used"] < FEW_WITH_TOOLS:
         share = _percent(found["tools_used"])

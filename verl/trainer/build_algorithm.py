@@ -196,32 +196,49 @@ def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, m
 
     The last two give way to a ratio that corrects. Raises ConfigError for what would have no effect.
     """
-    asked = config.weight not in ("auto", "none") or config.mask not in (None, "none") or config.veto is not None
+    asked = (
+        config.is_level not in ("auto", "none")
+        or config.rejection_level not in (None, "none")
+        or config.token_veto is not None
+    )
     if old is OldLogprobs.ROLLOUT and asked:
         raise ConfigError(
             "algorithm.correction beside algorithm.old_logprobs=rollout would correct twice: the loss's ratio is "
             "measured from the engine's log-probs already; leave one of them out"
         )
-    base = preset.correction or Correction(weight=Level.TOKEN if max_staleness > 0 else None)
+    base = preset.correction or Correction(is_level=Level.TOKEN if max_staleness > 0 else None)
     if old is OldLogprobs.ROLLOUT:
-        base = Correction(weight=None)
-    lower = 1.0 / config.mask_upper if config.mask_lower is None and config.mask_upper else config.mask_lower
-    bounds = {"upper": config.upper, "mask_upper": config.mask_upper, "mask_lower": lower, "veto": config.veto}
+        base = Correction(is_level=None)
+    lower = (
+        1.0 / config.rejection_upper
+        if config.rejection_lower is None and config.rejection_upper
+        else config.rejection_lower
+    )
+    bounds = {
+        "is_cap": config.is_cap,
+        "rejection_upper": config.rejection_upper,
+        "rejection_lower": lower,
+        "token_veto": config.token_veto,
+    }
     changes: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-    if config.weight != "auto":
-        changes["weight"] = _level(config.weight)
-    if config.mask is not None:
-        changes["mask"] = _level(config.mask)
+    if config.is_level != "auto":
+        changes["is_level"] = _level(config.is_level)
+    if config.rejection_level is not None:
+        changes["rejection_level"] = _level(config.rejection_level)
     made = replace(base, **changes)
-    for name, level in ("upper", made.weight), ("mask_upper", made.mask), ("mask_lower", made.mask):
+    for name, level in (
+        ("is_cap", made.is_level),
+        ("rejection_upper", made.rejection_level),
+        ("rejection_lower", made.rejection_level),
+    ):
         value = getattr(config, name)
         if level is None and value not in (None, getattr(_USUAL, name)):
-            which = "mask" if "mask" in name else "weight"
+            which = "rejection_level" if "rejection" in name else "is_level"
             raise ConfigError(
                 f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, or comes "
                 "to that"
             )
-    return made if made.weight or made.mask or made.veto is not None else None
+    return made if made.is_level or made.rejection_level or made.token_veto is not None else None
 
 
 def _level(name: str) -> Level | None:

@@ -119,8 +119,8 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
     if env.max_turns < needed:
         raise ConfigError(
             f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
-            f"env.tool_call_format={env.tool_call_format} they take {needed} assistant turns, the answer included; leave env.max_turns out, "
-            "or lower env.max_tool_calls"
+            f"env.tool_call_format={env.tool_call_format} they take {needed} assistant turns, the answer included; "
+            "leave env.max_turns out, or lower env.max_tool_calls"
         )
     return env.max_turns
 
@@ -257,6 +257,7 @@ def _check_tool_of(tool_call_format: InlineFormat, name: str | None, tools: Sequ
             return
     offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
     raise ConfigError(
-        f"env.tool_call_format={name} calls {tool_call_format.tool}({tool_call_format.argument}) alone, but env.tools offers {offered}; offer it, or "
-        "name what there is with env.tool_call_format_options={tool: .., argument: ..}"
+        f"env.tool_call_format={name} calls {tool_call_format.tool}({tool_call_format.argument}) alone, but env.tools "
+        f"offers {offered}; offer it, or name what there is with "
+        "env.tool_call_format_options={tool: .., argument: ..}"
     )
