@@ -29,7 +29,7 @@ KL, and what it asks of the rollout. Each stands in a short file of `verl/algori
 | `algorithm.kl_placement`, `kl_estimator`, `kl_coefficient`, `kl_target`, `kl_horizon` | KL to the reference |
 | `algorithm.entropy_coefficient`, `old_logprobs` | the entropy bonus; whose log-probs the ratio is measured from |
 | `algorithm.correction.is_level`, `is_cap` | weights for what the engine sampled, truncated at `is_cap` (see below) |
-| `algorithm.correction.rejection_level`, `rejection_upper`, `rejection_lower`, `token_veto` | tokens and samples rejected |
+| `algorithm.correction.rejection_level`, `rejection_upper`, `rejection_lower`, `token_veto` | rejected samples |
 | `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
 | `algorithm.max_resample_rounds` | times that a step may draw prompts until the filters have left it enough |
 | `algorithm.overlong_buffer`, `overlong_factor` | the penalty for long replies: tokens before the longest, and points |
