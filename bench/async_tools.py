@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from common import ROOT, Result, alternate, median_ratio, report
 
 from verl.data.chat import ChatTemplate
-from verl.data.dialogue import ObservationTokenizer
 from verl.data.formats.base import build_tool_call_format
+from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.envs.base import Observation, StepResult
 from verl.rollout.engine import Sampling
 from verl.rollout.episode import EpisodeLimits, EpisodeRunner
@@ -115,11 +115,11 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
         return ids[CALL if asked < turns else ANSWER]
 
     async def run() -> int:
-        dialogue = ObservationTokenizer(
+        observations = ObservationTokenizer(
             chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
         )
         budgets = EpisodeLimits(max_turns=turns + 1, max_tool_calls=turns + 1)
-        setting = EpisodeRunner(SlowTools(latencies, places), dialogue, budgets)
+        setting = EpisodeRunner(SlowTools(latencies, places), observations, budgets)
         rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(len(latencies.seconds))]
         groups = await asyncio.gather(*(rollout.run(task, 1, 0) for task in tasks))

@@ -41,8 +41,8 @@ from local import PLAIN_GRPO, join_alone, worker_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from verl.data.chat import ChatTemplate
-from verl.data.dialogue import ObservationTokenizer
 from verl.data.formats.base import build_tool_call_format
+from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.data.tasks import TaskStream
 from verl.rollout.engine import Sampling
 from verl.rollout.episode import EpisodeLimits, EpisodeRunner
@@ -206,10 +206,10 @@ class Processes:
         """A run that has not begun."""
         publishing = OnWeightSync.CONTINUE if staleness else None
         pool = EnginePool(self.engines, [[0]] * ENGINES, publishing, self.chat.tokenizer.decode)
-        dialogue = ObservationTokenizer(
+        observations = ObservationTokenizer(
             self.chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
         )
-        setting = EpisodeRunner(Tools(self.pace.tool_s, tails, seed), dialogue, EpisodeLimits(CALLS + 1, CALLS + 1))
+        setting = EpisodeRunner(Tools(self.pace.tool_s, tails, seed), observations, EpisodeLimits(CALLS + 1, CALLS + 1))
         rollout = GroupRollout(pool, self.chat, DirectScorer(EveryOther()), Sampling(1024), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(num_prompts)]
         rollouts = RolloutManager(

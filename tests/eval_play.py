@@ -17,7 +17,7 @@ from verl.evaluation.handlers import env_of
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer
-from verl.trainer.build_env import build_interaction, prompt_fn
+from verl.trainer.build_env import build_episode_runner, prompt_fn
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
@@ -55,9 +55,9 @@ def groups(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        interaction = build_interaction(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+        episode_runner = build_episode_runner(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
         scorer = DirectScorer(build_reward(of.play.reward, of.play.reward_options))
-        rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), interaction)  # type: ignore[arg-type]
+        rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
         played = []
         for task in of.tasks() if tasks is None else tasks:
             one = replace(rollout, engine=_Speaker(policy(task)))  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def scores(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None
 
 def foretold(of: Category, chat: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    interaction = build_interaction(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
-    opening = prompt_fn(interaction, chat())
+    episode_runner = build_episode_runner(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+    opening = prompt_fn(episode_runner, chat())
     played = groups(of, chat, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

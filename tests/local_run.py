@@ -91,7 +91,7 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
         yield build_trainer(
-            config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.interaction
+            config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
         )
     finally:
         gc.collect()

@@ -187,27 +187,27 @@ def test_a_template_that_opens_a_thought_is_known() -> None:
 def test_tools_are_told_by_the_template_where_there_are_some() -> None:
     for name in ("qwen2.5", "qwen3", "llama3"):
         chat = format_of(name)
-        none, some = chat.opening_ids((QUESTION,)), chat.opening_ids((QUESTION,), (TOOL,))
-        assert none == chat.opening_ids((QUESTION,), ()) == chat.prompt_ids((QUESTION,)) != some
+        none, some = chat.initial_ids((QUESTION,)), chat.initial_ids((QUESTION,), (TOOL,))
+        assert none == chat.initial_ids((QUESTION,), ()) == chat.prompt_ids((QUESTION,)) != some
         assert "ipython" not in text_of(chat, none)
     told = '{"type": "function", "function": {"name": "weather", "description": "Tells of the weather", "parameters"'
     chat = format_of("qwen2.5")
-    assert told in text_of(chat, chat.opening_ids((QUESTION,), (TOOL,)))
+    assert told in text_of(chat, chat.initial_ids((QUESTION,), (TOOL,)))
 
 
 def test_a_plain_text_is_an_opening_without_a_template() -> None:
     chat = format_of("mini")
-    assert text_of(chat, chat.opening_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
+    assert text_of(chat, chat.initial_ids("User: 2+2?\nAssistant:")) == "User: 2+2?\nAssistant:"
 
 
 def test_an_episode_in_one_turn_reads_as_its_texts_end_to_end() -> None:
-    chat, chat = format_of("mini"), build_tool_call_format("fence")
-    opening = chat.opening((QUESTION,), ())
+    chat, tool_call_format = format_of("mini"), build_tool_call_format("fence")
+    opening = tool_call_format.render_prompt((QUESTION,), ())
     said = ["I compute.\n```python\nprint(6 * 7)\n```\n```output", "So \\boxed{42}."]
-    seen = chat.observation((Message("tool", "42\n", tool="python"),), said[0])
+    seen = tool_call_format.observation((Message("tool", "42\n", tool="python"),), said[0])
     assert isinstance(opening, str) and isinstance(seen, str)
     responses = [chat.response_ids(text)[0] for text in said]
-    ledger = chat.opening_ids(opening) + responses[0] + chat.continuation_ids(seen) + responses[1]
+    ledger = chat.initial_ids(opening) + responses[0] + chat.continuation_ids(seen) + responses[1]
     assert text_of(chat, ledger) == f"{opening}{said[0]}\n42\n```\n{said[1]}"
 
 
@@ -220,7 +220,7 @@ def test_calls_that_a_format_read_are_not_told_twice() -> None:
 def test_a_prompt_that_the_template_refuses_is_a_fault_of_the_data() -> None:
     chat = with_template("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}")
     with pytest.raises(DataError, match="refuses messages of the roles user"):
-        chat.opening_ids((QUESTION,), (TOOL,))
+        chat.initial_ids((QUESTION,), (TOOL,))
 
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"

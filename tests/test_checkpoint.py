@@ -36,7 +36,7 @@ from verl.trainer.checkpoint import CheckpointStore, kept, read_state
 from verl.trainer.manifest import Checkpoint, read_manifest, verify
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, published_names
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings
 
 TOKENIZER = str(ROOT / "dataset" / "mini" / "tokenizer")
@@ -215,7 +215,7 @@ def export(folder: Path, tied: bool) -> None:
     train(engine, "policy", packs, 2)
     torch.save({name: each.full_tensor().clone() for name, each in module.model.named_parameters()}, f"{folder}.pt")
     engine.score(packs, KINDS["policy"][2])
-    assert {full.dtype for _, full in engine.export_weights(published_names(module))} == {torch.float32}
+    assert {full.dtype for _, full in engine.export_weights(hf_named_parameters(module))} == {torch.float32}
     before = torch.get_rng_state()
     export_hf(engine, folder / "default", TOKENIZER)
     export_hf(engine, folder / "float32", str(folder), TOKENIZER, dtype=torch.float32)

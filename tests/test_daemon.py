@@ -25,7 +25,7 @@ from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def learn(lesson, step):
+def learn(train_batch, step):
     print("learning", flush=True)
     threading.Event().wait()
 

@@ -93,13 +93,13 @@ class Policy:
     def __init__(self) -> None:
         self.published = 0
 
-    def begin_publication(self) -> None:
+    def begin_weight_sync(self) -> None:
         self.published += 1
 
     def offers(self, number: int) -> list[str]:
         return ["bucket"]
 
-    def end_publication(self) -> None:
+    def end_weight_sync(self) -> None:
         """Nothing."""
 
     def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:

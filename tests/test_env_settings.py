@@ -34,7 +34,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.episode import EpisodeRunner
 from verl.trainer import main_generation, main_ppo
 from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_interaction, check_names, prompt_fn, prompt_record, turn_limit
+from verl.trainer.build_env import build_episode_runner, check_names, prompt_fn, prompt_record, turn_limit
 from verl.types import Message, Task, Trajectory
 
 CHAT = ("env.name=tool", "env.tool_call_format=hermes")
@@ -49,7 +49,7 @@ def chat() -> ChatTemplate:
 
 def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
     config = load_config(words)
-    return build_interaction(config.env, config.sandbox, chat, 64, 64, config.data.prompt_template)
+    return build_episode_runner(config.env, config.sandbox, chat, 64, 64, config.data.prompt_template)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
             ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
             "data='/nowhere' has no folder retail",
         ),
-        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is no codec: JSONDecoder has no opening"),
+        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is no codec: JSONDecoder has no render_prompt"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
         (("env.tool_call_format_options.limit=5",), "env.tool_call_format_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
@@ -177,7 +177,7 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
 
     inputs = load_inputs(config(400))
     (task,) = inputs.train[0]
-    seen = len(prompt_fn(inputs.interaction, inputs.chat)(task))
+    seen = len(prompt_fn(inputs.episode_runner, inputs.chat)(task))
     assert len(inputs.chat.tokenizer(words)["input_ids"]) < seen < len(inputs.chat.task_prompt_ids(task))
     assert len(load_inputs(config(seen)).train[0]) == 1
     with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
@@ -253,7 +253,7 @@ def test_as_many_calls_can_be_made_as_are_allowed(
     config = load_config(
         [f"recipe={recipe}", f"env.max_tool_calls={calls}", f"env.tools=['{tmp_path}/tools.py:python']"]
     )
-    setting = build_interaction(config.env, config.sandbox, chat, 1000, 100_000, None)
+    setting = build_episode_runner(config.env, config.sandbox, chat, 1000, 100_000, None)
     assert setting is not None and setting.budgets.max_turns == calls * len(call) + 1
     task = Task("t", (Message("user", "2+2?"),), "4", "sums")
     played = asyncio.run(setting.run(Speaker(chat, *call * (calls + 1)), Sampling(1), task, 0, None))

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from tests.eval_play import chat as chat_that_lists_tools
 from tests.tiny import MINI
 from verl.data.chat import ChatTemplate
-from verl.data.dialogue import Cut, ObservationTokenizer
 from verl.data.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
+from verl.data.observation_tokenizer import Cut, ObservationTokenizer
 from verl.data.samples import to_samples
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
@@ -63,7 +63,7 @@ class AskFormat:
     turns_per_call = 1
     parallel_calls = True
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         return messages[-1].content + "\n"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class Speaker:
         return (done,)
 
 
-def interaction(chat: ChatTemplate, envs: Any, **budgets: Any) -> EpisodeRunner:
+def episode_runner(chat: ChatTemplate, envs: Any, **budgets: Any) -> EpisodeRunner:
     return EpisodeRunner(envs, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(**budgets))
 
 
@@ -179,7 +179,7 @@ THREE = ("think <ask>one</ask>\n", "more <ask>two</ask><ask>2b</ask>\n", "again 
 
 def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatTemplate) -> None:
     engine, envs = Speaker(chat, *THREE), Echoes()
-    trajectory = finished(engine, interaction(chat, envs))
+    trajectory = finished(engine, episode_runner(chat, envs))
     assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.STOP, Outcome.SCORED)
     assert trajectory.num_tool_calls == 4 and trajectory.score == Score(1.0, {}) and envs.closed == [TASK]
     (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
@@ -201,7 +201,7 @@ def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatTempla
 
 
 def test_observations_are_trained_only_on_request(chat: ChatTemplate) -> None:
-    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes()))
+    trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Echoes()))
     group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
     (plain,), (world,) = to_samples(group, 0), to_samples(group, 0, train_on_observations=True)
     prompt = len(trajectory.turns[0].context_ids)
@@ -212,34 +212,34 @@ def test_observations_are_trained_only_on_request(chat: ChatTemplate) -> None:
 
 
 def test_a_pause_without_a_call_goes_on_from_where_it_is(chat: ChatTemplate) -> None:
-    setting = interaction(chat, Echoes())
+    setting = episode_runner(chat, Echoes())
     trajectory = finished(Speaker(chat, "well<pause>", " <ask>a</ask>\n", "done"), setting)
     assert [turn.responses for turn in trajectory.turns] == [(), (Message("tool", "a", tool="echo"),), ()]
     assert trajectory.turns[1].context_ids == ()
 
 
 def test_a_malformed_call_is_told_to_the_policy(chat: ChatTemplate) -> None:
-    trajectory = finished(Speaker(chat, "I <ask>never", "x</ask>\n"), interaction(chat, Echoes()))
+    trajectory = finished(Speaker(chat, "I <ask>never", "x</ask>\n"), episode_runner(chat, Echoes()))
     assert trajectory.turns[0].responses == (Message("tool", "close what you open"),)
     assert (trajectory.num_malformed_calls, trajectory.num_tool_calls) == (1, 0)
     assert trajectory.stop_reason is StopReason.STOP  # what stands before an answer is not read again
 
 
 def test_a_malformed_call_may_end_the_episode(chat: ChatTemplate) -> None:
-    trajectory = finished(Speaker(chat, "<ask>oh"), interaction(chat, Echoes(), feedback_on_parse_error=False))
+    trajectory = finished(Speaker(chat, "<ask>oh"), episode_runner(chat, Echoes(), feedback_on_parse_error=False))
     assert (trajectory.stop_reason, trajectory.num_malformed_calls) == (StopReason.MALFORMED, 1)
 
 
 def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatTemplate) -> None:
     engine, envs = Speaker(chat, *THREE), Echoes()
-    trajectory = finished(engine, interaction(chat, envs, max_turns=3))
+    trajectory = finished(engine, episode_runner(chat, envs, max_turns=3))
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TURNS, 3)
     assert [sampling.stop_strings != () for _, sampling in engine.asked] == [True, True, False]
-    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tool_calls=2))
+    trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Echoes(), max_tool_calls=2))
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 2)
     answers = [message.content for message in trajectory.turns[1].responses]
     assert answers == ["two", "This call was not made: no more tool calls are allowed."]
-    never = finished(Speaker(chat, "<ask>a</ask>\n"), interaction(chat, Echoes(), max_tool_calls=0))
+    never = finished(Speaker(chat, "<ask>a</ask>\n"), episode_runner(chat, Echoes(), max_tool_calls=0))
     assert (never.stop_reason, never.tool_uses) == (StopReason.MAX_TOOL_CALLS, ())
 
 
@@ -256,7 +256,7 @@ def test_calls_are_counted_whether_or_not_the_environment_tells_of_them(chat: Ch
 
 @pytest.mark.parametrize("max_tokens", [3, 12, 20, 30, 45])
 def test_tokens_are_never_more_than_allowed(chat: ChatTemplate, max_tokens: int) -> None:
-    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_tokens=max_tokens))
+    trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Echoes(), max_tokens=max_tokens))
     used = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
     used += sum(len(turn.context_ids) for turn in trajectory.turns[1:])
     assert used <= max_tokens
@@ -264,7 +264,7 @@ def test_tokens_are_never_more_than_allowed(chat: ChatTemplate, max_tokens: int)
 
 
 def test_one_turn_can_have_a_limit_of_its_own(chat: ChatTemplate) -> None:
-    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Echoes(), max_turn_tokens=2))
+    trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Echoes(), max_turn_tokens=2))
     assert [len(turn.completion.token_ids) for turn in trajectory.turns] == [2]
     assert trajectory.stop_reason is StopReason.LENGTH
 
@@ -272,7 +272,7 @@ def test_one_turn_can_have_a_limit_of_its_own(chat: ChatTemplate) -> None:
 def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: ChatTemplate) -> None:
     def sample(answer: str) -> tuple[list[int], int]:
         texts = (f"<ask>{answer}</ask>\n", "ok")
-        trajectory = finished(Speaker(chat, *texts), interaction(chat, Echoes()))
+        trajectory = finished(Speaker(chat, *texts), episode_runner(chat, Echoes()))
         return [len(turn.completion.token_ids) for turn in trajectory.turns][1:], len(trajectory.turns[1].context_ids)
 
     (short, few), (long, many) = sample("a b"), sample("a b c d e f g h i j k l m n o p q r s t u v w x y z" * 3)
@@ -298,7 +298,7 @@ def test_what_is_cut_is_cut_at_whole_tokens(chat: ChatTemplate, cut: Cut, shown:
 def test_seeds_differ_between_turns_and_repeat(chat: ChatTemplate) -> None:
     first, again = Speaker(chat, *THREE), Speaker(chat, *THREE)
     for engine in (first, again):
-        finished(engine, interaction(chat, Echoes()), seed=7)
+        finished(engine, episode_runner(chat, Echoes()), seed=7)
     seeds = [sampling.seed for _, sampling in first.asked]
     assert seeds[0] == 7 and len(set(seeds)) == 4 and seeds == [sampling.seed for _, sampling in again.asked]
 
@@ -318,17 +318,17 @@ def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatTe
     lost = ServiceDownError("search", "does not answer")
     envs = Echoes(failing(1, lost))
     engine = Speaker(chat, *THREE[:2], *THREE)
-    trajectory = finished(engine, interaction(chat, envs))
+    trajectory = finished(engine, episode_runner(chat, envs))
     assert trajectory.num_tool_calls == 4 and len(envs.closed) == 2
     assert [turn.completion for turn in trajectory.turns] == engine.said[2:]  # nothing of the first attempt is left
     ended = [ToolStatus.SUCCESS, ToolStatus.UNAVAILABLE]  # .. but that it was
     assert [use.status for use in trajectory.lost_uses] == ended
-    fault = play(Speaker(chat, *THREE[:2] * 2), interaction(chat, Echoes(failing(9, lost))))
+    fault = play(Speaker(chat, *THREE[:2] * 2), episode_runner(chat, Echoes(failing(9, lost))))
     assert isinstance(fault, Fault) and [use.status for use in fault.lost_uses] == ended * 2
     assert str(fault) == "t#0, reply 0: search: does not answer"
-    broken = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, KeyError("x")))))
+    broken = play(Speaker(chat, *THREE * 3), episode_runner(chat, Echoes(failing(9, KeyError("x")))))
     assert str(broken) == "t#0, reply 0: the environment: step raised KeyError: 'x'"
-    own = play(Speaker(chat, *THREE * 3), interaction(chat, Echoes(failing(9, TimeoutError("late")))))
+    own = play(Speaker(chat, *THREE * 3), episode_runner(chat, Echoes(failing(9, TimeoutError("late")))))
     assert str(own) == "t#0, reply 0: the environment: step raised TimeoutError: late"
 
 
@@ -358,11 +358,11 @@ def test_a_dead_engine_ends_everything(chat: ChatTemplate) -> None:
         raise EngineError("dead")
 
     with pytest.raises(EngineError, match="dead"):
-        play(Speaker(chat, wait=dead), interaction(chat, Echoes()))
+        play(Speaker(chat, wait=dead), episode_runner(chat, Echoes()))
 
 
 def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatTemplate) -> None:
-    fault = play(Speaker(chat), interaction(chat, Echoes(), max_prompt_tokens=3))
+    fault = play(Speaker(chat), episode_runner(chat, Echoes(), max_prompt_tokens=3))
     assert isinstance(fault, Fault) and "data.max_prompt_length=3" in fault.problem
 
 
@@ -377,7 +377,7 @@ def test_a_hung_environment_runs_into_its_limits(chat: ChatTemplate) -> None:
 
     for name, reason in (("turn_s", StopReason.TURN_TIMEOUT), ("episode_s", StopReason.EPISODE_TIMEOUT)):
         envs = Echoes(second)
-        trajectory = finished(Speaker(chat, *THREE), interaction(chat, envs, **{name: 0.5}))
+        trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, envs, **{name: 0.5}))
         assert trajectory.stop_reason is reason
         assert envs.closed == [TASK]
         # the calls that were never answered are in the ledger: they are to blame, and not those before them
@@ -402,7 +402,7 @@ def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatTemplate
     async def busy() -> None:
         await asyncio.sleep(0.3)
 
-    setting = interaction(chat, Echoes(), turn_s=0.25, episode_s=0.25, retries=0)
+    setting = episode_runner(chat, Echoes(), turn_s=0.25, episode_s=0.25, retries=0)
     assert finished(Speaker(chat, *THREE, wait=busy), setting).stop_reason is StopReason.STOP
 
 
@@ -415,7 +415,7 @@ def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are
 
     async def together(*speakers: Speaker) -> list[StopReason]:
         setting = replace(
-            interaction(chat, Echoes(), turn_s=0.5),
+            episode_runner(chat, Echoes(), turn_s=0.5),
             envs=ToolEnvFactory([echo], ToolRunner(ToolLimits(max_concurrent=1))),
         )
         done = await asyncio.gather(*(setting.run(speaker, Sampling(1), TASK, 0, None) for speaker in speakers))
@@ -440,7 +440,7 @@ def test_tools_that_come_later_are_told_to_the_policy(chat: ChatTemplate) -> Non
             return Growing(task)
 
     engine = Speaker(chat, *THREE)
-    trajectory = finished(engine, interaction(chat, Shop()))
+    trajectory = finished(engine, episode_runner(chat, Shop()))
     asked = [chat.tokenizer.decode(prompt) for prompt, _ in engine.asked]
     assert ['"name": "sort"' in text for text in asked] == [False, True, True, True]
     assert asked[1].count("sort") == 1 and not any("sort" in turn.message.content for turn in trajectory.turns)
@@ -486,7 +486,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
         said = f"<ask>{asked}</ask>\n" if asked < 2 else "done"
         return [*chat.response_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
 
-    setting = interaction(chat, Factory(), retries=0, turn_s=20.0)
+    setting = episode_runner(chat, Factory(), retries=0, turn_s=20.0)
     rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(Length()), Sampling(1), setting)
     group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
     assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
@@ -496,7 +496,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
 
 def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatTemplate) -> None:
     class Refusing(AskFormat):
-        def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
             raise DataError("no such role")
 
     setting = EpisodeRunner(Echoes(), ObservationTokenizer(chat, Refusing(), 16), EpisodeLimits())
@@ -804,7 +804,7 @@ def test_numbers_of_numpy_are_numbers(chat: ChatTemplate) -> None:
         async def judge(self) -> Score:
             return Score(np.float32(1.0), {"right": np.int64(1)})  # type: ignore[arg-type, dict-item]
 
-    trajectory = finished(Speaker(chat, *THREE), interaction(chat, Numpy))
+    trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Numpy))
     assert trajectory.turn_rewards == 2.0
     assert json.loads(json.dumps(trajectory.score and trajectory.score.parts)) == {"right": 1.0}
 
@@ -822,7 +822,7 @@ def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatTe
         (Silent, "step gave None, not a verl.envs.base.StepResult"),
         (Unopened, "reset gave 'hello', not a verl.envs.base.Observation"),
     ):
-        fault = play(Speaker(chat, *THREE), interaction(chat, env))
+        fault = play(Speaker(chat, *THREE), episode_runner(chat, env))
         assert isinstance(fault, Fault) and fault.problem == f"the environment: {problem}"
 
 

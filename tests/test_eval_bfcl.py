@@ -27,7 +27,7 @@ from verl.evaluation.handlers import env_of
 from verl.evaluation.registry import build_benchmarks
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.build_env import build_interaction
+from verl.trainer.build_env import build_episode_runner
 from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score import build_reward
 
@@ -63,10 +63,10 @@ def episode(played: Category, handler: str, task: Task, responses: Sequence[str]
     tokenizer = chat().tokenizer
     said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in responses)
     env, limit = env_of(played.play, handler), 100_000
-    interaction = build_interaction(env, SandboxConfig(), chat(), limit, limit, None)
-    assert interaction is not None
+    episode_runner = build_episode_runner(env, SandboxConfig(), chat(), limit, limit, None)
+    assert episode_runner is not None
     engine = ScriptedEngine(lambda prompt, number: next(said))
-    found = asyncio.run(interaction.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))
+    found = asyncio.run(episode_runner.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))
     assert isinstance(found, Trajectory)
     return found
 
@@ -125,7 +125,7 @@ def test_no_message_is_lost_and_every_handler_shows_them(tasks: dict[str, Sequen
     for task in (task for task in found if len(task.prompt) > 1):
         tools = (ToolSpec("f", "", {"type": "object", "properties": {}}),)
         for handler in HANDLERS:
-            opening = build_tool_call_format(handler).opening(task.prompt, tools)
+            opening = build_tool_call_format(handler).render_prompt(task.prompt, tools)
             shown = opening if isinstance(opening, str) else "\n".join(message.content for message in opening)
             assert all(message.content in shown for message in task.prompt), (handler, task.id)
 

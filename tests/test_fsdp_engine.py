@@ -18,7 +18,7 @@ from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.data.packing import assign, make_units, pack
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, published_names
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings, learning_rate_factor
 
 MAX_TOKENS = 60
@@ -67,7 +67,7 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
         engine = FSDPEngine(module, decoder_layers(module), mesh, settings, compute_dtype=torch.float64)
         assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
         outcome[name] = [engine.update(packs, loss) for _ in range(2)]
-        named = published_names(module) if isinstance(module, PackedPolicy) else module.named_parameters()
+        named = hf_named_parameters(module) if isinstance(module, PackedPolicy) else module.named_parameters()
         outcome[f"{name} weights"] = {key: full.clone() for key, full in engine.export_weights(named)}
     return outcome
 
@@ -97,7 +97,7 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
 
 
 def test_exported_weights_name_the_tied_head() -> None:
-    names = [name for name, _ in published_names(PackedPolicy(tiny_model("qwen2", True, torch.float32)))]
+    names = [name for name, _ in hf_named_parameters(PackedPolicy(tiny_model("qwen2", True, torch.float32)))]
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(names)
 
 

@@ -18,7 +18,7 @@ from verl.errors import EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.types import Completion, FinishReason, Sample
-from verl.workers.model import PackedPolicy, published_names
+from verl.workers.model import PackedPolicy, hf_named_parameters
 
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 
@@ -57,7 +57,7 @@ def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(tem
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.5 * torch.randn_like(parameter))
-            asyncio.run(sync(engine, version, published_names(policy)))
+            asyncio.run(sync(engine, version, hf_named_parameters(policy)))
         samplings = [Sampling(12, temperature, seed=seed) for seed in range(3)]
         for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, *samplings), strict=True):
             assert completion.weight_version == version and len(completion.token_ids) == 12

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_chat import format_of, text_of, with_template
-from verl.data.dialogue import ObservationTokenizer
 from verl.data.formats.base import build_tool_call_format
 from verl.data.formats.prompt import numbered_tools
 from verl.data.messages import as_openai, read_messages, read_tools
+from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.base import Observation
@@ -222,7 +222,7 @@ def test_nulls_that_arrow_fills_into_answers_and_further_tools_are_absent(tmp_pa
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     tasks = TaskSet(str(tmp_path / "rows.parquet"))
     assert [json.loads(task.answer) for task in tasks] == gold
-    first, second = (SingleTurnEnv.opening(task).tools for task in tasks)
+    first, second = (SingleTurnEnv.initial_observation(task).tools for task in tasks)
     assert (list(first[0].parameters["properties"]), [each.name for each in second]) == (["a"], ["weather"])
     assert tasks[1].extra["note"] is None  # what is metadata stays as it is read
 
@@ -319,8 +319,8 @@ def test_a_template_that_lists_no_tools_is_refused_with_a_way_out() -> None:
 
 def opened(name: str, task: Task, options: dict[str, Any] | None = None) -> str:
     chat = format_of("mini")  # whose template knows neither tools nor calls
-    dialogue = ObservationTokenizer(chat, build_tool_call_format(name, options), 100)
-    return text_of(chat, dialogue.opening_ids(Observation(task.prompt, task.tools)))
+    observations = ObservationTokenizer(chat, build_tool_call_format(name, options), 100)
+    return text_of(chat, observations.prompt_ids(Observation(task.prompt, task.tools)))
 
 
 def test_formats_write_earlier_calls_in_their_own_words() -> None:

@@ -83,13 +83,13 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         for _ in range(2):
             worker.engine.update(PACKS, policy_loss)
         assert moved() in ([], ["states to cuda"])
-        worker.begin_publication()
+        worker.begin_weight_sync()
         assert moved() == ["states to cpu"]
         for layout in layouts:
             worker.offer(layout.number)
         worker.score(PACKS)  # the canary
         assert not moves
-        worker.end_publication()
+        worker.end_weight_sync()
         assert moved() == ["params to cpu"]
     worker.engine.save(tmp_path / "actor")
     assert moved() == []

@@ -22,7 +22,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
 from verl.trainer import main_ppo
 from verl.trainer.loop import TrainingRun
-from verl.trainer.online_eval import OnlineEvaluator, build_exams, exam_env
+from verl.trainer.online_eval import OnlineEvaluator, build_online_eval, eval_env
 from verl.types import Completion, FinishReason, Message, Task
 from verl.utils.reward_score.base import build_reward
 
@@ -75,7 +75,7 @@ def run(exams: OnlineEvaluator, breaks: str = "never", tool_call_format: ChatTem
 
 
 def test_figures_of_categories_and_aggregates() -> None:
-    metrics = run(build_exams(configured(), CHAT))
+    metrics = run(build_online_eval(configured(), CHAT))
     third = pytest.approx(2 / 3)
     assert metrics == {
         "eval/sums/plain/figure": third,
@@ -87,18 +87,18 @@ def test_figures_of_categories_and_aggregates() -> None:
 
 def test_a_run_that_cuts_its_prompts_does_not_cut_those_of_benchmarks() -> None:
     """Half of a question is another question."""
-    assert run(build_exams(configured(), CHAT), tool_call_format=replace(CHAT, max_prompt_tokens=8)) == run(
-        build_exams(configured(), CHAT)
+    assert run(build_online_eval(configured(), CHAT), tool_call_format=replace(CHAT, max_prompt_tokens=8)) == run(
+        build_online_eval(configured(), CHAT)
     )
 
 
 def test_a_limit_holds_for_every_category() -> None:
-    metrics = run(build_exams(configured("trainer.eval_limit=1"), CHAT))
+    metrics = run(build_online_eval(configured("trainer.eval_limit=1"), CHAT))
     assert set(metrics.values()) == {1.0}
 
 
 def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = run(build_exams(configured(), CHAT), breaks="5 + 5")
+    metrics = run(build_online_eval(configured(), CHAT), breaks="5 + 5")
     assert metrics["eval/sums/plain/missing"] == 1
     assert metrics["eval/sums/plain/figure"] == 1.0
     assert known("eval/sums/plain/missing")
@@ -106,18 +106,18 @@ def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureF
 
 
 def test_a_run_without_benchmarks_plays_none() -> None:
-    exams = build_exams(Config(), CHAT)
+    exams = build_online_eval(Config(), CHAT)
     assert not exams.exams
     assert run(exams) == {}
 
 
 def test_the_format_is_that_of_the_run() -> None:
     play = EpisodeConfig("search_r1", max_turns=3)
-    assert exam_env(play, EnvConfig()).tool_call_format == "toolrl"
+    assert eval_env(play, EnvConfig()).tool_call_format == "toolrl"
     trained = EnvConfig(tool_call_format="xml", tool_call_format_options={"thinking": False}, max_turns=9)
-    found = exam_env(play, trained)
+    found = eval_env(play, trained)
     assert (found.tool_call_format, found.tool_call_format_options, found.max_turns) == ("xml", {"thinking": False}, 3)
-    assert exam_env(EpisodeConfig("search_r1", uses_tools=False), trained) == EnvConfig()
+    assert eval_env(EpisodeConfig("search_r1", uses_tools=False), trained) == EnvConfig()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_unknown_names_are_refused_before_anything_starts(
 
 def test_two_files_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"two of the benchmarks have the name 'test\.parquet'"):
-        build_exams(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
+        build_online_eval(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
 
 
 def fit_after(**metrics: float) -> TrainingRun:

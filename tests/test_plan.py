@@ -34,7 +34,7 @@ from verl.errors import ConfigError, DataError
 from verl.plan import main, spelled_out
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
-from verl.trainer.build import build_meter, interaction_of, load_chat_template
+from verl.trainer.build import build_meter, episode_runner_of, load_chat_template
 from verl.trainer.build_algorithm import build_algorithm
 from verl.trainer.build_env import prompt_fn
 from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
@@ -44,7 +44,7 @@ from verl.trainer.plan import (
     build_plan,
     changed,
     decoder_of,
-    find_place,
+    find_hardware,
     read_lengths,
     read_shape,
     shape_of,
@@ -144,7 +144,7 @@ def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) 
     config = load_config([*GROUPS_OF_FOUR, *words])
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     critic = shape if algorithm.needs_critic else None
-    return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_place(config, gpu))
+    return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_hardware(config, gpu))
 
 
 def needed_gib(plan: Plan) -> float:
@@ -210,8 +210,8 @@ def test_a_critic_can_make_room_and_so_can_a_smaller_cache_on_a_cpu() -> None:
     small = replace(SEVEN, parameters=1_000_000, layer_parameters=20_000, vocabulary=100, largest=1000)
     words = ["rollout.kv_cache_gib=8", "data.max_response_length=64", "actor.max_tokens_per_pack=4096"]
     plan = plan_of(words, "cpu", small)
-    needed = needed_gib(replace(plan, place=replace(plan.place, memory_gib=1.0)))
-    crowded = replace(plan, place=replace(plan.place, memory_gib=needed - 2.0))
+    needed = needed_gib(replace(plan, hardware=replace(plan.hardware, memory_gib=1.0)))
+    crowded = replace(plan, hardware=replace(plan.hardware, memory_gib=needed - 2.0))
     assert crowded.violations() and any(set(each) == {"rollout.kv_cache_gib"} for each in crowded.suggested_changes())
 
 
@@ -338,7 +338,7 @@ def test_nodes_of_cpus_share_the_need() -> None:
     needs = []
     for nodes in (1, 2):
         plan = plan_of([f"trainer.nnodes={nodes}", "rollout.kv_cache_gib=4"], "cpu")
-        needs.append(needed_gib(replace(plan, place=replace(plan.place, memory_gib=1.0))))
+        needs.append(needed_gib(replace(plan, hardware=replace(plan.hardware, memory_gib=1.0))))
     assert needs[0] == pytest.approx(needs[1], rel=0.2)
 
 
@@ -374,14 +374,14 @@ def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int)
 
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
     config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", RESPONSES])
-    plan = build_plan(config, Lengths(200, 60, "given"), find_place(config))
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config))
     assert compared(plan, {"memory/trainer_gib": 1.5}).startswith("memory of a training rank: 1.50 GiB at most, ")
 
 
 def test_every_device_is_found_by_its_own_name() -> None:
     config = load_config([])
     for name, device in DEVICES.items():
-        assert find_place(config, name.lower().replace(" ", "-")).device == device
+        assert find_hardware(config, name.lower().replace(" ", "-")).device == device
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,8 +418,8 @@ def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.
     code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
     config = load_config(spelled_out([*words[:3], *code])[0])
     tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
-    interaction = interaction_of(config, tool_call_format)
-    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(interaction, tool_call_format)).prompt
+    episode_runner = episode_runner_of(config, tool_call_format)
+    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner, tool_call_format)).prompt
     assert opened > lengths_of(config, tasks).prompt + 50
     assert main([*words, *code]) == 0
     assert f"{opened:.0f} tokens" in capsys.readouterr().out
@@ -442,7 +442,7 @@ def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp
     words = {"model.path": str(model), key: str(tmp_path)}
     config = load_config(["recipe=mini_ppo", *(f"{name}={path}" for name, path in words.items())])
     with pytest.raises(ConfigError, match=rf"^{key}: .*softcap=50\.0"):
-        build_plan(config, Lengths(200, 60, "given"), find_place(config, "cpu"))
+        build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.build import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
-from verl.trainer.plan import Lengths, build_plan, find_place, read_lengths
+from verl.trainer.plan import Lengths, build_plan, find_hardware, read_lengths
 from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
@@ -45,7 +45,7 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     plan = build_plan(
         config,
         read_lengths(config, inputs.chat, inputs.train, inputs.chat.task_prompt_ids),
-        find_place(config, "cpu"),
+        find_hardware(config, "cpu"),
     )
     preflight(config, inputs, plan, console)
     said = console.export_text()
@@ -88,7 +88,7 @@ def test_other_architectures_take_their_trial_step(shape: PretrainedConfig, mode
 def test_a_run_that_no_gpu_holds_is_found_before_it_starts(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "vllm", steps=1), "rollout.gpu_memory_utilization=1.0"]
     config = load_config([word for word in words if word != "trainer.device=cpu"])
-    plan = build_plan(config, Lengths(200, 60, "given"), find_place(config, "a100"))
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "a100"))
     with pytest.raises(ConfigError, match=r"rollout needs .* GiB of 79.2. Set rollout.gpu_memory_utilization=0.8"):
         check_memory(plan)
 

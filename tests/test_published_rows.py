@@ -29,7 +29,7 @@ from verl.data.formats.base import build_tool_call_format
 from verl.data.formats.prompt import load_template
 from verl.data.sft import read_demonstrations, to_samples
 from verl.data.tasks import TaskSet
-from verl.trainer.build import interaction_of
+from verl.trainer.build import episode_runner_of
 from verl.trainer.build_env import prompt_fn
 from verl.types import Message
 from verl.utils.reward_score.base import build_reward
@@ -93,18 +93,18 @@ def test_search_r1s_parquet_trains_as_it_is(search_r1: Path) -> None:
 def test_a_prompt_that_holds_its_instruction_gets_no_second_one(name: str, search_r1: Path) -> None:
     tool_call_format = build_tool_call_format(name)
     published = TaskSet(str(search_r1))[0].prompt
-    assert tool_call_format.opening(published, ()) == published
-    (bare,) = tool_call_format.opening((Message("user", "Which is it?"),), ())
+    assert tool_call_format.render_prompt(published, ()) == published
+    (bare,) = tool_call_format.render_prompt((Message("user", "Which is it?"),), ())
     assert isinstance(bare, Message)
     assert bare.content == load_template(name).fill("Which is it?", "")
-    assert tool_call_format.opening((bare,), ()) == (bare,)
+    assert tool_call_format.render_prompt((bare,), ()) == (bare,)
     raw = build_tool_call_format(name, {"raw": True})  # a base model without a chat template
-    assert raw.opening(published, ()) == published[0].content == f"{PREFIX}Question: {next(iter(QUESTIONS))}\n"
+    assert raw.render_prompt(published, ()) == published[0].content == f"{PREFIX}Question: {next(iter(QUESTIONS))}\n"
 
 
 @pytest.mark.parametrize("question", ["What does <search> do in HTML?", "<answer>", "Is <search></search> a tag?"])
 def test_a_question_about_tags_is_a_question_all_the_same(question: str) -> None:
-    (shown,) = build_tool_call_format("search_r1").opening((Message("user", question),), ())
+    (shown,) = build_tool_call_format("search_r1").render_prompt((Message("user", question),), ())
     assert isinstance(shown, Message) and shown.content == load_template("search_r1").fill(question, "")
 
 
@@ -187,7 +187,7 @@ def opening(recipe: str, data: Path, chat: ChatTemplate) -> tuple[int, ...]:
     words = [f"recipe={recipe}", f"model.path={MINI / 'model'}", f"data.train_files=[{data}]"]
     config = load_config([*words, "sandbox.isolation=none"])  # nothing runs here
     (task,) = TaskSet(str(data))
-    return tuple(prompt_fn(interaction_of(config, chat), chat)(task))
+    return tuple(prompt_fn(episode_runner_of(config, chat), chat)(task))
 
 
 @pytest.mark.parametrize("recipe", ["retool", "artist_math"])

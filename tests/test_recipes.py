@@ -197,7 +197,7 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
             return
         metrics = asyncio.run(step())
     assert metrics["reward/turns"] > 0 and metrics["actor/grad_norm"] > 0
-    paid_at = {reward for sample in trained.lesson.samples for _, reward in sample.turn_rewards}
+    paid_at = {reward for sample in trained.train_batch.samples for _, reward in sample.turn_rewards}
     assert paid_at == {0.0, 0.25}
 
 

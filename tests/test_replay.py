@@ -118,9 +118,9 @@ def test_whatever_the_arithmetic_needs_is_recorded(words: list[str], model: Path
 def test_the_record_alone_counts(plain_run: Path, tmp_path: Path) -> None:
     """Another reward in the record is another step, and what differs is named."""
     record = read_record(record_path(plain_run, 1))
-    samples = [replace(record.lesson.samples[0], reward=9.0), *record.lesson.samples[1:]]
-    lesson = replace(record.lesson, samples=samples)
-    Recorder(tmp_path, record.settings, record.made_by).write(1, lesson, record.metrics)
+    samples = [replace(record.train_batch.samples[0], reward=9.0), *record.train_batch.samples[1:]]
+    train_batch = replace(record.train_batch, samples=samples)
+    Recorder(tmp_path, record.settings, record.made_by).write(1, train_batch, record.metrics)
     assert {"actor/loss", "actor/grad_norm"} <= set(replay_step(tmp_path, 1).differing())
 
 
@@ -128,7 +128,7 @@ def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog
     for step in (1, 2):
         record = read_record(record_path(plain_run, step))
         settings = {**record.settings, "actor.optim.lr": 0.5} if step == 1 else record.settings
-        Recorder(tmp_path, settings, {**record.made_by, "code": "older"}).write(step, record.lesson, record.metrics)
+        Recorder(tmp_path, settings, {**record.made_by, "code": "older"}).write(step, record.train_batch, record.metrics)
     replay_step(tmp_path, 2)
     assert "but older in the record: the result may differ" in caplog.text
     assert "actor.optim.lr is 0.5 in step 1, but 0.01 in the record" in caplog.text
@@ -213,10 +213,10 @@ def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, Any,
         Sample(*zip(*each, strict=True), number, reward, sample_from_turns)
         for number, (each, reward, sample_from_turns, _) in enumerate(rows)
     ]
-    lesson = TrainBatch(samples, [baseline for *_, baseline in rows], kl)
-    record = Record(7, lesson, {"actor/loss": 0.1, "actor/lr": math.inf}, {"a.b": [1]}, {"code": "x"})
+    train_batch = TrainBatch(samples, [baseline for *_, baseline in rows], kl)
+    record = Record(7, train_batch, {"actor/loss": 0.1, "actor/lr": math.inf}, {"a.b": [1]}, {"code": "x"})
     with TemporaryDirectory() as folder:
-        Recorder(Path(folder), record.settings, record.made_by).write(7, lesson, record.metrics)
+        Recorder(Path(folder), record.settings, record.made_by).write(7, train_batch, record.metrics)
         assert repr(read_record(record_path(Path(folder), 7))) == repr(record)
 
 

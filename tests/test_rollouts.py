@@ -318,19 +318,19 @@ class AsksTheLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self.asked = loop, 0
 
-    def begin_publication(self) -> None:
+    def begin_weight_sync(self) -> None:
         turned = threading.Event()
         self.loop.call_soon_threadsafe(turned.set)
         assert turned.wait(10), "the event loop stands still"
         self.asked += 1
 
-    end_publication = begin_publication
+    end_weight_sync = begin_weight_sync
 
     def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        self.begin_publication()
+        self.begin_weight_sync()
         return [torch.zeros(len(sample.token_ids)) for sample in samples]
 
 
@@ -424,9 +424,9 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             return super().latest(hashes)
 
     class Patient(Recorder):
-        def write(self, step: int, lesson: TrainBatch, metrics: Mapping[str, float]) -> None:
+        def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
             wait("recording")
-            super().write(step, lesson, metrics)
+            super().write(step, train_batch, metrics)
 
     class Slow(Policy):
         def score(self, layout: ScoringBatch) -> list[Tensor]:

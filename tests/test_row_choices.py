@@ -29,8 +29,8 @@ from verl.rollout.scoring import DirectScorer, ScoringPool
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_generation
-from verl.trainer.build import interaction_of, load_inputs
-from verl.trainer.build_env import build_interaction, prompt_fn
+from verl.trainer.build import episode_runner_of, load_inputs
+from verl.trainer.build_env import build_episode_runner, prompt_fn
 from verl.trainer.preflight import check_reward
 from verl.trainer.validate import Validator
 from verl.types import Task
@@ -65,9 +65,9 @@ def chat() -> ChatTemplate:
     return with_template((TEMPLATES / "qwen2.5.jinja").read_text())
 
 
-def interaction(chat: ChatTemplate, *words: str) -> EpisodeRunner | None:
+def episode_runner(chat: ChatTemplate, *words: str) -> EpisodeRunner | None:
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]", *words])
-    return build_interaction(config.env, config.sandbox, chat, 10_000, 10_000, config.data.prompt_template)
+    return build_episode_runner(config.env, config.sandbox, chat, 10_000, 10_000, config.data.prompt_template)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -173,7 +173,7 @@ def test_a_row_of_an_environment_needs_a_format(tmp_path: Path) -> None:
 
 def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None:
     """One file: a tool's episode, one response, and a shop that judges itself."""
-    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
+    setting = episode_runner(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     shop = shop_tasks()[0]
     envs = [type(setting.envs(each)) for each in (task(), task(env="tool"), task(env="single_turn"), shop)]
@@ -210,7 +210,7 @@ def test_unusable_environments_are_errors_with_their_row(
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
         fitting(
-            tasks, prompt_fn(interaction(chat, "env.tool_call_format=hermes"), chat), RowPolicy(10_000), tasks.report
+            tasks, prompt_fn(episode_runner(chat, "env.tool_call_format=hermes"), chat), RowPolicy(10_000), tasks.report
         )
     assert caught.value.field == field and said in str(caught.value)
 
@@ -229,7 +229,7 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
         ]
         config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
         chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-        prompt_ids = prompt_fn(interaction_of(config, chat), chat, config.reward.name)
+        prompt_ids = prompt_fn(episode_runner_of(config, chat), chat, config.reward.name)
         if refused:
             with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
                 prompt_ids(to_task(each, "x#0"))
@@ -247,7 +247,9 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(
         "class Judging(Plain):\n    async def judge(self):\n        return None\n"
     )
     for name, refused in (("Plain", True), ("Judging", False)):
-        prompt_ids = prompt_fn(interaction(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), chat, "env")
+        prompt_ids = prompt_fn(
+            episode_runner(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), chat, "env"
+        )
         if refused:
             with pytest.raises(DataError, match="Plain does not judge; expected an environment that does"):
                 prompt_ids(task())
@@ -263,7 +265,7 @@ def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
     with pytest.raises(DataError, match=r"rows.jsonl, row 99, field '(reward|env)'.*no_such"):
         read_tasks(
             source,
-            prompt_fn(interaction(chat, "env.tool_call_format=toolrl"), chat),
+            prompt_fn(episode_runner(chat, "env.tool_call_format=toolrl"), chat),
             RowPolicy(10_000, max_bad_share=1.0),
         )
 
@@ -272,7 +274,7 @@ def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
 
 
 def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatTemplate) -> None:
-    setting = interaction(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
+    setting = episode_runner(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
     prompt_ids = prompt_fn(setting, chat)
     told = {**CALCULATOR, "description": "Adds up."}
     text = chat.tokenizer.decode(prompt_ids(task(tools=[told])))
@@ -285,13 +287,13 @@ def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatTemplate) 
 
 def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatTemplate) -> None:
     scenario = bfcl_tasks()[0]
-    prompt_ids = prompt_fn(interaction(chat, "env.name=bfcl", "env.tool_call_format=hermes"), chat)
+    prompt_ids = prompt_fn(episode_runner(chat, "env.name=bfcl", "env.tool_call_format=hermes"), chat)
     assert len(prompt_ids(scenario)) > 100
     with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.name=bfcl does not offer"):
         prompt_ids(replace(scenario, tools=task(tools=[{"name": "clock"}]).tools))
-    setting = interaction(chat, "env.name=bfcl", "env.tool_call_format=hermes")
+    setting = episode_runner(chat, "env.name=bfcl", "env.tool_call_format=hermes")
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
-    opening = setting.envs.known_opening(scenario)
+    opening = setting.envs.known_initial_observation(scenario)
     assert opening is not None and prompt_ids(replace(scenario, tools=opening.tools)) == prompt_ids(scenario)
     with pytest.raises(
         DataError, match=rf"'tools': leaves out {opening.tools[0].name}; expected no others than .*always"
@@ -308,7 +310,7 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTem
         "    async def step(self, message):\n        return StepResult(done=True)\n"
         "    async def close(self):\n        pass\n"
     )
-    setting = interaction(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.tool_call_format=hermes")
+    setting = episode_runner(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.tool_call_format=hermes")
     engine = ScriptedEngine(lambda *_: (*chat.response_ids(BOXED)[0], chat.end_token_id))
     rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
     assert asyncio.run(rollout.run(task(), 1, 0)).rewards == (1.0,)
@@ -317,7 +319,7 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTem
 
 
 def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatTemplate) -> None:
-    setting = interaction(chat, "recipe=torl", "sandbox.isolation=none")
+    setting = episode_runner(chat, "recipe=torl", "sandbox.isolation=none")
     with pytest.raises(
         DataError, match=r"'tools': cannot be listed: env.tool_call_format writes calls of one tool alone"
     ):
@@ -332,9 +334,9 @@ def test_a_run_whose_template_lists_no_tools_does_not_start(words: tuple[str, ..
         load_inputs(config)
     tool = [*("env.name=tool", "env.tools=[calculator]"), *(words or ("env.tool_call_format=xml",))]
     with pytest.raises(ConfigError, match="lists no tools, so that the policy would never learn of calculator"):
-        interaction(with_template(NO_TOOLS), *tool)
+        episode_runner(with_template(NO_TOOLS), *tool)
     assert (
-        interaction(with_template(NO_TOOLS), *tool[:2], "env.tool_call_format=toolrl") is not None
+        episode_runner(with_template(NO_TOOLS), *tool[:2], "env.tool_call_format=toolrl") is not None
     )  # lists them itself
 
 

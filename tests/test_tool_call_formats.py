@@ -295,31 +295,31 @@ def test_results_in_turns() -> None:
 
 def test_prompts_put_the_question_into_the_recipes_words() -> None:
     for name in ("retool", "search_r1", "otc_search", "artist", "artist_tools"):
-        system, user = format_of(name).opening(QUESTION, (TOOL,))
+        system, user = format_of(name).render_prompt(QUESTION, (TOOL,))
         assert system == QUESTION[0] and isinstance(user, Message)
         assert user.content.count(QUESTION[1].content) == 1 and "{question}" not in user.content.replace(
             "Adds {question}", ""
         )
     for name in ("fence", "zerotir"):
-        text = format_of(name).opening(QUESTION, ())
+        text = format_of(name).render_prompt(QUESTION, ())
         assert isinstance(text, str) and QUESTION[1].content in text and QUESTION[0].content not in text
-    assert format_of("hermes").opening(QUESTION, (TOOL,)) == QUESTION and format_of("hermes").template_tools
-    (_, told) = format_of("artist_tools").opening(QUESTION, (TOOL,))
+    assert format_of("hermes").render_prompt(QUESTION, (TOOL,)) == QUESTION and format_of("hermes").template_tools
+    (_, told) = format_of("artist_tools").render_prompt(QUESTION, (TOOL,))
     assert (
         isinstance(told, Message) and '"name": "add"' in told.content and not format_of("artist_tools").template_tools
     )
 
 
 def test_system_prompts_tell_of_the_tools() -> None:
-    system, user = format_of("tool_n1").opening(QUESTION, (TOOL,))
+    system, user = format_of("tool_n1").render_prompt(QUESTION, (TOOL,))
     assert isinstance(system, Message) and user == QUESTION[1]
     assert (
         system.content.startswith("Be brief.\n\n")
         and '{"type": "function", "function": {"name": "add"' in system.content
     )
-    assert format_of("tool_n1").opening(QUESTION, ()) == QUESTION
+    assert format_of("tool_n1").render_prompt(QUESTION, ()) == QUESTION
     dialogue = (*QUESTION, Message("assistant", "<tool_call>..</tool_call>"), Message("tool", "4", tool="add"))
-    system, user = format_of("toolrl").opening(dialogue, (TOOL,))
+    system, user = format_of("toolrl").render_prompt(dialogue, (TOOL,))
     assert isinstance(system, Message) and isinstance(user, Message)
     assert listed_tools((system,)) == ("add",)
     assert 'Parameters: {"a": {"description": "", "type": "integer", "default": ""}}' in system.content
@@ -332,7 +332,7 @@ def test_system_prompts_tell_of_the_tools() -> None:
 def test_toolrls_own_rows_stay_as_they_are_and_its_reward_reads_the_same_calls() -> None:
     tool_call_format, calls = format_of("toolrl"), 0
     for task in TaskSet(str(real_data("toolrl", "rlla_test.parquet")), max_bad_share=1.0):
-        assert tool_call_format.opening(task.prompt, (TOOL,)) == task.prompt
+        assert tool_call_format.render_prompt(task.prompt, (TOOL,)) == task.prompt
         parsed = tool_call_format.parse(task.answer)
         if isinstance(parsed, Calls):
             calls += 1
@@ -358,8 +358,8 @@ def test_templates(tmp_path: Path) -> None:
     assert template.fill("a {tools} {question}", "T") == "Q: a {tools} {question} in \\boxed{}\n"
     assert template.sha256 == sha256(template.text.encode()).hexdigest()
     tool_call_format = build_tool_call_format("retool", {"prompt_template": str(path), "raw": True})
-    assert tool_call_format.opening(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
-    assert build_tool_call_format("retool", {"prompt_template": None}).opening(QUESTION, ()) == QUESTION
+    assert tool_call_format.render_prompt(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
+    assert build_tool_call_format("retool", {"prompt_template": None}).render_prompt(QUESTION, ()) == QUESTION
     path.write_text("no place", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.txt' lacks \{question\}"):
         build_tool_call_format("fence", {"prompt_template": str(path)})

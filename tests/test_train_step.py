@@ -169,8 +169,8 @@ def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_
     once, twice = (trainer(PLAIN, minibatches=1) for _ in range(2))
     twice.learner.settings = replace(twice.learner.settings, epochs=2)
     assert asyncio.run(once.train_step())["actor/ppo_kl"] == 0.0
-    lesson = once.lesson
-    assert twice.learner.learn(lesson, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
+    train_batch = once.train_batch
+    assert twice.learner.learn(train_batch, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
     updates = []
     spied = trainer(PLAIN, minibatches=2)
     spied.learner.settings = replace(spied.learner.settings, epochs=3)
@@ -182,7 +182,7 @@ def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "update", spy)
-        spied.learner.learn(lesson, 0)
+        spied.learner.learn(train_batch, 0)
     assert len(updates) == 6 and updates[:2] == updates[2:4] == updates[4:] and updates[0] != updates[1]
 
 

@@ -22,8 +22,8 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config, load_probe
 from verl.data import sft
 from verl.data.chat import ChatTemplate
-from verl.data.dialogue import ObservationTokenizer
 from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.data.report import RowReport
 from verl.data.rlla import to_row
 from verl.data.samples import to_samples
@@ -54,17 +54,17 @@ def chat() -> ChatTemplate:
 def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatTemplate) -> None:
     """As veRL's `input_ids[:, -max_length:]`: tokens are cut, not words, and the head of the response's turn stays."""
     whole, cut = chat.prompt_ids(LONG), replace(chat, max_prompt_tokens=length)
-    assert cut.task_prompt_ids(TASK) == cut.opening_ids(LONG) == whole[-length:]
-    assert cut.opening_ids("a text without a template") == chat.opening_ids("a text without a template")[-length:]
+    assert cut.task_prompt_ids(TASK) == cut.initial_ids(LONG) == whole[-length:]
+    assert cut.initial_ids("a text without a template") == chat.initial_ids("a text without a template")[-length:]
     assert cut.prompt_ids(LONG) == whole  # observations and demonstrations are no prompts of episodes
 
 
 def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatTemplate) -> None:
-    dialogue = ObservationTokenizer(chat, AskFormat(), 16)
-    uncut = EpisodeRunner(Echoes(), dialogue, EpisodeLimits(max_prompt_tokens=40, max_tokens=200))
-    cut, interaction = truncating("left", 40, chat, uncut)
-    in_turns = dialogue.opening_ids(Observation(LONG))
-    for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (interaction, 2, in_turns)):
+    observations = ObservationTokenizer(chat, AskFormat(), 16)
+    uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_tokens=40, max_tokens=200))
+    cut, episode_runner = truncating("left", 40, chat, uncut)
+    in_turns = observations.prompt_ids(Observation(LONG))
+    for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (episode_runner, 2, in_turns)):
         kept = whole[-40:]
         engine = Speaker(chat, "<ask>hi</ask>\n", "done")
         scorer = DirectScorer(build_reward("search_r1", {}))
@@ -140,7 +140,7 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
     (report,) = inputs.reports
     assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
     assert report.notes == {"cut to the last 300 tokens": 80}
-    prompt_ids = prompt_fn(inputs.interaction, inputs.chat)
+    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
     assert {len(prompt_ids(task)) for task in inputs.train[0][:9]} == {300}
     assert read_lengths(config, inputs.chat, inputs.train, prompt_ids).prompt == 300
     with local_trainer(config) as trainer:

@@ -36,7 +36,7 @@ from verl.single_controller.local import LocalGroup
 from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
-from verl.workers.model import PackedPolicy, load_causal_lm, published_names
+from verl.workers.model import PackedPolicy, load_causal_lm, hf_named_parameters
 
 need_vllm()
 
@@ -64,7 +64,7 @@ class Runner:
         return [completion for completions in self(together()) for completion in completions]
 
     def sync(self, version: int, policy: PackedPolicy) -> None:
-        self(sync(self.engine, version, published_names(policy), getattr(torch, self.engine._settings.dtype)))
+        self(sync(self.engine, version, hf_named_parameters(policy), getattr(torch, self.engine._settings.dtype)))
 
     def close(self) -> None:
         self(self.engine.close())
@@ -203,7 +203,7 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
         await asyncio.sleep(0.1)
-        await sync(runner.engine, 2, published_names(changed))
+        await sync(runner.engine, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
 
@@ -220,7 +220,7 @@ def test_a_broken_off_request_goes_on_with_the_new_weights(runner: Runner, polic
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
         await asyncio.sleep(0.1)
-        await sync(pool, 2, published_names(changed))
+        await sync(pool, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
 
@@ -236,7 +236,7 @@ def test_a_broken_off_request_goes_on_with_the_new_weights(runner: Runner, polic
 
 def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, policy: PackedPolicy) -> None:
     changed = shaken(load_causal_lm(runner.engine._settings.model_path), 5)
-    without_head = [(name, weight) for name, weight in published_names(changed) if name != "lm_head.weight"]
+    without_head = [(name, weight) for name, weight in hf_named_parameters(changed) if name != "lm_head.weight"]
     with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
         runner(sync(runner.engine, 2, without_head))
     assert mean_gap(runner, policy, 1.0, version=1) < 1e-4
@@ -245,11 +245,11 @@ def test_a_forgotten_head_is_refused_and_the_old_weights_stay(runner: Runner, po
 def test_a_forgotten_part_of_a_fused_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
     name = "model.layers.1.self_attn.k_proj.bias"
     with pytest.raises(EngineError, match=r"k_proj\.bias is missing"):
-        runner(sync(runner.engine, 2, [each for each in published_names(policy) if each[0] != name]))
+        runner(sync(runner.engine, 2, [each for each in hf_named_parameters(policy) if each[0] != name]))
 
 
 def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
-    weights = [*published_names(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
+    weights = [*hf_named_parameters(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
     with pytest.raises(EngineError, match=r"model\.layers\.0\.no_such\.bias is unknown"):
         runner(sync(runner.engine, 2, weights))
 
@@ -260,7 +260,7 @@ def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
     runner: Runner, policy: PackedPolicy, bucket_bytes: int, outlet: Callable[[], BucketSender]
 ) -> None:
     changed = shaken(policy.model, bucket_bytes)
-    runner(sync(runner.engine, 2, published_names(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
+    runner(sync(runner.engine, 2, hf_named_parameters(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
     assert mean_gap(runner, changed, 1.0, version=2) < 1e-4
 
 
@@ -392,7 +392,7 @@ def test_an_altered_bucket_ends_the_engine(model_path: Path) -> None:
     try:
         policy = PackedPolicy(load_causal_lm(str(model_path)))
         with pytest.raises(EngineError, match=r"bucket 2 .* is not as it was sent"):
-            runner(sync(runner.engine, 1, published_names(policy), outlet=Flipping()))
+            runner(sync(runner.engine, 1, hf_named_parameters(policy), outlet=Flipping()))
         with pytest.raises(EngineError, match="in part; start it anew"):
             runner.generate([[5]], Sampling(1))
     finally:

@@ -58,20 +58,20 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     """Print the plan. Everything heavy is imported here."""
     from verl.daemon import run_async
     from verl.data.tasks import TaskSet
-    from verl.trainer.build import interaction_of, load_chat_template
+    from verl.trainer.build import episode_runner_of, load_chat_template
     from verl.trainer.build_env import prompt_fn
-    from verl.trainer.plan import build_plan, find_place, read_lengths
+    from verl.trainer.plan import build_plan, find_hardware, read_lengths
     from verl.trainer.plan_show import show
 
-    place = find_place(config, gpu)  # a wrong name is told before anything is read
+    place = find_hardware(config, gpu)  # a wrong name is told before anything is read
     tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
     chat = load_chat_template(config.model)
-    interaction = interaction_of(config, chat) if tasks else None
+    episode_runner = episode_runner_of(config, chat) if tasks else None
     try:
-        lengths = read_lengths(config, chat, tasks, prompt_fn(interaction, chat, config.reward.name))
+        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, chat, config.reward.name))
     finally:
-        if interaction is not None:
-            run_async(interaction.close())
+        if episode_runner is not None:
+            run_async(episode_runner.close())
     made = build_plan(config, lengths, place)
     show(made, console)
     return 1 if made.violations() else 0

@@ -36,7 +36,7 @@ class AlwaysCalls:
     turns_per_call = 1
     parallel_calls = False
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
         return messages
 
     def stop_strings(self, written: str) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class ChatTemplate:
         """Every token at which the assistant's turn is over."""
         return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
 
-    def opening_ids(
+    def initial_ids(
         self, opening: str | Sequence[Message], tools: Sequence[ToolSpec] = (), column: str = "prompt"
     ) -> tuple[int, ...]:
         """The prompt of an episode as its format made it: messages, or a text that takes no template.
@@ -188,8 +188,8 @@ class ChatTemplate:
         return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """The task's prompt and tools, where an episode is one response. Raises as `opening_ids` does."""
-        return self.opening_ids(task.prompt, task.tools)
+        """The task's prompt and tools, where an episode is one response. Raises as `initial_ids` does."""
+        return self.initial_ids(task.prompt, task.tools)
 
     def _cut(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]

@@ -136,7 +136,7 @@ def _turns(demonstration: Demonstration, group: int, chat: ChatTemplate) -> list
 
 def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTemplate) -> Sample:
     before, message = demonstration.messages[:place], demonstration.messages[place]
-    prompt = chat.opening_ids(before, demonstration.tools, demonstration.column)
+    prompt = chat.initial_ids(before, demonstration.tools, demonstration.column)
     if message.tool_calls or message.template_fields:
         text, ids, spans = _rendered_turn(demonstration, place, chat)
     else:

@@ -79,5 +79,5 @@ class TaskChecker(Protocol):
 class HasInitialObservation(Protocol):
     """A factory, or a class of environments, that knows how the episodes of a task open without starting one."""
 
-    def opening(self, task: Task) -> Observation:
+    def initial_observation(self, task: Task) -> Observation:
         """What `reset` will give, as far as it is known before."""

@@ -101,7 +101,7 @@ class BfclEnv:
 
     async def reset(self) -> Observation:
         """The user's first turn and the functions that are there."""
-        return _opening(self._task)
+        return _initial_observation(self._task)
 
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without any ends the user's turn."""
@@ -180,15 +180,15 @@ class BfclFactory:
         """Raises DataError for another environment's task."""
         check_task(task)
 
-    def opening(self, task: Task) -> Observation:
+    def initial_observation(self, task: Task) -> Observation:
         """How episodes of the task open."""
-        return _opening(task)
+        return _initial_observation(task)
 
     async def close(self) -> None:
         """Nothing is shared."""
 
 
-def _opening(task: Task) -> Observation:
+def _initial_observation(task: Task) -> Observation:
     return Observation(task.prompt, _tools_of_turn(task, 0))
 
 

@@ -19,7 +19,7 @@ class SingleTurnEnv:
         self._task = task
 
     @staticmethod
-    def opening(task: Task) -> Observation:
+    def initial_observation(task: Task) -> Observation:
         """The prompt and the tools that the task holds. Raises DataError for two lists of them."""
         more = read_tools(task.extra.get("tools"), "extra_info.tools")
         if more and task.tools:
@@ -28,7 +28,7 @@ class SingleTurnEnv:
 
     async def reset(self) -> Observation:
         """The opening."""
-        return self.opening(self._task)
+        return self.initial_observation(self._task)
 
     async def step(self, message: Message) -> StepResult:
         """The end."""

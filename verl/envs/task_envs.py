@@ -60,7 +60,7 @@ class TaskEnvs:
         """The factories that rows have asked for by name, beside the run's own."""
         return [factory for name, factory in self._factories.items() if name != self._name]
 
-    def known_opening(self, task: Task) -> Observation | None:
+    def known_initial_observation(self, task: Task) -> Observation | None:
         """How its episodes open, where that is known before one starts. Raises DataError for a task that cannot be."""
         factory, name = self.factory_of(task), self.name_of(task)
         if isinstance(factory, TaskChecker):
@@ -68,7 +68,7 @@ class TaskEnvs:
         teller = factory.env_class if isinstance(factory, ClassFactory) else factory
         if not isinstance(teller, HasInitialObservation):
             return None
-        opening = teller.opening(task)
+        opening = teller.initial_observation(task)
         check_offered(task, opening, name)
         return opening
 

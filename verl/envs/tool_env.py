@@ -36,7 +36,7 @@ class ToolEnv:
         for tool in self._offered:
             if isinstance(tool, EpisodeTool):
                 self._opened[tool.spec.name] = await self._runner.open(tool, self._task)
-        return opening(self._task, self._offered)
+        return initial_observation(self._task, self._offered)
 
     async def step(self, message: Message) -> StepResult:
         if not message.tool_calls:
@@ -49,7 +49,7 @@ class ToolEnv:
         await _close(self._opened)
 
 
-def opening(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
+def initial_observation(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
     """How every episode of a task with these tools opens."""
     return Observation(task.prompt, task.tools or tuple(tool.spec for tool in tools))
 
@@ -66,9 +66,9 @@ class ToolEnvFactory:
             check_schema(tool.spec)
         self._runner = runner
 
-    def opening(self, task: Task) -> Observation:
+    def initial_observation(self, task: Task) -> Observation:
         """How episodes of the task open, without starting one. Raises DataError for tools that are not there."""
-        return opening(task, self._offered(task))
+        return initial_observation(task, self._offered(task))
 
     def _offered(self, task: Task) -> tuple[Tool | EpisodeTool, ...]:
         """The tools of the task: those that its row lists, or all."""

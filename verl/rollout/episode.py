@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verl.data.dialogue import ObservationTokenizer
 from verl.data.formats.base import Calls, Continue, Final, ParseError
+from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
 from verl.envs.task_envs import check_offered
@@ -72,7 +72,7 @@ class EpisodeRunner:
     """Everything that episodes of several turns need but the task and the engine."""
 
     envs: EnvFactory
-    dialogue: ObservationTokenizer
+    observations: ObservationTokenizer
     budgets: EpisodeLimits
     sandbox: Sandbox | None = None  # that tools run code in
 
@@ -126,7 +126,7 @@ class _Episode:
         index: int,
         seed: int | None,
     ) -> None:
-        self._envs, self._dialogue, self._budgets = setting.envs, setting.dialogue, setting.budgets
+        self._envs, self._observations, self._budgets = setting.envs, setting.observations, setting.budgets
         self._engine, self._sampling = engine, sampling
         self._task, self._index, self._seed = task, index, seed
         self._turns: list[Turn] = []
@@ -165,7 +165,7 @@ class _Episode:
         except _LateError as late:
             raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
         check_offered(self._task, opening, self._task.env or "the run's")
-        self._context = self._dialogue.opening_ids(opening)
+        self._context = self._observations.prompt_ids(opening)
         self._tools = list(opening.tools)
         self._prompt_length = len(self._context)
         if self._prompt_length > self._budgets.max_prompt_tokens:
@@ -189,10 +189,10 @@ class _Episode:
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
             return StopReason.LENGTH
-        ended = self._dialogue.ended(self._since_observation)
-        text = self._dialogue.written(self._since_observation)
+        ended = self._observations.ended(self._since_observation)
+        text = self._observations.written(self._since_observation)
         text = text if ended else _until(self._stops, text)
-        parsed = self._dialogue.tool_call_format.parse(text, self._tools)
+        parsed = self._observations.tool_call_format.parse(text, self._tools)
         if isinstance(parsed, Continue) and not ended:  # in the last turn: at an answer's tag inside a thought
             return self._out_of_room()
         if last is not None:
@@ -227,14 +227,17 @@ class _Episode:
         """The policy's next tokens, put into the ledger. The last turn stops nowhere but where its answer ends."""
         room = self._room
         longest = min(room, self._budgets.max_turn_tokens or room)
-        tool_call_format, written = self._dialogue.tool_call_format, self._dialogue.written(self._since_observation)
+        tool_call_format, written = (
+            self._observations.tool_call_format,
+            self._observations.written(self._since_observation),
+        )
         self._stops = stops = tool_call_format.final_stop_strings if last else tool_call_format.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "broke a reply off")
-        message = Message("assistant", self._dialogue.chat.response_text(completion.token_ids))
+        message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
         self._turns.append(Turn(self._context, completion, message))
         self._ledger += [*self._context, *completion.token_ids]
         self._since_observation += completion.token_ids
@@ -246,7 +249,7 @@ class _Episode:
     ) -> StopReason | None:
         """Put the answers before the policy, if there is room for them and for a word after them."""
         self._turns[-1] = replace(self._turns[-1], responses=answers)
-        self._context = self._dialogue.answer_ids(answers, written, ended, tools)
+        self._context = self._observations.answer_ids(answers, written, ended, tools)
         self._since_observation = []
         return self._out_of_room()
 

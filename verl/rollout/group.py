@@ -31,14 +31,14 @@ _Judged = tuple[Trajectory, Score] | Fault
 class GroupRollout:
     """Everything that a group of rollouts needs but the task.
 
-    interaction: with an environment, over several turns; without one an episode is the task's prompt and one response
+    episode_runner: with an environment, over several turns; without one an episode is the task's prompt and one response
     """
 
     engine: RolloutEngine
     chat: ChatTemplate
     scorer: Scorer
     sampling: Sampling
-    interaction: EpisodeRunner | None = None
+    episode_runner: EpisodeRunner | None = None
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """`num_rollouts` episodes of the task, scored. Seeds count up from `first_seed`."""
@@ -58,18 +58,20 @@ class GroupRollout:
 
     async def close(self) -> None:
         """End what the episodes share; the engine and the scorer are others' to end."""
-        if self.interaction is not None:
-            await self.interaction.close()
+        if self.episode_runner is not None:
+            await self.episode_runner.close()
 
     def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
         """Episodes that do not wait for one another; responses to one prompt are one request."""
-        if self.interaction is None:
+        if self.episode_runner is None:
             prompt_ids = self.chat.task_prompt_ids(task)
             sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
             responses = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
             return [self._response(task, index, prompt_ids, responses) for index in range(num_rollouts)]
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
-        return [self.interaction.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
+        return [
+            self.episode_runner.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)
+        ]
 
     async def _judge(self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
         try:

@@ -39,7 +39,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
-from verl.trainer.build_env import build_interaction, prompt_fn, prompt_record, services_of_rows, truncating
+from verl.trainer.build_env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.build_scorer import build_scorer
 from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
 from verl.trainer.checkpoint import CheckpointStore
@@ -49,7 +49,7 @@ from verl.trainer.deadline import begin_end
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
 from verl.trainer.metrics import Meter
-from verl.trainer.online_eval import OnlineEvaluator, build_exams
+from verl.trainer.online_eval import OnlineEvaluator, build_online_eval
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.record import Recorder, made_by
@@ -88,7 +88,7 @@ class Inputs:
     """What a run reads before it starts anything."""
 
     chat: ChatTemplate
-    interaction: EpisodeRunner | None  # to be closed in the event loop that uses it
+    episode_runner: EpisodeRunner | None  # to be closed in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
     exams: OnlineEvaluator
@@ -102,26 +102,26 @@ def load_inputs(config: Config) -> Inputs:
     ServiceDownError tells of services that are down, before they are waited for by an engine that has started.
     """
     chat = load_chat_template(config.model)
-    interaction = interaction_of(config, chat)
+    episode_runner = episode_runner_of(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
-    run_async(check_services([interaction, rewards.default]))
-    train, val, reports = load_tasks(config, prompt_fn(interaction, chat, config.reward.name))
-    run_async(check_services(services_of_rows(interaction, rewards, chain(*train, *val.values()))))
-    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_exams(config, chat)
+    run_async(check_services([episode_runner, rewards.default]))
+    train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
+    run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
+    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_online_eval(config, chat)
     asked = [(exam.category, exam.tasks) for exam in exams.exams]
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
     for known in check_overlap(train_tasks, asked, "this run", allow):
         _log.warning("%s", known)
-    chat, interaction = truncating(config.data.truncation, config.data.max_prompt_length, chat, interaction)
-    return Inputs(chat, interaction, train, val, exams, reports, train_tasks)
+    chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
+    return Inputs(chat, episode_runner, train, val, exams, reports, train_tasks)
 
 
-def interaction_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    """What the policy of a training acts in, as `build_interaction` makes it."""
+def episode_runner_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
+    """What the policy of a training acts in, as `build_episode_runner` makes it."""
     data = config.data
     lengths = (data.max_prompt_length, data.max_response_length)
     silent_s = config.trainer.health_timeout_s
-    return build_interaction(config.env, config.sandbox, chat, *lengths, data.prompt_template, silent_s)
+    return build_episode_runner(config.env, config.sandbox, chat, *lengths, data.prompt_template, silent_s)
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     for reward in rewards.all_of(chain(*inputs.train)):
         check_algorithm(algorithm, config, reward)
     display = Display(total_steps, console)
-    told = {**asdict(config), **prompt_record(inputs.interaction)}
+    told = {**asdict(config), **prompt_record(inputs.episode_runner)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
@@ -157,7 +157,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         with ending(folder, trackers, workers):
             trainer = build_trainer(
-                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.interaction
+                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
             )
             trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
@@ -214,12 +214,12 @@ def build_trainer(
     chat: ChatTemplate,
     scorer: Scorer,
     probed: Sequence[Task],
-    interaction: EpisodeRunner | None,
+    episode_runner: EpisodeRunner | None,
 ) -> PPOTrainer:
     """The training step over workers that run.
 
     probed: tasks whose prompts the canary uses
-    interaction: what the policy acts in, None where an episode is one response
+    episode_runner: what the policy acts in, None where an episode is one response
     """
     engine = EnginePool(
         workers.engines,
@@ -235,7 +235,7 @@ def build_trainer(
         rollout_settings(config),
         algorithm,
         stream,
-        GroupRollout(engine, chat, scorer, sampling, interaction),
+        GroupRollout(engine, chat, scorer, sampling, episode_runner),
         build_rewards(config.reward.name, config.reward.options),
     )
     weight_sync = build_publisher(config, learner.policy, engine, links, chat, probed, sampling)

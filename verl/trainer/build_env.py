@@ -11,12 +11,12 @@ from typing import Any
 
 from verl.config.schema import EnvConfig, SandboxConfig
 from verl.data.chat import ChatTemplate
-from verl.data.dialogue import Cut, ObservationTokenizer
 from verl.data.formats.base import ToolCallFormat, build_tool_call_format
 from verl.data.formats.inline import InlineFormat
 from verl.data.formats.prompt import PromptTemplateMixin
 from verl.data.formats.turns import TurnFormat
 from verl.data.lengths import PromptIds
+from verl.data.observation_tokenizer import Cut, ObservationTokenizer
 from verl.envs.base import EnvFactory
 from verl.envs.registry import ENVS, build_env_factory
 from verl.envs.task_envs import TaskEnvs
@@ -40,7 +40,7 @@ _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"
 _MESSAGES = 8
 
 
-def build_interaction(
+def build_episode_runner(
     env: EnvConfig,
     sandbox: SandboxConfig,
     chat: ChatTemplate,
@@ -66,13 +66,15 @@ def build_interaction(
         raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
     num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
     envs = _build_envs(env, tool_call_format, box, num_places, health_timeout_s)
-    dialogue = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
-    dialogue.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)  # a chat template may have no such turns
+    observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
+    observations.answer_ids(
+        (Message("tool", "7", tool="any"),), "", ended=True
+    )  # a chat template may have no such turns
     if isinstance(envs, ToolEnvFactory):
         check_tools(chat, tool_call_format, envs.specs)
     return EpisodeRunner(
         TaskEnvs(env.name, envs),
-        dialogue,
+        observations,
         EpisodeLimits(
             max_turns=turn_limit(env, tool_call_format),
             max_tool_calls=env.max_tool_calls,
@@ -96,7 +98,7 @@ def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Seq
 
 
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
-    """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_interaction`."""
+    """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_episode_runner`."""
     if env.tool_call_format is None:
         return
     turn_limit(env, _build_format(env, prompt_template))
@@ -131,7 +133,7 @@ def _build_format(env: EnvConfig, prompt_template: str | None) -> ToolCallFormat
     return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **told})
 
 
-def prompt_fn(interaction: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
+def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
     """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
 
     Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
@@ -139,31 +141,31 @@ def prompt_fn(interaction: EpisodeRunner | None, chat: ChatTemplate, reward: str
 
     reward: of tasks that name none, where they are to be scored
     """
-    if interaction is None:
+    if episode_runner is None:
         return partial(_lone_prompt, chat)
-    envs, dialogue = interaction.envs, interaction.dialogue
+    envs, observations = episode_runner.envs, episode_runner.observations
     assert isinstance(envs, TaskEnvs)
 
     def opening(task: Task) -> Sequence[int]:
-        if task.tools and isinstance(dialogue.tool_call_format, InlineFormat):
+        if task.tools and isinstance(observations.tool_call_format, InlineFormat):
             raise DataError("cannot be listed: env.tool_call_format writes calls of one tool alone", field="tools")
         envs.check_judged(task, reward)
-        known = envs.known_opening(task)
-        return chat.opening_ids(task.prompt) if known is None else dialogue.opening_ids(known)
+        known = envs.known_initial_observation(task)
+        return chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
 
     return opening
 
 
 def truncating(
-    truncation: str, max_prompt_length: int, chat: ChatTemplate, interaction: EpisodeRunner | None
+    truncation: str, max_prompt_length: int, chat: ChatTemplate, episode_runner: EpisodeRunner | None
 ) -> tuple[ChatTemplate, EpisodeRunner | None]:
     """What makes the prompts of episodes: with truncation=left none is longer than `max_prompt_length` tokens."""
     if truncation != "left":
-        return chat, interaction
+        return chat, episode_runner
     chat = replace(chat, max_prompt_tokens=max_prompt_length)
-    if interaction is not None:
-        interaction = replace(interaction, dialogue=replace(interaction.dialogue, chat=chat))
-    return chat, interaction
+    if episode_runner is not None:
+        episode_runner = replace(episode_runner, observations=replace(episode_runner.observations, chat=chat))
+    return chat, episode_runner
 
 
 def _lone_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
@@ -179,15 +181,15 @@ def _lone_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
     return chat.task_prompt_ids(task)
 
 
-def services_of_rows(interaction: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
+def services_of_rows(episode_runner: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
     """What rows name, once they have been read: it may need services beside those of the run's own parts."""
-    envs = interaction.envs.named if interaction and isinstance(interaction.envs, TaskEnvs) else ()
+    envs = episode_runner.envs.named if episode_runner and isinstance(episode_runner.envs, TaskEnvs) else ()
     return [*envs, *rewards.all_of(tasks)[1:]]
 
 
-def prompt_record(interaction: EpisodeRunner | None) -> dict[str, str]:
+def prompt_record(episode_runner: EpisodeRunner | None) -> dict[str, str]:
     """The prompt template's digest, for the run's record; empty where there is none."""
-    tool_call_format = interaction.dialogue.tool_call_format if interaction else None
+    tool_call_format = episode_runner.observations.tool_call_format if episode_runner else None
     prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
     return {"prompt_sha256": prompt.sha256} if prompt else {}
 

@@ -37,7 +37,7 @@ from verl.rollout.scoring import ScoringPool
 from verl.rollout.scoring_process import ScoringLimits
 from verl.services import check_services
 from verl.trainer.build import load_chat_template
-from verl.trainer.build_env import build_interaction, check_tools, prompt_fn, prompt_record
+from verl.trainer.build_env import build_episode_runner, check_tools, prompt_fn, prompt_record
 from verl.trainer.rollouts import RewardFaultError
 from verl.trainer.standalone_engine import response_lengths, standalone_engine
 from verl.utils.reward_score.rewards import build_rewards
@@ -141,36 +141,36 @@ async def _ask(
     plays = [category.play for category, _ in left]
     widest = next((play for play in plays if play.uses_tools), plays[0])
     async with AsyncExitStack() as stack:
-        interactions = [_interaction(player, play) for play in plays]
-        for opened in filter(None, interactions):
+        episode_runners = [_episode_runner(player, play) for play in plays]
+        for opened in filter(None, episode_runners):
             stack.push_async_callback(opened.close)
         rewards = [
             reward
             for category, tasks in left
             for reward in build_rewards(category.play.reward, category.play.reward_options).all_of(tasks)
         ]
-        await check_services([*interactions, *rewards])  # before anything that takes long
+        await check_services([*episode_runners, *rewards])  # before anything that takes long
         engine, sampling = await stack.enter_async_context(
             standalone_engine(player.config, player.chat, env_of(widest, player.tool_call_format))
         )
         progress = stack.enter_context(Progress(console=console, transient=True))
-        for (category, tasks), interaction in zip(left, interactions, strict=True):
+        for (category, tasks), episode_runner in zip(left, episode_runners, strict=True):
             bar = progress.add_task(category.name, total=len(tasks))
             with _scorer(player.config, category.play) as scorer:
-                rollout = GroupRollout(engine, player.chat, scorer, sampling, interaction)
+                rollout = GroupRollout(engine, player.chat, scorer, sampling, episode_runner)
                 runner = _runner(player, category.play, rollout, sizes[category.name])
                 faults = await runner.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], player.config.max_fault_share, console)
 
 
-def _interaction(player: _Player, play: EpisodeConfig) -> EpisodeRunner | None:
+def _episode_runner(player: _Player, play: EpisodeConfig) -> EpisodeRunner | None:
     """What the episodes of a category act in."""
     config, env = player.config, env_of(play, player.tool_call_format)
     template = config.prompt_template if play.uses_tools else None
     sandbox = config.sandbox if env.tools else SandboxConfig()
-    made = build_interaction(env, sandbox, player.chat, *response_lengths(config), template)
+    made = build_episode_runner(env, sandbox, player.chat, *response_lengths(config), template)
     if play.uses_tools and made is not None:
-        check_tools(player.chat, made.dialogue.tool_call_format)
+        check_tools(player.chat, made.observations.tool_call_format)
     return made
 
 
@@ -185,7 +185,7 @@ def _runner(player: _Player, play: EpisodeConfig, rollout: GroupRollout, size: i
     config = player.config
     return Runner(
         rollout,
-        prompt_fn(rollout.interaction, player.chat),
+        prompt_fn(rollout.episode_runner, player.chat),
         build_rewards(play.reward, play.reward_options),
         response_lengths(config)[0],
         config.n,
@@ -209,7 +209,7 @@ def check_faults(name: str, faults: Sequence[str], size: int, most: float, conso
 def _settings(player: _Player) -> dict[str, Any]:
     """All that a figure depends on beside the tasks and how they are played."""
     config, chat, tool_call_format = player.config, player.chat, player.tool_call_format
-    uses_tools = build_interaction(
+    uses_tools = build_episode_runner(
         EnvConfig(tool_call_format=tool_call_format), SandboxConfig(), chat, 1, 1, config.prompt_template
     )
     prompt_length, response_length = response_lengths(config)

@@ -18,7 +18,7 @@ from verl.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_chat_template
-from verl.trainer.build_env import build_interaction, prompt_fn, services_of_rows, truncating
+from verl.trainer.build_env import build_episode_runner, prompt_fn, services_of_rows, truncating
 from verl.trainer.build_scorer import build_scorer
 from verl.trainer.rollouts import RewardFaultError
 from verl.trainer.standalone_engine import response_lengths, standalone_engine
@@ -29,22 +29,22 @@ from verl.utils.reward_score.rewards import build_rewards
 async def generate(config: GenerationConfig, console: Console) -> None:
     """Response to every row, score the responses, write the transcripts and print the means."""
     chat, lengths = load_chat_template(config.model), response_lengths(config)
-    interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
+    episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rewards = build_rewards(config.reward.name, config.reward.options)
-    await check_services([interaction, rewards.default])
-    prompt_ids = prompt_fn(interaction, chat, config.reward.name)
+    await check_services([episode_runner, rewards.default])
+    prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
     policy = RowPolicy(lengths[0], config.truncation, config.max_bad_share)
     tasks: list[Task] = []
     for source in config.files:
         found, report = read_tasks(source, prompt_ids, policy)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.limit)
-    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
+    chat, episode_runner = truncating(config.truncation, lengths[0], chat, episode_runner)
     reward = config.reward
-    await check_services(services_of_rows(interaction, rewards, tasks))
+    await check_services(services_of_rows(episode_runner, rewards, tasks))
     with build_scorer(reward) as scorer:
         async with standalone_engine(config, chat, config.env) as (engine, sampling):
-            rollout = GroupRollout(engine, chat, scorer, sampling, interaction)
+            rollout = GroupRollout(engine, chat, scorer, sampling, episode_runner)
             first = config.seed << 40
             try:
                 groups = await asyncio.gather(

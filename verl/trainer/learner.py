@@ -46,16 +46,16 @@ class Learner:
         assert needs_reference == (self.reference is not None), "a reference is built if and only if KL is paid for"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic is built if and only if it is needed"
 
-    def learn(self, lesson: TrainBatch, step: int) -> tuple[Metrics, list[Sample]]:
-        """Score, estimate advantages, update: the same for the same lesson, weights and step, the first of which is 0.
+    def learn(self, train_batch: TrainBatch, step: int) -> tuple[Metrics, list[Sample]]:
+        """Score, estimate advantages, update: the same for the same train_batch, weights and step, the first of which is 0.
 
         Returns what the update tells of itself, and the samples that it computed.
         """
-        samples = lesson.samples
+        samples = train_batch.samples
         with self.timer.phase("score"):
             old, ref, values = self._scores(samples)
         with self.timer.phase("advantage"):
-            experience = build_experience(samples, old, self._algorithm_now(), ref, values, lesson.baselines)
+            experience = build_experience(samples, old, self._algorithm_now(), ref, values, train_batch.baselines)
         with self.timer.phase("score"):
             experience = self._with_old_logprobs(experience)
         with self.timer.phase("update"):

@@ -123,7 +123,7 @@ class TrainingRun:
                 metrics = await self._unless_stopped(self.trainer.train_step)
                 self.transcripts.write(self.trainer.step, self.trainer.groups)
                 if self.recorder is not None:
-                    await run_in_daemon_thread(self.recorder.write, self.trainer.step, self.trainer.lesson, metrics)
+                    await run_in_daemon_thread(self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics)
                 alarms = self.watch.observe(self.trainer.step, metrics)
                 metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
                 if alarms and await self._handle_collapse(alarms, metrics):

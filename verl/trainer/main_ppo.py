@@ -70,7 +70,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.trainer.build import built, load_inputs
     from verl.trainer.build_env import prompt_fn
     from verl.trainer.build_workers import check_device, sees_gpu
-    from verl.trainer.plan import build_plan, find_place, read_lengths
+    from verl.trainer.plan import build_plan, find_hardware, read_lengths
     from verl.trainer.plan_show import compared
     from verl.trainer.preflight import preflight
 
@@ -80,8 +80,8 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     of_benchmarks = (line for benchmark in inputs.exams.benchmarks for line in benchmark.files())
     for line in (*map(str, inputs.reports), *of_benchmarks):
         console.print(line, markup=False, soft_wrap=True)
-    prompt_ids = prompt_fn(inputs.interaction, inputs.chat)
-    plan = build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_place(config))
+    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
+    plan = build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_hardware(config))
     if wanted or only_preflight:
         preflight(config, inputs, plan, console)
     if only_preflight:

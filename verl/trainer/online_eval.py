@@ -21,7 +21,7 @@ from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import ScoringPool
 from verl.rollout.scoring_process import ScoringLimits
-from verl.trainer.build_env import build_interaction, check_tools, prompt_fn
+from verl.trainer.build_env import build_episode_runner, check_tools, prompt_fn
 from verl.trainer.build_scorer import scoring_limits
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import build_rewards
@@ -33,11 +33,11 @@ _RESAMPLES = 1  # no intervals here
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One category, ready to be played. `interaction`: to be closed in the event loop that uses it"""
+    """One category, ready to be played. `episode_runner`: to be closed in the event loop that uses it"""
 
     category: Category
     tasks: Sequence[Task]
-    interaction: EpisodeRunner | None
+    episode_runner: EpisodeRunner | None
 
 
 @dataclass
@@ -66,7 +66,7 @@ class OnlineEvaluator:
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
         """eval/<category>/score, and of aggregates; eval/<category>/missing where something broke.
 
-        rollout: a greedy one, whose scorer and interaction are replaced by those of each category
+        rollout: a greedy one, whose scorer and episode_runner are replaced by those of each category
         """
         metrics: dict[str, float] = {}
         answers: dict[str, Answers] = {}
@@ -91,8 +91,10 @@ class OnlineEvaluator:
         play, kept = exam.category.play, _Figures()
         rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # benchmarks are never cut
         rewards = build_rewards(play.reward, play.reward_options)
-        prompt_ids = prompt_fn(exam.interaction, rollout.chat)
-        playing = Runner(replace(rollout, interaction=exam.interaction), prompt_ids, rewards, self.max_prompt_length)
+        prompt_ids = prompt_fn(exam.episode_runner, rollout.chat)
+        playing = Runner(
+            replace(rollout, episode_runner=exam.episode_runner), prompt_ids, rewards, self.max_prompt_length
+        )
         faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
         if faults:
             name, size = exam.category.name, len(exam.tasks)
@@ -102,11 +104,11 @@ class OnlineEvaluator:
     async def close(self) -> None:
         """Ends what the episodes of the categories share."""
         for exam in self.exams:
-            if exam.interaction is not None:
-                await exam.interaction.close()
+            if exam.episode_runner is not None:
+                await exam.episode_runner.close()
 
 
-def build_exams(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
+def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
     """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
     setting = BenchmarkContext(
         Path(config.trainer.eval_data_dir),
@@ -119,7 +121,7 @@ def build_exams(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
         EvalTask(
             category,
             category.first(config.trainer.eval_limit),
-            _interaction(category.play, config, chat),
+            _episode_runner(category.play, config, chat),
         )
         for benchmark in benchmarks
         for category in benchmark.categories
@@ -128,17 +130,17 @@ def build_exams(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
     return OnlineEvaluator(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, limits)
 
 
-def _interaction(play: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    env, lengths = exam_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
+def _episode_runner(play: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
+    env, lengths = eval_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
     template = config.data.prompt_template if play.uses_tools else None
     sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
-    made = build_interaction(env, sandbox, chat, *lengths, template, silent_s)
+    made = build_episode_runner(env, sandbox, chat, *lengths, template, silent_s)
     if play.uses_tools and made is not None:
-        check_tools(chat, made.dialogue.tool_call_format)
+        check_tools(chat, made.observations.tool_call_format)
     return made
 
 
-def exam_env(play: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
+def eval_env(play: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
     """How a category is played under the format that a run trains, with its options."""
     env = env_of(play, trained.tool_call_format or HANDLER)
     return replace(env, tool_call_format_options=trained.tool_call_format_options) if play.uses_tools else env

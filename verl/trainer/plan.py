@@ -105,7 +105,7 @@ class Plan:
         config = self.config
         checkpointing = config.model.enable_gradient_checkpointing
         compute = _BYTES[config.model.compute_dtype]
-        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.place.on_cpu)
+        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.hardware.on_cpu)
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of one training rank, and under "engine" of one rollout engine's share of a device."""
@@ -122,7 +122,7 @@ class Plan:
 
     def _kept(self, phase: str) -> Terms:
         """What stays on the device between the phases, less what waits in host memory during this one."""
-        terms = {"process": _PROCESS_GIB * GIB if self.place.on_cpu else _CONTEXT_GIB * GIB}
+        terms = {"process": _PROCESS_GIB * GIB if self.hardware.on_cpu else _CONTEXT_GIB * GIB}
         terms |= resident(self.policy, self.rank)
         if self.critic:
             terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
@@ -139,7 +139,7 @@ class Plan:
             "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
             "reference": ref.offload_params and phase != "score",
         }
-        return not self.place.on_cpu and offloaded.get(term, False)
+        return not self.hardware.on_cpu and offloaded.get(term, False)
 
     def engine(self) -> Terms:
         """Weights and KV cache of one engine on one device; vLLM takes its whole share of a GPU."""
@@ -147,12 +147,12 @@ class Plan:
         weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
         if rollout.name == "hf":
             cache = self.max_num_seqs * self.longest * self._cache_per_token
-        elif self.place.on_cpu:
+        elif self.hardware.on_cpu:
             cache = rollout.kv_cache_gib * GIB
         else:
-            cache = rollout.gpu_memory_utilization * self.place.memory_gib * GIB - weights
+            cache = rollout.gpu_memory_utilization * self.hardware.memory_gib * GIB - weights
         terms = {"weights": weights, "KV cache": max(0.0, cache)}
-        return terms | {"process": _PROCESS_GIB * GIB} if self.place.on_cpu else terms
+        return terms | {"process": _PROCESS_GIB * GIB} if self.hardware.on_cpu else terms
 
     @property
     def sequences(self) -> float:
@@ -165,7 +165,7 @@ class Plan:
         if self.config.rollout.name == "hf":
             default = MAX_BATCH
         else:  # EngineArgs.get_batch_defaults of vLLM
-            large = not self.place.on_cpu and self.place.memory_gib >= 70 and "a100" not in self.place.name.lower()
+            large = not self.hardware.on_cpu and self.hardware.memory_gib >= 70 and "a100" not in self.hardware.name.lower()
             default = 1024 if large else 256
         return self.config.rollout.max_num_seqs or default
 
@@ -201,13 +201,13 @@ class Plan:
     def peak_gib(self) -> float:
         """Of one training rank over all phases, as memory/trainer_gib measures it: on a GPU without its context."""
         peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
-        return peak / GIB - (0.0 if self.place.on_cpu else _CONTEXT_GIB)
+        return peak / GIB - (0.0 if self.hardware.on_cpu else _CONTEXT_GIB)
 
     def violations(self) -> list[str]:
         """What does not fit, a sentence each."""
-        room, phases = self.place.memory_gib, {name: sum(each.values()) / GIB for name, each in self.memory().items()}
+        room, phases = self.hardware.memory_gib, {name: sum(each.values()) / GIB for name, each in self.memory().items()}
         engine = phases.pop("engine")
-        if self.place.on_cpu:
+        if self.hardware.on_cpu:
             everywhere = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
             needed = everywhere / self.config.trainer.nnodes
             found = [f"ranks and engines need {needed:.1f} GiB of {room:.1f} available"] if needed > room else []
@@ -250,18 +250,18 @@ class Plan:
         return {
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
             "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
-            "rollout.gpu_memory_utilization": [] if self.place.on_cpu or config.rollout.name == "hf" else shares,
+            "rollout.gpu_memory_utilization": [] if self.hardware.on_cpu or config.rollout.name == "hf" else shares,
             **self._offloads(),
             "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
             "rollout.kv_cache_gib": self._smaller_caches(),
             "trainer.n_gpus_per_node": self._other_numbers(),
-            "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.place.on_cpu else [2, 4, 8],
-            "rollout.placement": ["separate"] * (config.rollout.colocated and not self.place.on_cpu),
+            "rollout.tensor_model_parallel_size": [] if config.rollout.name == "hf" or self.hardware.on_cpu else [2, 4, 8],
+            "rollout.placement": ["separate"] * (config.rollout.colocated and not self.hardware.on_cpu),
         }
 
     def _offloads(self) -> dict[str, list[bool]]:
         """What is not yet offloaded and could be: it makes room for an engine on the same GPU."""
-        if self.place.on_cpu or not self.config.rollout.colocated:
+        if self.hardware.on_cpu or not self.config.rollout.colocated:
             return {}
         models: dict[str, Any] = {"actor": self.config.actor}
         models |= {"critic": self.config.critic} if self.critic else {}
@@ -275,12 +275,12 @@ class Plan:
         now = self.config.trainer.n_gpus_per_node
         return (
             [each for each in (4, 2, 1) if each < now]
-            if self.place.on_cpu
+            if self.hardware.on_cpu
             else [each for each in (2, 4, 8) if each > now]
         )
 
     def _smaller_caches(self) -> list[float]:
-        if not self.place.on_cpu or self.config.rollout.name == "hf":
+        if not self.hardware.on_cpu or self.config.rollout.name == "hf":
             return []
         return [self.config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]
 
@@ -295,9 +295,9 @@ class Plan:
 
     def seconds(self) -> dict[str, tuple[float, str]]:
         """{phase: (seconds, formula)}, lower bounds at the device's peak; {} where its speed is not known."""
-        if self.place.device is None:
+        if self.hardware.device is None:
             return {}
-        config, speed = self.config, self.place.device
+        config, speed = self.config, self.hardware.device
         ranks, checkpointed = config.num_ranks, config.model.enable_gradient_checkpointing
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
         policy = self._forward(self.policy)
@@ -470,7 +470,7 @@ def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Ta
     return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} rows of {names}; {told}")
 
 
-def find_place(config: Config, gpu: str | None = None) -> Hardware:
+def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
     """The named GPU type, or what this machine has. Raises ConfigError for a type that is not known."""
     if gpu is not None and gpu.lower() != "cpu":
         device = find_device(gpu)

@@ -39,14 +39,14 @@ def show(plan: Plan, console: Console) -> None:
 def devices_told(plan: Plan) -> str:
     """How many train and how many generate, and whether at the same time."""
     config = plan.config
-    if plan.place.on_cpu:
+    if plan.hardware.on_cpu:
         kind, engines, threads = "rank(s)", config.num_engines, threads_of(config)
         each = f"; of {available_cores()} cores {threads} for each of them"
     else:
-        kind, engines, each = f"x {plan.place.name}", _engine_devices(config), ""
+        kind, engines, each = f"x {plan.hardware.name}", _engine_devices(config), ""
     if config.rollout.colocated:
         return f"{config.num_ranks} {kind} train, {config.num_engines} engine(s) beside them take turns with them{each}"
-    engine = "engine(s)" if plan.place.on_cpu else kind
+    engine = "engine(s)" if plan.hardware.on_cpu else kind
     when = "at the same time" if plan.ahead else "in turn: the one pool waits for the other (rollout.max_staleness=0)"
     return f"{config.num_ranks} {kind} train, {engines} more {engine} generate, {when}{each}"
 
@@ -79,7 +79,7 @@ def _engine_devices(config: Config) -> int:
 def memory_table(plan: Plan) -> Table:
     """Rows: terms, and their sum. Columns: a training rank's phases, and an engine. GiB"""
     phases = plan.memory()
-    table = Table(title=f"GiB of one training rank by phase, and of one engine ({plan.place.memory_gib:.1f} available)")
+    table = Table(title=f"GiB of one training rank by phase, and of one engine ({plan.hardware.memory_gib:.1f} available)")
     for heading in ("", *phases):
         table.add_column(heading, justify="right" if heading else "left")
     for term in dict.fromkeys(name for terms in phases.values() for name in terms):
@@ -91,7 +91,7 @@ def memory_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
     """Lower bounds of a step's phases."""
-    device = plan.place.device
+    device = plan.hardware.device
     assert device is not None
     told = f"F {device.flops / 1e12:.0f} TFLOP/s, W {device.bytes_per_s / 1e12:.2f} TB/s, N parameters"
     table = Table(title=f"Seconds of a step, at least ({told})")

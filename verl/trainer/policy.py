@@ -106,13 +106,13 @@ class Policy(ShardedModel):
         """What every rank offers of a bucket, or references to it where the workers are elsewhere."""
         return self.workers.call_ref(PolicyWorker.offer, number)
 
-    def begin_publication(self) -> None:
+    def begin_weight_sync(self) -> None:
         """Updates are over; the engines will want memory."""
-        self.workers.call(PolicyWorker.begin_publication)
+        self.workers.call(PolicyWorker.begin_weight_sync)
 
-    def end_publication(self) -> None:
+    def end_weight_sync(self) -> None:
         """All engines have all weights, and nothing is asked of the policy for a while."""
-        self.workers.call(PolicyWorker.end_publication)
+        self.workers.call(PolicyWorker.end_weight_sync)
 
 
 @dataclass(frozen=True)

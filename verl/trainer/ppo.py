@@ -29,7 +29,7 @@ class PPOTrainer:
     meter: Meter | None = None
     step: int = 0  # how many are done, which is the version of the weights, too
     groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
-    lesson: TrainBatch = field(default_factory=TrainBatch)  # what the last step learned from, for its record
+    train_batch: TrainBatch = field(default_factory=TrainBatch)  # what the last step learned from, for its record
     learning: bool = False  # whether the ranks may hold a part of the step that comes
 
     async def train_step(self) -> Metrics:
@@ -45,13 +45,13 @@ class PPOTrainer:
             for sample in to_samples(group, number, self.learner.settings.train_on_observations)
         ]
         baselines = [collected.kept[sample.group].baseline for sample in samples]
-        self.lesson = TrainBatch(samples, baselines, kl_control.coefficient if kl_control else None)
+        self.train_batch = TrainBatch(samples, baselines, kl_control.coefficient if kl_control else None)
         async with self.weight_sync.ranks:
             if not self._ahead:
                 with timer.phase("rollout"):
                     await self.rollouts.rollout.engine.sleep()
             self.learning = True
-            learned, computed = await self._learn(self.lesson)
+            learned, computed = await self._learn(self.train_batch)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
             self.step, self.learning = self.step + 1, False
@@ -72,11 +72,11 @@ class PPOTrainer:
         """Whether rollouts go on while the policy learns."""
         return self.rollouts.settings.max_staleness > 0
 
-    async def _learn(self, lesson: TrainBatch) -> tuple[Metrics, list[Sample]]:
+    async def _learn(self, train_batch: TrainBatch) -> tuple[Metrics, list[Sample]]:
         """In a thread where rollouts go on: their tools' deadlines run on meanwhile."""
         if self._ahead:
-            return await run_in_daemon_thread(self.learner.learn, lesson, self.step)
-        return self.learner.learn(lesson, self.step)
+            return await run_in_daemon_thread(self.learner.learn, train_batch, self.step)
+        return self.learner.learn(train_batch, self.step)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
         """computed: by the update"""

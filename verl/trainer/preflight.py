@@ -188,9 +188,9 @@ def check_memory(plan: Plan) -> str:
     rank, engine = plan.peak_gib(), sum(plan.engine().values()) / GIB
     said = (
         f"{plan.policy.parameters / 1e6:.1f}M parameters; {rank:.2f} GiB per trainer rank at most, "
-        f"{engine:.2f} GiB per engine, of {plan.place.memory_gib:.1f} GiB"
+        f"{engine:.2f} GiB per engine, of {plan.hardware.memory_gib:.1f} GiB"
     )
     violations = plan.violations()
-    if violations and not plan.place.on_cpu:
+    if violations and not plan.hardware.on_cpu:
         raise ConfigError(f"{'; '.join(violations)}. Set {format_suggestions(plan)}")
     return "; ".join([said, *violations])

@@ -35,7 +35,7 @@ from verl.rollout.group import GroupRollout
 from verl.services import check_services
 from verl.tracking.jsonl import read_rows, write_rows
 from verl.trainer.build import load_chat_template
-from verl.trainer.build_env import build_interaction, prompt_fn, prompt_record, truncating
+from verl.trainer.build_env import build_episode_runner, prompt_fn, prompt_record, truncating
 from verl.trainer.build_scorer import build_scorer
 from verl.trainer.evaluate import check_faults, write
 from verl.trainer.standalone_engine import response_lengths, standalone_engine
@@ -58,14 +58,14 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     assert config.data is not None
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     lengths = response_lengths(config)
-    interaction = build_interaction(config.env, config.sandbox, chat, *lengths, config.prompt_template)
+    episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rows = TaskSet(config.data, config.max_bad_share)
     any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # prompts that are too long are counted
-    prompt_ids = prompt_fn(interaction, chat, config.reward.name)
+    prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
-    chat, interaction = truncating(config.truncation, lengths[0], chat, interaction)
-    settings = _settings(config, chat, interaction)
+    chat, episode_runner = truncating(config.truncation, lengths[0], chat, episode_runner)
+    settings = _settings(config, chat, episode_runner)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
@@ -74,10 +74,10 @@ async def probe(config: ProbeConfig, console: Console) -> None:
         records = Records(folder, played, config.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
-            faults = await _ask(config, played, missing, records, chat, interaction, rewards, console)
+            faults = await _ask(config, played, missing, records, chat, episode_runner, rewards, console)
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
-        elif interaction is not None:
-            await interaction.close()
+        elif episode_runner is not None:
+            await episode_runner.close()
     found, lines = _found(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
@@ -107,20 +107,20 @@ async def _ask(
     tasks: Sequence[Task],
     records: Records,
     chat: ChatTemplate,
-    interaction: EpisodeRunner | None,
+    episode_runner: EpisodeRunner | None,
     rewards: Rewards,
     console: Console,
 ) -> list[str]:
     """Returns why some rows could not be rolled out, one reason a row."""
     told = config.reward
     async with AsyncExitStack() as stack:
-        if interaction is not None:
-            stack.push_async_callback(interaction.close)
-        await check_services([interaction, *rewards.all_of(tasks)])  # before anything that takes long
+        if episode_runner is not None:
+            stack.push_async_callback(episode_runner.close)
+        await check_services([episode_runner, *rewards.all_of(tasks)])  # before anything that takes long
         scorer = stack.enter_context(build_scorer(told))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
-        rollout = Shaped(engine, chat, scorer, sampling, interaction, rewards)
-        prompt_ids, longest = prompt_fn(interaction, chat), response_lengths(config)[0]
+        rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
+        prompt_ids, longest = prompt_fn(episode_runner, chat), response_lengths(config)[0]
         most_faults = told.max_fault_share * len(tasks)
         runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, most_faults=most_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
@@ -170,7 +170,7 @@ def _found(
     return found | {"rows_too_long": len(answered) - len(asked), "missing": len(tasks) - len(answered)}, rows
 
 
-def _settings(config: ProbeConfig, chat: ChatTemplate, interaction: EpisodeRunner | None) -> dict[str, Any]:
+def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
     """All that the rollouts depend on beside the rows."""
     told = {name: value for name, value in asdict(config).items() if name not in _FREE}
     return {
@@ -178,7 +178,7 @@ def _settings(config: ProbeConfig, chat: ChatTemplate, interaction: EpisodeRunne
         "model": identity(config.model),
         "data": str(Path(str(config.data)).resolve()),  # two files may have one name
         "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
-        **prompt_record(interaction),
+        **prompt_record(episode_runner),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
         "versions": versions(),

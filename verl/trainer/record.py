@@ -53,7 +53,7 @@ class Record:
     """One step."""
 
     step: int  # counted from 1, as in metrics.jsonl
-    lesson: TrainBatch
+    train_batch: TrainBatch
     metrics: Mapping[str, float]  # all of the step's
     settings: Mapping[str, Any]  # the whole configuration, flat
     made_by: Mapping[str, Any]  # what else may change the rounding: versions, threads
@@ -67,9 +67,9 @@ class Recorder:
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
 
-    def write(self, step: int, lesson: TrainBatch, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
         """The record of a step, whole or not at all. Raises DataError when it cannot be written."""
-        record = Record(step, lesson, metrics, self.settings, self.made_by)
+        record = Record(step, train_batch, metrics, self.settings, self.made_by)
         with replacing(record_path(self.folder, step)) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **_arrays(record))
 
@@ -129,27 +129,27 @@ def read_record(path: Path) -> Record:
 
 
 def _arrays(record: Record) -> dict[str, Any]:
-    lesson = record.lesson
+    train_batch = record.train_batch
     header = {
         "format": FORMAT,
         "step": record.step,
-        "kl_coefficient": lesson.kl_coefficient,
-        _TURN_REWARDS: [sample.turn_rewards for sample in lesson.samples],
+        "kl_coefficient": train_batch.kl_coefficient,
+        _TURN_REWARDS: [sample.turn_rewards for sample in train_batch.samples],
         "metrics": dict(record.metrics),
         "settings": dict(record.settings),
         "made_by": dict(record.made_by),
     }
     columns: dict[str, Any] = {}
     for name in _NAMES:
-        values = [getattr(sample, name) for sample in lesson.samples]
+        values = [getattr(sample, name) for sample in train_batch.samples]
         of_tokens = isinstance(values[0], tuple)
         columns[f"{'token' if of_tokens else 'sample'}.{name}"] = (
             np.concatenate([np.array(each) for each in values]) if of_tokens else np.array(values)
         )
     return {
         **columns,
-        _LENGTHS: np.array([len(sample.token_ids) for sample in lesson.samples]),
-        _BASELINES: np.array([np.nan if each is None else each for each in lesson.baselines]),
+        _LENGTHS: np.array([len(sample.token_ids) for sample in train_batch.samples]),
+        _BASELINES: np.array([np.nan if each is None else each for each in train_batch.baselines]),
         _HEADER: np.array(json.dumps(header)),
     }
 
@@ -167,5 +167,5 @@ def _record(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]
     rows = zip(*columns.values(), rewards, strict=True)
     samples = [Sample(**dict(zip((*_NAMES, _TURN_REWARDS), row, strict=True))) for row in rows]
     baselines = [None if np.isnan(each) else float(each) for each in arrays[_BASELINES]]
-    lesson = TrainBatch(samples, baselines, header["kl_coefficient"])
-    return Record(header["step"], lesson, header["metrics"], header["settings"], header["made_by"])
+    train_batch = TrainBatch(samples, baselines, header["kl_coefficient"])
+    return Record(header["step"], train_batch, header["metrics"], header["settings"], header["made_by"])

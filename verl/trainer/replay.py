@@ -123,10 +123,10 @@ def replay_from(way: ReplayPlan, asked: Record, config: Config, cluster: Cluster
 
 def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     """The recorded step, on the weights of this moment; its metrics."""
-    if learner.kl_control is not None and record.lesson.kl_coefficient is not None:
-        learner.kl_control.coefficient = record.lesson.kl_coefficient
+    if learner.kl_control is not None and record.train_batch.kl_coefficient is not None:
+        learner.kl_control.coefficient = record.train_batch.kl_coefficient
     learner.timer.start()
-    learned, _ = learner.learn(record.lesson, record.step - 1)
+    learned, _ = learner.learn(record.train_batch, record.step - 1)
     return learned
 
 

@@ -55,7 +55,7 @@ class WeightSync:
             gaps = await self._canary(self.engine, version)
         if pool is not None:
             gaps += await self._to_lost(pool, version)
-        await run_in_daemon_thread(self.policy.end_publication)
+        await run_in_daemon_thread(self.policy.end_weight_sync)
         return self._checked(gaps, version)
 
     async def restore(self) -> None:
@@ -66,7 +66,7 @@ class WeightSync:
                 await self.engine.make_lost()
             elif self.engine.lost:  # else a publication came first
                 gaps = await self._to_lost(self.engine, self.engine.version)
-                await run_in_daemon_thread(self.policy.end_publication)
+                await run_in_daemon_thread(self.policy.end_weight_sync)
                 self._checked(gaps, self.engine.version)
 
     def losses(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class WeightSync:
         return gaps
 
     async def _deliver(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
-        await run_in_daemon_thread(self.policy.begin_publication)
+        await run_in_daemon_thread(self.policy.begin_weight_sync)
         await engines.begin_weights(self.layouts)
         await self._load(engines)
         await engines.end_weights(version)

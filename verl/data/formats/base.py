@@ -60,12 +60,12 @@ Parsed = Calls | ParseError | Continue | Final
 class ToolCallFormat(Protocol):
     """One format. Stateless: the same text gives the same answer, and it never raises for what a policy wrote."""
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """The prompt: messages for the model's chat template, or a plain text where the recipe uses no template."""
 
     @property
     def template_tools(self) -> bool:
-        """Whether the chat template is to tell of the tools itself (`tools=`), so that `opening` does not."""
+        """Whether the chat template is to tell of the tools itself (`tools=`), so that `render_prompt` does not."""
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """Where the policy is to pause, besides at its end token. `written`: its text since the last observation."""
@@ -98,7 +98,7 @@ class ToolCallFormat(Protocol):
 
 
 _ASKED = (  # of every format in an episode
-    "opening",
+    "render_prompt",
     "template_tools",
     "stop_strings",
     "final_stop_strings",

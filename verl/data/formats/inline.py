@@ -45,9 +45,9 @@ class InlineFormat(PromptTemplateMixin, ABC):
         """The recipe's prompt tells of the tool."""
         return False
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """See verl.data.formats.base.Format."""
-        return self.raw_opening(messages, tools) if self.raw else super().opening(messages, tools)
+        return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
 
     @abstractmethod
     def stop_strings(self, written: str) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class PromptTemplateMixin:
         """The text, read once."""
         return None if self.prompt_template is None else load_template(self.prompt_template, self.place)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """The messages, with the question put into the recipe's words where there is a prompt template."""
         if self.prompt is None:
             return tuple(messages)
@@ -125,7 +125,7 @@ class PromptTemplateMixin:
         """The results as they are, side by side; the chat template puts them into one turn or several."""
         return tuple(results)
 
-    def raw_opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+    def render_raw_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """The prompt template filled in, and nothing else."""
         assert self.prompt is not None
         return self.prompt.fill(messages[_last_user(messages)].content, tool_lines(tools))

@@ -42,7 +42,7 @@ class TagsFormat(InlineFormat):
     def _closing(self) -> str:
         return f"</{self.call_tag}>"
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """See InlineFormat. A question that explains calls and answers already, as Search-R1's published rows do,
         stays.
 
@@ -51,7 +51,7 @@ class TagsFormat(InlineFormat):
         question = messages[-1].content
         if all(tag in question for tag in (self._opening, self._closing, ANSWER, ANSWER_END)):
             return question if self.raw else tuple(messages)
-        return super().opening(messages, tools)
+        return super().render_prompt(messages, tools)
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         """The closing tags."""

@@ -18,7 +18,7 @@ class ToolN1Format(SystemPromptTemplateMixin):
 
     prompt_template: str = "tool_n1"
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """With the tools in the system message, where there are any."""
         if not tools:
             return tuple(messages)

@@ -27,7 +27,7 @@ class ToolRlFormat(SystemPromptTemplateMixin):
 
     prompt_template: str = "toolrl"
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """ToolRL's own rows as they are; other dialogues in the form of its rows."""
         if not tools or listed_tools(messages) is not None:
             return tuple(messages)

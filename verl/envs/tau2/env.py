@@ -119,7 +119,7 @@ class Tau2Factory:
         check_task(task)
         self.domain(task.extra["domain"])
 
-    def opening(self, task: Task) -> Observation:
+    def initial_observation(self, task: Task) -> Observation:
         """How conversations of the task open with the scripted user; what a model will say is not known before."""
         opening = Message("user", scripted_opening(task.extra["instructions"]))
         return Observation((task.prompt[0], opening), tuple(self.domain(task.extra["domain"]).toolbox.specs.values()))

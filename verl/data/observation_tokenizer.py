@@ -39,15 +39,17 @@ class ObservationTokenizer:
     max_observation_tokens: int
     cut: Cut = Cut.MIDDLE
 
-    def opening_ids(self, opening: Observation) -> tuple[int, ...]:
+    def prompt_ids(self, opening: Observation) -> tuple[int, ...]:
         """The prompt. Raises DataError for messages that the chat template refuses or that are not shown whole,
         ConfigError where tools are not listed."""
         if self.tool_call_format.template_tools:
-            return self.chat.opening_ids(self.tool_call_format.opening(opening.messages, opening.tools), opening.tools)
+            return self.chat.initial_ids(
+                self.tool_call_format.render_prompt(opening.messages, opening.tools), opening.tools
+            )
         messages = with_calls_written(self.tool_call_format, opening.messages)
-        shown = self.tool_call_format.opening(messages, opening.tools)
+        shown = self.tool_call_format.render_prompt(messages, opening.tools)
         check_shown(self.tool_call_format, messages, opening.tools, shown)
-        return self.chat.opening_ids(shown)
+        return self.chat.initial_ids(shown)
 
     def written(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, with special tokens, which some formats are made of, but without its end token."""
