@@ -23,8 +23,8 @@ from verl.config.load import known_keys, load_config
 from verl.errors import ConfigError
 from verl.tracking.jsonl import read_rows
 from verl.trainer.collapse import (
+    COLLAPSE_RULES,
     MAX_ROLLBACKS,
-    SIGNS,
     WARM_UP,
     Alarm,
     CollapseError,
@@ -63,40 +63,40 @@ def drift(metric: str, end: float, steps: int = 30) -> Callable[[int], dict[str,
 
 
 @pytest.mark.parametrize(
-    ("sign", "metric", "end"),
+    ("rule", "metric", "end"),
     [
         ("mismatch", "engine/kl", 0.4),
         ("mismatch", "engine/kl", -0.4),
         ("few effective samples", "correction/ess", 0.05),
         ("lost reward", "reward/total", -2.0),
-        ("entropy gone", "actor/entropy", 0.001),
+        ("entropy collapse", "actor/entropy", 0.001),
         ("entropy explosion", "actor/entropy", 8.0),
         ("tools abandoned", "tools/usage_rate", 0.0),
-        ("unreadable calls", "tools/parse_errors_mean", 2.0),
+        ("parse errors", "tools/parse_errors_mean", 2.0),
         ("format lost", "reward/format", 0.0),
-        ("cut off", "response_length/clip_ratio", 1.0),
-        ("dead groups", "reward/zero_variance_groups", 1.0),
-        ("short replies", "response_length/mean", 5.0),
-        ("long replies", "response_length/mean", 1000.0),
+        ("truncated responses", "response_length/clip_ratio", 1.0),
+        ("zero-variance groups", "reward/zero_variance_groups", 1.0),
+        ("short responses", "response_length/mean", 5.0),
+        ("long responses", "response_length/mean", 1000.0),
     ],
 )
-def test_a_collapse_raises_its_own_alarm_once(sign: str, metric: str, end: float) -> None:
+def test_a_collapse_raises_its_own_alarm_once(rule: str, metric: str, end: float) -> None:
     alarms = run(60, drift(metric, end))
-    assert [alarm.sign.name for alarm in alarms] == [sign]
+    assert [alarm.rule.name for alarm in alarms] == [rule]
     (alarm,) = alarms
-    assert 10 < alarm.first <= alarm.step - alarm.sign.patience + 1
+    assert 10 < alarm.first <= alarm.step - alarm.rule.patience + 1
     told = str(alarm)
-    assert metric in told and alarm.sign.cause in told and alarm.sign.hint in told
+    assert metric in told and alarm.rule.cause in told and alarm.rule.hint in told
 
 
-def test_every_sign_has_been_constructed() -> None:
-    assert len({sign.name for sign in SIGNS}) == len(SIGNS) == 13
+def test_every_rule_has_been_constructed() -> None:
+    assert len({rule.name for rule in COLLAPSE_RULES}) == len(COLLAPSE_RULES) == 13
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_update_is_told_at_once_from_the_first_step_on(value: float) -> None:
     (alarm,) = CollapseWatch().observe(1, {"actor/grad_norm": value})
-    assert alarm.sign.name == "broken update" and str(alarm).startswith("broken update, step 1: actor/grad_norm is")
+    assert alarm.rule.name == "broken update" and str(alarm).startswith("broken update, step 1: actor/grad_norm is")
 
 
 def test_the_correction_s_own_mismatch_is_looked_at_where_it_is_known() -> None:
@@ -146,8 +146,8 @@ def test_what_begins_badly_is_no_collapse() -> None:
     assert run(60, lambda step: begin) == []
 
 
-def test_a_sign_must_hold_in_a_row_and_may_come_again() -> None:
-    mismatch = next(sign for sign in SIGNS if sign.name == "mismatch")
+def test_a_rule_must_be_triggered_in_consecutive_steps_and_may_raise_again() -> None:
+    mismatch = next(rule for rule in COLLAPSE_RULES if rule.name == "mismatch")
 
     def course(step: int) -> dict[str, float]:
         return {"engine/kl": 0.5 if step in (3, 4, 6, 7, 8, 9, 12, 13, 14) else 0.0}
@@ -170,7 +170,7 @@ def test_a_metric_that_comes_late_has_a_start_of_its_own() -> None:
         watch.observe(step, {**metrics, "actor/entropy": 0.5})
     assert watch.starts["actor/entropy"] == [0.5] * WARM_UP
     alarms = [each for step in range(41, 60) for each in watch.observe(step, {**metrics, "actor/entropy": 0.001})]
-    assert [(each.sign.name, each.first) for each in alarms] == [("entropy gone", 41)]
+    assert [(each.rule.name, each.first) for each in alarms] == [("entropy collapse", 41)]
 
 
 @settings(deadline=None)
@@ -187,26 +187,26 @@ def test_a_resumed_watch_says_what_one_that_went_on_says(kls: list[float], cut: 
     assert second.state() == whole.state()
 
 
-def test_the_page_is_that_of_the_signs_and_names_settings_that_there_are() -> None:
+def test_the_page_lists_the_rules_and_names_settings_that_there_are() -> None:
     assert (ROOT / "docs" / "collapse.md").read_text(encoding="utf-8") == markdown()
     keys = {*known_keys(), "rollout.max_staleness"}
-    for sign in SIGNS:
-        named = re.findall(r"\b(?:actor|algorithm|data|env|model|reward|rollout)\.[a-z_.]+", sign.hint)
-        assert named and set(named) <= keys, sign.name
+    for rule in COLLAPSE_RULES:
+        named = re.findall(r"\b(?:actor|algorithm|data|env|model|reward|rollout)\.[a-z_.]+", rule.hint)
+        assert named and set(named) <= keys, rule.name
 
 
 def alarming(steps: Sequence[int]) -> CollapseWatch:
-    """Raises an alarm after the given train steps, counted without regard to rollbacks; the sign holds one before."""
+    """Raises an alarm after the given train steps, regardless of rollbacks; the rule is triggered one step before."""
     seen = iter(range(1, 100))
 
     def triggered(now: float, start: Sequence[float]) -> bool:
         number = next(seen)
         return number in steps or number + 1 in steps
 
-    sign = CollapseRule(
+    rule = CollapseRule(
         "made up", ("actor/grad_norm",), triggered, "always", "of this test", "end it", 2, relative=False
     )
-    return CollapseWatch([sign])
+    return CollapseWatch([rule])
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_prompts_that_a_resumed_run_has_not_begun_outlive_a_way_back(model: Path
 
 
 def test_a_checkpoint_that_was_owed_is_no_more_once_the_run_has_gone_back(model: Path, tmp_path: Path) -> None:
-    """Due in step 4, where a sign held; the step after the rollback is not due, and the next way back stays as good."""
+    """Due in step 4, where a rule was triggered; the step after the rollback is not due, and is not saved."""
     words = [*run_words(model, tmp_path, "hf", 5), "trainer.save_freq=2", "trainer.on_collapse=rollback"]
     config = load_config([*words, "trainer.num_threads=1", "trainer.keep_last=9"])
     with local_trainer(config) as trained:
@@ -293,7 +293,7 @@ def test_a_run_that_is_to_stop_saves_nothing_bad_and_goes_on_from_what_was_good(
             asyncio.run(fit.run())
     folder = tmp_path / "run"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000001"]
-    assert [row["collapse/signs"] for row in read_rows(folder / "metrics.jsonl")] == [0.0, 1.0, 1.0]
+    assert [row["collapse/triggered_rules"] for row in read_rows(folder / "metrics.jsonl")] == [0.0, 1.0, 1.0]
 
 
 def test_without_a_checkpoint_there_is_no_way_back(model: Path, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ METRICS = (
     Metric("engine/canary_logprob_diff", "nats", "mean gap on the fixed probe after the step's weights were published"),
     Metric("rollout/engine_restarts", "count", "engines replaced since the last step, because they were lost"),
     Metric("rollout/requests_retried", "count", "requests asked again since then, because their engine was lost"),
-    Metric("collapse/signs", "count", "signs of a collapse that hold (docs/collapse.md)"),
+    Metric("collapse/triggered_rules", "count", "collapse rules triggered in this step (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of the KL estimate to the reference, where it is paid in the reward"),
     Metric("kl/coefficient", "1", "what one nat of it costs"),
     Metric("val/<set>/total", "points", "mean reward of the replies to a validation set (rollout.val_kwargs)"),

@@ -116,16 +116,18 @@ class TrainingRun:
         if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
             self.before = await self._unless_stopped(self._validate)
             self.trackers.log(0, self.before)
-        save_pending = False  # a checkpoint that fell due while a sign of a collapse held
+        save_pending = False  # a checkpoint that fell due while a collapse rule was triggered
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._remember()
                 metrics = await self._unless_stopped(self.trainer.train_step)
                 self.transcripts.write(self.trainer.step, self.trainer.groups)
                 if self.recorder is not None:
-                    await run_in_daemon_thread(self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics)
+                    await run_in_daemon_thread(
+                        self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics
+                    )
                 alarms = self.watch.observe(self.trainer.step, metrics)
-                metrics |= {"collapse/signs": float(len(self.watch.held)), **self._memory()}
+                metrics |= {"collapse/triggered_rules": float(len(self.watch.triggered)), **self._memory()}
                 if alarms and await self._handle_collapse(alarms, metrics):
                     save_pending = False
                     continue
@@ -149,7 +151,7 @@ class TrainingRun:
     @property
     def _may_save(self) -> bool:
         """Whether the newest checkpoint may be of now: a run that can be taken back is not taken back to a collapse."""
-        return self.settings.on_collapse == "warn" or not self.watch.held
+        return self.settings.on_collapse == "warn" or not self.watch.triggered
 
     def _listening(self) -> AbstractContextManager[None]:
         listens = self.settings.save_on_signal
@@ -188,7 +190,7 @@ class TrainingRun:
         elif last is not None and last.name == Checkpoint(step, 0, None, {}).name:
             note = f"{last} has all that was trained"
         elif not self._may_save:
-            note = f"not saved, because a sign of a collapse holds; the newest checkpoint is {last}"
+            note = f"not saved, because a collapse rule is triggered; the newest checkpoint is {last}"
         else:
             async with self.trainer.weight_sync.ranks:
                 last = await run_in_daemon_thread(self._save, None, self.whole)
