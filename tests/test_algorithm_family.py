@@ -16,12 +16,12 @@ from verl.algorithms.advantage import AdvantageInputs, Turns, returns_to_go
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.cispo import weight_clipped
 from verl.algorithms.clip_cov import clipped_unless_selected, within_bounds
-from verl.algorithms.dr_grpo import group_centred
+from verl.algorithms.dr_grpo import group_centered
 from verl.algorithms.gigpo import gigpo
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
-from verl.algorithms.kl_cov import held_where_selected, largest
+from verl.algorithms.kl_cov import penalty_where_selected, largest
 from verl.algorithms.opo import opo
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.pass_at_k import pass_at_k
@@ -71,7 +71,7 @@ def test_gpg_by_hand() -> None:
 
 
 def test_dr_grpo_by_hand() -> None:
-    got = group_centred(rollouts([[4.0], [0.0, 1.0]], [0, 0]))
+    got = group_centered(rollouts([[4.0], [0.0, 1.0]], [0, 0]))
     assert per_token(got.advantages) == [[1.5], [-1.5, -1.5]]
 
 
@@ -183,7 +183,7 @@ def test_clip_cov_takes_its_share_and_repeats_itself() -> None:
 
 def test_kl_cov_by_hand() -> None:
     # beta 0.5 on the second token alone: 0.5 * |log 2|, whose gradient is 0.5
-    got = learned(partial(held_where_selected, beta=0.5), [2.0, 2.0], [1.0, 1.0], [0, 0], [0.0, 1.0])
+    got = learned(partial(penalty_where_selected, beta=0.5), [2.0, 2.0], [1.0, 1.0], [0, 0], [0.0, 1.0])
     close(got, [-2.0, -2.0 + 0.5 * math.log(2)], [-2.0, -1.5])
     logprobs, advantages = torch.tensor([-4.0, 0.0, 0.0, 0.0]), torch.tensor([-2.0, 2.0, 0.0, 0.0])
     assert largest(logprobs, advantages, ANY, share=0.5).tolist() == [True, True, False, False]
@@ -215,7 +215,7 @@ def test_the_page_is_what_the_command_writes() -> None:
 
 def test_the_table_tells_what_a_preset_is_made_of() -> None:
     (dapo,) = [row(each) for each in presets() if each.name == "dapo"]
-    extras = "filter zero_variance, 10 draws, overlong penalty"
+    extras = "filter zero_variance, 10 resample rounds, overlong penalty"
     assert dapo == ("dapo", "grpo", "clipped clip_low=0.2 clip_high=0.28", "token-mean", "none", extras, dapo[-1])
 
 

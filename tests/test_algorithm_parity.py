@@ -27,12 +27,12 @@ from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.cispo import weight_clipped
 from verl.algorithms.clip_cov import clipped_unless_selected
 from verl.algorithms.correction import Correction, Level, token_weights
-from verl.algorithms.dr_grpo import group_centred
+from verl.algorithms.dr_grpo import group_centered
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
 from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
-from verl.algorithms.kl_cov import held_where_selected, largest
+from verl.algorithms.kl_cov import penalty_where_selected, largest
 from verl.algorithms.opo import opo
 from verl.algorithms.pass_at_k import pass_at_k
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
@@ -80,7 +80,7 @@ def batch(published: Published) -> AdvantageInputs:
     [
         ("grpo", grpo),
         ("grpo_vectorized", grpo),
-        ("dr_grpo", group_centred),
+        ("dr_grpo", group_centered),
         ("reinforce_pp", reinforce_pp),
         ("reinforce_pp_g0.9", partial(reinforce_pp, gamma=0.9)),
         ("reinforce_pp_baseline", reinforce_pp_baseline),
@@ -230,7 +230,7 @@ def test_kl_cov_equals_verls(published: Published) -> None:
     assert_close(absolute.detach(), published["loss/kl_cov/metric/ppo_kl"])  # veRL's is absolute
 
     def loss(inputs: LossInputs) -> TokenLoss:
-        return TokenLoss(held_where_selected(inputs).loss_T, {})
+        return TokenLoss(penalty_where_selected(inputs).loss_T, {})
 
     check_loss(published, "kl_cov", loss, selected_T=chosen_T.float())
 

@@ -244,7 +244,7 @@ def test_whether_an_advantage_is_divided_by_the_std(caplog: pytest.LogCaptureFix
         return name_of(built(load_config([*words, "rollout.n=2"])).advantage)
 
     plain = "algorithm.norm_adv_by_std_in_grpo=false"
-    assert advantage("algorithm.adv_estimator=grpo", plain) == advantage("recipe=toolrl_grpo", plain) == "group_centred"
+    assert advantage("algorithm.adv_estimator=grpo", plain) == advantage("recipe=toolrl_grpo", plain) == "group_centered"
     assert advantage("algorithm.name=dr_grpo", "algorithm.norm_adv_by_std_in_grpo=true") == "grpo"
     assert not caplog.records
     assert advantage("algorithm.adv_estimator=rloo", plain) == "rloo" and "is not divided by" in caplog.text

@@ -1,6 +1,6 @@
-"""Algorithms as values, one short preset file each. Pure tensors: no configuration object, no input or output.
+"""Algorithms as values, one short preset file each. Pure tensor functions: no configuration object, no I/O.
 
-This table needs no torch; `python -m verl.algorithms` prints what each of them is made of.
+This table needs no torch; `python -m verl.algorithms` prints the components of each preset.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ ALGORITHMS: Mapping[str, str] = {
     "gigpo": "verl.algorithms.gigpo:GIGPO",
 }
 
-# What a configuration must know before torch is imported; tests hold it against the presets.
+# What the configuration needs before torch is imported; tests compare it with the presets.
 WITH_CRITIC = ("ppo",)
-GROUP_FREE = ("ppo", "reinforce_pp", "remax")  # all others compare the responses to a prompt
+GROUP_FREE = ("ppo", "reinforce_pp", "remax")  # all others compute group-relative advantages
 DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
-# whose advantage is GRPO's
+# presets with GRPO's advantage
 DIVIDES_BY_STD = ("grpo", "toolrl_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")
-KL_PLACEMENT = {  # of presets that pay for KL
+KL_PLACEMENT = {  # presets with a KL penalty
     "grpo": "loss",
     "gigpo": "loss",
     "ppo": "reward",
@@ -42,7 +42,7 @@ KL_PLACEMENT = {  # of presets that pay for KL
     "remax": "reward",
     "rloo": "reward",
 }
-# veRL's names of advantages, and the preset whose advantage each is.
+# veRL's name of an advantage estimator -> the preset that has it.
 ADV_ESTIMATORS: Mapping[str, str] = {
     "gae": "ppo",
     "grpo": "grpo",

@@ -1,4 +1,4 @@
-"""What every algorithm is made of: python -m verl.algorithms [--markdown]"""
+"""List the components of every algorithm: python -m verl.algorithms [--markdown]"""
 
 import sys
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from rich.table import Table
 
 from verl.utils.versions import missing_package
 
-_FILE_WIDTH = 160  # characters, where the output is no terminal
+_FILE_WIDTH = 160  # characters, where the output is not a terminal
 
 
-def main(words: Sequence[str]) -> int:
-    """The table on the terminal, or the page docs/algorithms.md."""
-    if list(words) in (["-h"], ["--help"]):
+def main(argv: Sequence[str]) -> int:
+    """Print the table, or the page docs/algorithms.md."""
+    if list(argv) in (["-h"], ["--help"]):
         Console().print(__doc__, markup=False)
         return 0
-    if list(words) not in ([], ["--markdown"]):
-        known = "there is --markdown alone"
-        Console(stderr=True, emoji=False).print(f"unknown arguments {' '.join(words)}; {known}", markup=False)
+    if list(argv) not in ([], ["--markdown"]):
+        known = "the only option is --markdown"
+        Console(stderr=True, emoji=False).print(f"unknown arguments {' '.join(argv)}; {known}", markup=False)
         return 2
     try:
         from verl.algorithms.table import COLUMNS, markdown, presets, row  # needs torch
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
             raise
         Console(stderr=True, emoji=False).print(f"ConfigError: {problem}", markup=False, soft_wrap=True)
         return 2
-    if words:
+    if argv:
         sys.stdout.write(markdown())
         return 0
     table = Table(title="algorithm.name (docs/algorithms.md)", show_lines=True)

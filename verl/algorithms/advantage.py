@@ -1,8 +1,8 @@
-"""Advantages: how much better each trained token was than expected.
+"""Advantage estimators, and advantage normalization within a group (GRPO) or over the batch (whitening).
 
-Every estimator maps a `AdvantageInputs` to an `Advantages`. Masked tokens (prompts, observations) do not exist here:
-the tensors hold trained tokens alone, so nothing has to skip them. Shape legend: B samples, G samples of one prompt, L
-trained tokens of one sample.
+Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold trained tokens only: masked tokens
+(prompts, observations) are removed beforehand, so no estimator needs a mask. Shape legend: B samples, G samples of one
+prompt, L trained tokens of one sample.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ _WHITEN_EPSILON = 1e-8
 class Turns:
     """The turns of one episode. N: turns."""
 
-    turn_L: Tensor  # [L] in which turn each token was written, counting from 0
-    state_N: Tensor  # [N] what the policy had before it: equal numbers, the same prompt and the same observation
+    turn_L: Tensor  # [L] index of the turn that each token belongs to, from 0
+    state_N: Tensor  # [N] state id of each turn: equal ids mean the same prompt and the same observation
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator sees of a batch. The last three are there where the algorithm asks for them."""
+    """The estimator's view of a batch. The last three fields are set where the algorithm requests them."""
 
-    token_rewards: list[Tensor]  # [B][L]; a sample's reward is the sum
-    group_B: Tensor  # [B] which prompt each sample answers
-    values: list[Tensor] | None = None  # [B][L] the critic's estimates
+    token_rewards: list[Tensor]  # [B][L]; a sample's reward is their sum
+    group_B: Tensor  # [B] group id: the prompt that each sample belongs to
+    values: list[Tensor] | None = None  # [B][L] value estimates of the critic
     baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each sample's prompt
     turns: list[Turns] | None = None  # [B]
 
     @property
     def rewards(self) -> Tensor:
-        """[B] the whole reward of each sample."""
+        """[B] total reward of each sample."""
         return torch.stack([rewards_L.sum() for rewards_L in self.token_rewards])
 
     @property
     def lengths(self) -> Tensor:
-        """[B] trained tokens of each sample."""
+        """[B] number of trained tokens of each sample."""
         return torch.tensor([len(rewards_L) for rewards_L in self.token_rewards])
 
     def broadcast_to_tokens(self, values_B: Tensor) -> list[Tensor]:
-        """[B][L] each sample's value on all of its tokens."""
+        """[B][L] each sample's value, repeated on all of its tokens."""
         return [value.expand(len(rewards_L)) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages, and the returns that the critic learns, where there is one."""
+    """Advantages, and the critic's regression targets if there is a critic."""
 
     advantages: list[Tensor]  # [B][L]
     returns: list[Tensor] | None = None  # [B][L]
@@ -62,20 +62,20 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 
 
 def group_normalized(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
-    """[G] (r - mean) / (std + 1e-6), unbiased std: GRPO (arXiv 2402.03300, eq. in 4.1.2; veRL and ToolRL take n - 1).
+    """[G] (r - mean) / (std + 1e-6), unbiased std: GRPO (arXiv 2402.03300, eq. in 4.1.2; veRL and ToolRL use n - 1).
 
     A group of one keeps its reward (mean 0, std 1), as in veRL. Equal rewards give exactly zero.
     """
     if rewards_G.numel() == 1:
         return rewards_G / (1.0 + _EPSILON) if divide_by_std else rewards_G
     if bool((rewards_G == rewards_G[0]).all()):
-        return torch.zeros_like(rewards_G)  # the rounding of a mean must not become a signal
-    centred_G = rewards_G - rewards_G.mean()
-    return centred_G / (rewards_G.std() + _EPSILON) if divide_by_std else centred_G
+        return torch.zeros_like(rewards_G)  # the mean's rounding error must not become an advantage
+    centered_G = rewards_G - rewards_G.mean()
+    return centered_G / (rewards_G.std() + _EPSILON) if divide_by_std else centered_G
 
 
 def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
-    """[N] `estimate` of the members of each group, given their part of every tensor of `values_N`."""
+    """[N] `estimate` applied to each group, on the group's slice of every tensor of `values_N`."""
     order_N = group_N.argsort(stable=True)
     sizes = group_N[order_N].unique_consecutive(return_counts=True)[1].tolist()
     by_group = zip(*(each_N[order_N].split(sizes) for each_N in values_N), strict=True)
@@ -85,52 +85,52 @@ def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N:
 
 
 def group_advantage(rollouts: AdvantageInputs, estimate: Callable[[Tensor], Tensor]) -> Advantages:
-    """Each sample's estimate among the rewards of its group, on all of its tokens."""
+    """Apply `estimate` to the rewards of each group; broadcast each sample's result to all of its tokens."""
     return Advantages(rollouts.broadcast_to_tokens(apply_per_group(rollouts.group_B, estimate, rollouts.rewards)))
 
 
 def grpo(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards normalised within the group of each prompt (arXiv 2402.03300)."""
+    """Rewards normalized within the group of each prompt (arXiv 2402.03300)."""
     return group_advantage(rollouts, group_normalized)
 
 
 def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
     """REINFORCE++-baseline (arXiv 2501.03262): r - mean(group) on every token, whitened over all tokens of the batch.
 
-    Whitening sees the batch's trained tokens alone. A group of one keeps its reward, as in veRL.
+    Whitening uses the batch's trained tokens only. A group of one keeps its reward, as in veRL.
     """
-    centred = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
-    return Advantages(whitened(centred.advantages))
+    centered = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
+    return Advantages(whitened(centered.advantages))
 
 
 def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
     """[L] R_t = r_t + gamma * R_{t+1}"""
     running, returns = 0.0, []
-    for reward in reversed(rewards_L.tolist()):  # plain floats: a tensor a token would take minutes
+    for reward in reversed(rewards_L.tolist()):  # plain floats: one tensor per token would take minutes
         running = reward + gamma * running
         returns.append(running)
     return rewards_L.new_tensor(returns[::-1])
 
 
 def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
+    """Generalized advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 
     delta_t = r_t + gamma * V_{t+1} - V_t, with V = 0 after the last token
-    A_t = delta_t + gamma * lam * A_{t+1};  the critic learns A_t + V_t, before whitening
+    A_t = delta_t + gamma * lam * A_{t+1};  the critic's target is A_t + V_t, before whitening
     """
     assert rollouts.values is not None, "GAE needs a critic"
-    raw = [_gae_of_one(r, v, gamma, lam) for r, v in zip(rollouts.token_rewards, rollouts.values, strict=True)]
+    raw = [_sample_gae(r, v, gamma, lam) for r, v in zip(rollouts.token_rewards, rollouts.values, strict=True)]
     returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
     return Advantages(whitened(raw), returns)
 
 
-def _gae_of_one(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
+def _sample_gae(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
     next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
     return returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam)
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:
-    """The same lists with mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8)."""
+    """The lists normalized to mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8)."""
     flat_T = torch.cat(tokens)
     variance = flat_T.var() if flat_T.numel() > 1 else torch.ones(())
     white_T = (flat_T - flat_T.mean()) * torch.rsqrt(variance + _WHITEN_EPSILON)

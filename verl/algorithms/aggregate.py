@@ -1,9 +1,9 @@
-"""From token losses to one loss: every aggregation of the field is a weight per sample.
+"""Loss aggregation, from token losses to one scalar: every usual mode is a weight per sample.
 
     loss = sum over samples b, sum over trained tokens t of b:  weight_b * loss_bt
 
-The weights are made once for a whole mini-batch, before it is cut into packs and dealt to ranks, so the loss cannot
-depend on the cut. Shape legend: B samples.
+The weights are computed once per mini-batch, before it is split into packs and distributed to ranks, so the loss does
+not depend on the split. Shape legend: B samples.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number (names as in veRL)."""
+    """The aggregation modes (names as in veRL)."""
 
-    TOKEN_MEAN = "token-mean"  # every trained token counts the same (DAPO, ToolRL)
+    TOKEN_MEAN = "token-mean"  # every trained token has the same weight (DAPO, ToolRL)
     TOKEN_SUM = "token-sum"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # every sample counts by its length
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # every sample counts the same (GRPO's paper)
-    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # sums over a constant length (Dr.GRPO)
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # samples weigh in proportion to their length
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # every sample has the same weight (GRPO's paper)
+    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # token sums divided by a constant length (Dr.GRPO)
 
 
 def sample_weights(mode: Aggregation, num_tokens_B: Tensor, constant_length: float | None = None) -> Tensor:
     """[B] the weight of each trained token of each sample.
 
-    num_tokens_B: trained tokens per sample. Samples without any weigh 0 and are not counted as samples.
-    constant_length: the divisor of seq-mean-token-sum-norm, in tokens; needed by that mode alone.
+    num_tokens_B: trained tokens per sample. Samples without any get weight 0 and are not counted as samples.
+    constant_length: the divisor of seq-mean-token-sum-norm, in tokens; needed by that mode only.
     """
     has_tokens_B = num_tokens_B > 0
     num_samples = has_tokens_B.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""What an algorithm is: a value made of an advantage, a policy loss, an aggregation and the place of the KL term."""
+"""The `Algorithm` value: advantage estimator, policy loss, loss aggregation, KL term and rollout requirements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.algorithms.policy_loss import PolicyLoss
 
 
 class KLPlacement(StrEnum):
-    """The one place where divergence from the reference is paid for. No reference model is built for NONE."""
+    """Where the KL penalty to the reference applies. NONE builds no reference model."""
 
     NONE = "none"
     REWARD = "reward"
@@ -26,10 +26,10 @@ class KLPlacement(StrEnum):
 
 
 class OldLogprobs(StrEnum):
-    """Whose log-probs of the sampled tokens the policy's ratio is measured from.
+    """Source of the old log-probs in the policy ratio.
 
-    TRAINER: the training engine's before the step's first update; another pass over the batch, unless the step has one
-    update alone. ROLLOUT: those the engine sampled with; no pass, and the ratio corrects for the difference of the two.
+    TRAINER: recomputed by the trainer before the step's first update; one more forward pass over the batch, unless the
+    step has a single update. ROLLOUT: the rollout engine's; no extra pass, and the ratio corrects for the mismatch.
     """
 
     TRAINER = "trainer"
@@ -38,18 +38,18 @@ class OldLogprobs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KLTerm:
-    """Where, how and how strongly the policy is held to the reference."""
+    """The KL penalty to the reference policy: placement, estimator and coefficient."""
 
     placement: KLPlacement = KLPlacement.NONE
-    estimator: str = "k1"  # of KL_ESTIMATORS
+    estimator: str = "k1"  # a key of KL_ESTIMATORS
     coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         assert (self.placement is KLPlacement.NONE) == (self.coefficient == 0.0)
 
 
-# (log-probs [N] before the update, advantages [N], generator) -> [N] bool: which of all trained tokens of a mini-batch
-# the policy loss treats apart. Chosen before the cut into packs, so that the cut cannot change it.
+# (log-probs [N] before the update, advantages [N], generator) -> [N] bool: the trained tokens of a mini-batch that the
+# policy loss treats differently. Selected before the split into packs, so that the split cannot change it.
 TokenSelection = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 
 
@@ -62,20 +62,20 @@ class Algorithm:
     advantage: AdvantageEstimator
     policy_loss: PolicyLoss
     aggregation: Aggregation
-    aggregation_length: float | None = None  # tokens; the divisor of seq-mean-token-sum-norm, needed by it alone
+    aggregation_length: float | None = None  # tokens; the divisor of seq-mean-token-sum-norm, needed by it only
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
-    correction: Correction | None = None  # for the engine's difference from the trainer
+    correction: Correction | None = None  # off-policy correction of the engine-trainer mismatch
     kl: KLTerm = KLTerm()
     entropy_coefficient: float = 0.0
     needs_critic: bool = False
-    needs_group: bool = True  # whether a prompt's only response teaches nothing
-    greedy_baseline: bool = False  # one more response to each prompt, greedy and not trained on, as Rollouts.baseline_B
-    needs_turns: bool = False  # Rollouts.turns
-    takes_turn_rewards: bool = False  # whether its advantage uses rewards of single turns
-    selection: TokenSelection | None = None  # makes LossInputs.selected_T
-    filters: tuple[Filter, ...] = ()  # which rollouts are trained on
-    max_resample_rounds: int = 1  # times that a step may draw prompts until the filters have left it enough
-    overlong: Overlong | None = None  # what long responses are penalised by, after the filters
+    needs_group: bool = True  # whether advantages need two or more responses to a prompt
+    greedy_baseline: bool = False  # one extra greedy response per prompt, not trained on: AdvantageInputs.baseline_B
+    needs_turns: bool = False  # AdvantageInputs.turns
+    takes_turn_rewards: bool = False  # whether its advantage uses per-turn rewards
+    selection: TokenSelection | None = None  # sets LossInputs.selected_T
+    filters: tuple[Filter, ...] = ()  # rejection sampling: which rollouts are trained on
+    max_resample_rounds: int = 1  # rounds of prompts that a step may draw until enough groups pass the filters
+    overlong: Overlong | None = None  # length penalty, applied after the filters
 
     def __post_init__(self) -> None:
-        assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "the ratio would correct twice"
+        assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "rollout ratio corrects already"

@@ -1,11 +1,11 @@
-"""CISPO, clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585): the weight is clipped, never the gradient.
+"""CISPO, clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585): clips the weight, never the gradient.
 
     A = (r - mean(group)) / (std(group) + 1e-6)
     loss = mean over tokens of -stop(clip(p / p_old, 1 - low, 1 + high)) * A * log p
 
-No token falls out of the update, the rare ones that begin a reflection least of all. Its authors have no lower bound
-(low = 1) and tune the upper one without telling it; 4 (a weight of 5 at most) is ScaleRL's (arXiv 2510.13786). They
-take DAPO's dynamic sampling and no KL. TRL's `epsilon_high` is the bound itself, not its distance from 1.
+Every token keeps its gradient, in particular the rare ones that start a reflection. The authors use no lower bound
+(low = 1) and do not report the upper one; 4 (a weight of at most 5) is ScaleRL's (arXiv 2510.13786). They use DAPO's
+dynamic sampling and no KL. TRL's `epsilon_high` is the bound itself, not its distance from 1.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, token
 
 
 def weight_clipped(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
-    """REINFORCE weighted by the clipped ratio, which carries no gradient."""
+    """REINFORCE weighted by the clipped importance ratio, which carries no gradient."""
     log_ratio_T = log_ratios(inputs)
     ratio_T = log_ratio_T.detach().exp()
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -1,14 +1,13 @@
-"""Clip-Cov (Cui et al., arXiv 2505.22617): some of the tokens that cost most entropy are let go.
+"""Clip-Cov (Cui et al., arXiv 2505.22617): drops the gradient of some of the tokens that reduce entropy most.
 
     cov_t = (log p_t - mean of log p) * (A_t - mean of A) over all trained tokens of the mini-batch
-    of the tokens with 1 < cov < 5 a random 2e-4 of all tokens lose their gradient;  A as in GRPO
+    of the tokens with 1 < cov < 5, a random 2e-4 of all tokens lose their gradient;  A as in GRPO
     loss = mean over tokens of clip(A, p / p_old), clip 0.2
 
-Its authors have neither KL nor an entropy bonus and drop groups whose responses are all right or all wrong. They
-compare log-probs of the very update and leave out tokens that PPO's clip has stopped, within one pack on one rank;
-here log p is the policy's before the step's first update, and tokens are chosen once for the whole mini-batch,
-however it is cut. Until the first update that is the same. What the log-probs are taken from costs a pass over the
-batch.
+The authors use neither KL nor an entropy bonus and drop groups whose responses are all right or all wrong. They use the
+log-probs of the current update and skip tokens that PPO's clip is active at, within one micro-batch on one rank; here
+log p is the policy's before the step's first update, and tokens are selected once for the whole mini-batch, however it
+is split. Up to the first update both are the same. These log-probs cost one forward pass over the batch.
 """
 
 from functools import partial
@@ -31,7 +30,7 @@ def within_bounds(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """[N] a random choice of the tokens with low < covariance < high: `share` of all tokens, at least one."""
+    """[N] a random subset of the tokens with low < covariance < high: `share` of all tokens, at least one."""
     covariances_N = covariances(logprobs_N, advantages_N)
     candidates = ((covariances_N > low) & (covariances_N < high)).nonzero().squeeze(-1)
     order = torch.randperm(len(candidates), generator=generator)
@@ -41,7 +40,7 @@ def within_bounds(
 
 
 def clipped_unless_selected(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """PPO's clip; selected tokens are left out, but keep their weight in the mean."""
+    """PPO's clip; selected tokens get loss 0, but still count in the mean's denominator."""
     assert inputs.selected_T is not None
     token = clipped(inputs, clip_low, clip_high)
     return token_loss(token.loss_T * (1.0 - inputs.selected_T), **token.metrics_T, selected_fraction=inputs.selected_T)

@@ -3,10 +3,10 @@
     r = score + overlong penalty;  A = (r - mean(group)) / (std(group) + 1e-6)
     loss = mean over tokens of clip(A, p / p_old), 0.2 below and 0.28 above (clip-higher)
 
-Dynamic sampling: groups whose scores are all equal are dropped, and other prompts are drawn until the batch is full.
-Its authors run 512 prompts with 16 responses, 16 updates, no KL, a buffer of 4,096 before 20,480 tokens, and at most 10
-draws. They draw three batches at once and cut what is too much; here a draw asks for as many prompts as are missing,
-and nothing is thrown away. They filter by accuracy, which is the spread of the scores where these are 0 or 1.
+Dynamic sampling: groups whose scores are all equal are dropped, and more prompts are drawn until the batch is full.
+The authors run 512 prompts with 16 responses, 16 updates, no KL, an overlong buffer of 4,096 before 20,480 tokens, and
+at most 10 rounds. They draw three batches at once and discard the surplus; here each round draws only the missing
+prompts. They filter by accuracy, which is equivalent for scores of 0 or 1.
 """
 
 from functools import partial

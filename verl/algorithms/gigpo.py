@@ -1,16 +1,16 @@
-"""GiGPO, group-in-group policy optimisation (arXiv 2505.10978): turns that met the same state are compared, too.
+"""GiGPO, group-in-group policy optimization (arXiv 2505.10978): adds advantages among turns in the same state.
 
     A = A_episode + w * A_turn
     A_episode = (R - mean(group)) / (std(group) + 1e-6)
-    A_turn = the same of R_t among all turns of the group's episodes that answered the same observation
+    A_turn = the same for R_t, among all turns of the group's episodes with the same observation
     R = sum of r_j over all turns;  R_t = sum of gamma^(j - t) r_j over turns j >= t
     loss = mean over tokens of [clip(A, p / p_old) + 0.01 * k3(p, p_ref)]
 
-r_j is an environment's reward for turn j (`StepResult.reward`); that of the last turn holds the episode's, too. Its
-authors take w = 1, gamma = 0.95, 8 episodes of a task, clip 0.2; std or 1 as the divisor (`options.divide_by_std`). A
-state is the observation before a turn: the first turns of a group share theirs, and a turn whose state is met nowhere
-else has no A_turn. Their prompts are made anew for each turn with a short memory; here an episode is one growing
-transcript, and a state is what a turn added. They also group states that are merely similar, which is left out.
+r_j is the environment's reward for turn j (`StepResult.reward`); the last turn's includes the episode reward. The
+authors use w = 1, gamma = 0.95, 8 episodes per task, clip 0.2; std or 1 as the divisor (`options.divide_by_std`). A
+state is the observation before a turn: the first turns of a group share one, and a turn with a unique state has
+A_turn = 0. Their prompt is rebuilt for each turn with a short memory; here an episode is one growing transcript, and a
+state is the observation that was appended. Their grouping of similar (not equal) states is not implemented.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ from verl.algorithms.policy_loss import clipped
 
 
 def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
-    """[N] discounted rewards from each turn on; within a turn nothing is discounted."""
+    """[N] discounted return of each turn; there is no discount within a turn."""
     rewards_N = rewards_L.new_zeros(len(turns.state_N)).index_add(0, turns.turn_L, rewards_L)
     return returns_to_go(rewards_N, gamma)
 
@@ -41,7 +41,7 @@ def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
 def gigpo(
     rollouts: AdvantageInputs, gamma: float = 0.95, turn_weight: float = 1.0, divide_by_std: bool = True
 ) -> Advantages:
-    """Advantages among episodes plus advantages among turns in the same state."""
+    """Episode-level advantages plus turn-level advantages among turns in the same state."""
     assert rollouts.turns is not None, "GiGPO needs the turns of episodes"
     pairs = list(zip(rollouts.token_rewards, rollouts.turns, strict=True))
     returns = [turn_returns(rewards_L, turns, gamma) for rewards_L, turns in pairs]
@@ -51,10 +51,10 @@ def gigpo(
         return torch.zeros_like(returns_G) if alone else group_normalized(returns_G, divide_by_std)
 
     state_N = torch.cat([turns.state_N for turns in rollouts.turns])
-    of_turns = apply_per_group(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
+    turn_advantages = apply_per_group(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
     episodes = group_advantage(rollouts, partial(group_normalized, divide_by_std=divide_by_std)).advantages
-    each = zip(episodes, of_turns, rollouts.turns, strict=True)
-    return Advantages([whole_L + turn_weight * own_N[turns.turn_L] for whole_L, own_N, turns in each])
+    samples = zip(episodes, turn_advantages, rollouts.turns, strict=True)
+    return Advantages([episode_L + turn_weight * turn_N[turns.turn_L] for episode_L, turn_N, turns in samples])
 
 
 GIGPO = Algorithm(

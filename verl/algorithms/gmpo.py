@@ -1,10 +1,10 @@
-"""GMPO, geometric-mean policy optimisation (arXiv 2507.20673): one outlier among a response's ratios moves it little.
+"""GMPO, geometric-mean policy optimization (arXiv 2507.20673): robust to outliers among a response's ratios.
 
-    w_t = log(p / p_old), held below 0.4 where A > 0 and above -0.4 where A < 0 (PPO's clip, in logs)
+    w_t = log(p / p_old), clipped above at 0.4 where A > 0 and below at -0.4 where A < 0 (PPO's clip, in log space)
     loss = mean over responses of -A * exp(mean over the response's tokens of w_t);  A as in GRPO
 
-Its authors clip at e^-0.4 and e^0.4, token by token, and have no KL. Their code and veRL's divide by all rows of the
-batch, empty ones too; here samples without trained tokens are no responses.
+The authors clip per token at e^-0.4 and e^0.4 and use no KL. Their code and veRL's divide by all rows of the batch,
+including empty ones; here samples without trained tokens do not count as responses.
 """
 
 from functools import partial
@@ -18,9 +18,9 @@ from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, sampl
 
 
 def geometric_mean(inputs: LossInputs, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """Each token holds the loss of its whole sample, so that the mean over the sample's tokens is just that.
+    """Each token holds the loss of its whole sample, so the mean over the sample's tokens is the sample's loss.
 
-    clip_low, clip_high: of the log ratio
+    clip_low, clip_high: bounds of the log ratio
     """
     advantages_T, log_ratio_T = sample_means(inputs.advantages_T, inputs.sample_T), log_ratios(inputs)
     bounded_T = log_ratio_T.clamp(-clip_low, clip_high)

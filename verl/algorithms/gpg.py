@@ -3,9 +3,9 @@
     A = alpha * (r - mean(group)),  alpha = B / (B - M)
     loss = mean over tokens of -A log p
 
-B: responses of the batch; M: those in groups whose rewards are all equal, which have no gradient and would dilute the
-others'. No clip, no KL, no division by the std. veRL takes alpha = B / (number of rewards that are not 0), which is
-not the paper's: it would grow with graded rewards, and change with a shift of all rewards.
+B: responses of the batch; M: responses in groups whose rewards are all equal, which have zero gradient and would dilute
+the others'. No clip, no KL, no division by the std. veRL uses alpha = B / (number of nonzero rewards), which is not the
+paper's: it depends on the scale of graded rewards and on a constant offset.
 """
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, apply_per_group, group_normalized
@@ -15,13 +15,13 @@ from verl.algorithms.policy_loss import policy_gradient
 
 
 def gpg(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards less the group's mean, scaled up for the responses without a gradient."""
-    centred_B = apply_per_group(rollouts.group_B, lambda each_G: group_normalized(each_G, False), rollouts.rewards)
-    learns_B = apply_per_group(
-        rollouts.group_B, lambda each_G: each_G.any().to(each_G.dtype).expand(len(each_G)), centred_B
+    """Group-centered rewards, scaled up to compensate for the responses with zero gradient."""
+    centered_B = apply_per_group(rollouts.group_B, lambda each_G: group_normalized(each_G, False), rollouts.rewards)
+    nonzero_B = apply_per_group(
+        rollouts.group_B, lambda each_G: each_G.any().to(each_G.dtype).expand(len(each_G)), centered_B
     )
-    alpha = len(centred_B) / learns_B.sum().clamp(min=1)
-    return Advantages(rollouts.broadcast_to_tokens(alpha * centred_B))
+    alpha = len(centered_B) / nonzero_B.sum().clamp(min=1)
+    return Advantages(rollouts.broadcast_to_tokens(alpha * centered_B))
 
 
 GPG = Algorithm(

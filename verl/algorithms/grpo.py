@@ -1,11 +1,11 @@
-"""GRPO, group relative policy optimisation (DeepSeekMath, arXiv 2402.03300).
+"""GRPO, group relative policy optimization (DeepSeekMath, arXiv 2402.03300).
 
     A = (r - mean(group)) / (std(group) + 1e-6), the same on every token of a response
     loss = mean over responses of the mean over their tokens of [clip(A, p / p_old) + 0.04 * k3(p, p_ref)]
 
-Its authors run 64 responses to a prompt, one update per batch, KL in the loss at 0.04. Peers differ: veRL takes the
-mean over all tokens instead of responses first, as does TRL by default; all take the unbiased std, but add 1e-4 (TRL)
-or 1e-9 (OpenRLHF) to it. The formula for a response's weight is the paper's.
+The authors use 64 responses per prompt, one update per batch, and KL in the loss at 0.04. Other implementations: veRL
+and, by default, TRL take the mean over all tokens instead of responses first; all use the unbiased std, but add 1e-4
+(TRL) or 1e-9 (OpenRLHF) to it. The aggregation here is the paper's.
 """
 
 from functools import partial

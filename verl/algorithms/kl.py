@@ -1,11 +1,11 @@
-"""Estimators of the divergence between two policies from the log-probs of sampled tokens (after J. Schulman).
+"""KL estimators: the divergence between two policies from the log-probs of sampled tokens (after J. Schulman).
 
 With r = log p_ref - log p, for a token drawn from p:
 
     k1 = -r               unbiased, can be negative; its gradient has mean zero, so it belongs in the reward
     k2 = r^2 / 2          biased, low variance, with the right gradient
     k3 = e^r - r - 1      unbiased, never negative
-    abs = |r|             no estimate of KL; veRL has it
+    abs = |r|             not an estimator of KL; veRL has it
 
 Shape legend: T tokens.
 """
@@ -35,13 +35,13 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """[T] e^r - r - 1, the log ratio held within 20 and the value within 10, as in veRL: one outlier must not win."""
+    """[T] e^r - r - 1, with the log ratio clamped to +-20 and the value to +-10 against outliers, as in veRL."""
     log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_T.exp() - log_ratio_T - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 
 def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """[T] the size of the log ratio."""
+    """[T] absolute log ratio."""
     return (logprobs_T - ref_logprobs_T).abs()
 
 
@@ -51,14 +51,14 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs":
 def apply_kl_penalty(
     rewards_T: Tensor, logprobs_T: Tensor, ref_logprobs_T: Tensor, coefficient: float, estimator: str = "k1"
 ) -> Tensor:
-    """[T] token rewards less coefficient * KL: the divergence paid for in the reward (ToolRL, Ziegler et al. 2019)."""
+    """[T] token rewards minus coefficient * KL: the KL penalty in the reward (ToolRL, Ziegler et al. 2019)."""
     with torch.no_grad():
         return rewards_T - coefficient * KL_ESTIMATORS[estimator](logprobs_T, ref_logprobs_T)
 
 
 @dataclass
 class AdaptiveKL:
-    """A KL coefficient that follows a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+    """Adaptive KL coefficient, controlled toward a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
     coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon
     """
@@ -68,6 +68,6 @@ class AdaptiveKL:
     horizon: int
 
     def observe(self, divergence: float, num_samples: int) -> None:
-        """Adapt to the mean divergence of a step."""
+        """Update the coefficient with a step's mean KL."""
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * num_samples / self.horizon

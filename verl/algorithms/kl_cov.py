@@ -1,12 +1,12 @@
-"""KL-Cov (Cui et al., arXiv 2505.22617): the tokens that cost most entropy are held back.
+"""KL-Cov (Cui et al., arXiv 2505.22617): a KL penalty on the tokens that reduce entropy most.
 
-    cov_t as in Clip-Cov; the 2e-3 of all tokens with the largest pay for moving
-    loss = mean over tokens of -A * p / p_old, plus beta * |log(p / p_old)| on those;  A as in GRPO
+    cov_t as in Clip-Cov; selected: the 2e-3 of all tokens with the largest cov_t
+    loss = mean over tokens of -A * p / p_old, plus beta * |log(p / p_old)| on the selected ones;  A as in GRPO
 
-Nothing is clipped. Its authors take 2e-3 of the tokens for 7B and 2e-4 for 32B, beta = 1, no KL to a reference, no
-entropy bonus, and drop groups whose responses are all right or all wrong; veRL takes 2e-4 if not told otherwise. Tokens
-are chosen once for the whole mini-batch, from log-probs before the step's first update (see Clip-Cov). With one
-update per batch |log(p / p_old)| has no gradient where it is 0, so that KL-Cov wants several.
+Nothing is clipped. The authors use 2e-3 of the tokens for 7B and 2e-4 for 32B, beta = 1, no KL to a reference, no
+entropy bonus, and drop groups whose responses are all right or all wrong; veRL's default is 2e-4. Tokens are selected
+once for the whole mini-batch, from log-probs before the step's first update (see Clip-Cov). With one update per batch
+|log(p / p_old)| is 0 and has no gradient, so KL-Cov needs several.
 """
 
 from functools import partial
@@ -22,15 +22,15 @@ from verl.algorithms.policy_loss import LossInputs, TokenLoss, covariances, log_
 
 
 def largest(logprobs_N: Tensor, advantages_N: Tensor, generator: torch.Generator, share: float = 2e-3) -> Tensor:
-    """[N] the `share` of all tokens with the largest covariances, at least one. Nothing is random."""
+    """[N] the `share` of all tokens with the largest covariances, at least one. Deterministic."""
     chosen_N = torch.zeros(len(logprobs_N), dtype=torch.bool)
     count = min(len(logprobs_N), max(1, int(share * len(logprobs_N))))
     chosen_N[covariances(logprobs_N, advantages_N).topk(count).indices] = True
     return chosen_N
 
 
-def held_where_selected(inputs: LossInputs, beta: float = 1.0) -> TokenLoss:
-    """The plain surrogate; selected tokens pay beta a nat for moving either way."""
+def penalty_where_selected(inputs: LossInputs, beta: float = 1.0) -> TokenLoss:
+    """The unclipped surrogate, plus beta * |log ratio| on the selected tokens."""
     assert inputs.selected_T is not None
     log_ratio_T = log_ratios(inputs)
     loss_T = -inputs.advantages_T * log_ratio_T.exp() + beta * inputs.selected_T * log_ratio_T.abs()
@@ -41,7 +41,7 @@ KL_COV = Algorithm(
     name="kl_cov",
     paper="arXiv 2505.22617",
     advantage=grpo,
-    policy_loss=partial(held_where_selected, beta=1.0),
+    policy_loss=partial(penalty_where_selected, beta=1.0),
     aggregation=Aggregation.TOKEN_MEAN,
     selection=partial(largest, share=2e-3),
     filters=(zero_variance,),

@@ -3,9 +3,9 @@
     b = sum of (length_i * r_i) / sum of length_i over the group;  A_i = r_i - b
     loss = mean over responses of the sum over their tokens of -A log p
 
-The baseline that makes the gradient's variance least weighs rewards by the squared norm of each response's gradient,
-which grows with its length. Its authors insist on exact on-policy training (one update per batch) and have neither KL
-nor an entropy bonus. veRL's version has PPO's clip, which does nothing with one update per batch.
+The minimum-variance baseline weights rewards by the squared gradient norm of each response, which grows with its
+length. The authors require exact on-policy training (one update per batch) and use neither KL nor an entropy bonus.
+veRL's version has PPO's clip, which is inactive with one update per batch.
 """
 
 from torch import Tensor
@@ -16,17 +16,17 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_loss import policy_gradient
 
 
-def less_weighted_mean(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
-    """[G] rewards less their mean by length; equal ones give exactly zero, a group of one keeps its reward."""
+def length_weighted_centered(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
+    """[G] rewards minus their length-weighted mean; exactly zero for equal rewards; a group of one keeps its reward."""
     if rewards_G.numel() == 1:
         return rewards_G
-    shifted_G = rewards_G - rewards_G[0]  # so that rounding cannot make a signal of equal rewards
+    shifted_G = rewards_G - rewards_G[0]  # equal rewards then give exactly 0
     return shifted_G - (lengths_G * shifted_G).sum() / lengths_G.sum()
 
 
 def opo(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards less the group's mean by length."""
-    advantages_B = apply_per_group(rollouts.group_B, less_weighted_mean, rollouts.rewards, rollouts.lengths)
+    """Rewards minus the group's length-weighted mean."""
+    advantages_B = apply_per_group(rollouts.group_B, length_weighted_centered, rollouts.rewards, rollouts.lengths)
     return Advantages(rollouts.broadcast_to_tokens(advantages_B))
 
 

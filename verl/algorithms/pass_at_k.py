@@ -1,11 +1,11 @@
-"""pass@k by policy gradients (arXiv 2503.19595): the group is worth as much as its best response.
+"""pass@k policy optimization (arXiv 2503.19595): the group's objective is the reward of its best response.
 
     A_i = max(group) - max(group without i): r_1 - r_2 for the best response, 0 for all others
     loss = mean over tokens of clip(A, p / p_old)
 
-With rewards of 0 and 1 a lone right response is pushed and all else is left alone, so that a policy keeps trying
-different ways; k is the number of responses to a prompt. Two equal best responses have no advantage. veRL divides by
-the group's std if not told otherwise, which the paper does not; `algorithm.options.divide_by_std=true` does so here.
+With rewards of 0 and 1 only a single right response gets an advantage, which preserves exploration; k is the number of
+responses to a prompt. Two equal best responses have advantage 0. By default veRL divides by the group's std, which the
+paper does not; set `algorithm.options.divide_by_std=true` for veRL's.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ _EPSILON = 1e-6
 
 
 def best_of_group(rewards_G: Tensor, divide_by_std: bool = False) -> Tensor:
-    """[G] what the group's maximum would lose without each reward."""
+    """[G] decrease of the group's maximum when each reward is left out."""
     if rewards_G.numel() == 1:
         return rewards_G
     top, second = rewards_G.topk(2).values
@@ -31,7 +31,7 @@ def best_of_group(rewards_G: Tensor, divide_by_std: bool = False) -> Tensor:
 
 
 def pass_at_k(rollouts: AdvantageInputs, divide_by_std: bool = False) -> Advantages:
-    """The marginal gain of each response to its group's best."""
+    """The marginal contribution of each response to its group's maximum."""
     return group_advantage(rollouts, partial(best_of_group, divide_by_std=divide_by_std))
 
 

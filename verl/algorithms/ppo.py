@@ -1,12 +1,11 @@
-"""PPO (arXiv 1707.06347) with a critic, as ToolRL runs it (arXiv 2504.13958).
+"""PPO (arXiv 1707.06347) with a critic, in ToolRL's setup (arXiv 2504.13958).
 
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}, whitened over the batch
-    loss = mean over tokens of clip(A, p / p_old);  the critic learns A_t + V_t
+    loss = mean over tokens of clip(A, p / p_old);  the critic's target is A_t + V_t
 
-r_t is the episode's reward on its last token, and an environment's reward for a turn on that turn's last token.
-ToolRL takes gamma = lam = 1, k1 in the reward at 0.001 and an entropy bonus of 0.001. Peers differ in what lies
-between turns: OpenRLHF sets the values of tool tokens to 0 and lets GAE run through them; here, as in veRL, they do
-not exist.
+r_t is the episode reward on the last token, plus each turn's reward on that turn's last token. ToolRL uses
+gamma = lam = 1, k1 in the reward at 0.001 and an entropy bonus of 0.001. Implementations differ in the tool tokens
+between turns: OpenRLHF sets their values to 0 and runs GAE through them; here, as in veRL, GAE skips them.
 """
 
 from functools import partial

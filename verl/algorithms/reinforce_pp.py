@@ -4,9 +4,9 @@
     A_t = R_t, whitened over all trained tokens of the batch
     loss = mean over tokens of clip(A, p / p_old)
 
-Its authors take gamma = 1, clip 0.2, KL in the reward at 0.001 for mathematics (0.01 else). No group is needed: one
-response to a prompt is enough. Peers differ on tool tokens: versions of veRL began the return anew at each, and
-OpenRLHF lets their KL flow into it; here they do not exist.
+The authors use gamma = 1, clip 0.2, KL in the reward at 0.001 for mathematics (0.01 otherwise). No group is needed: one
+response per prompt is enough. Implementations differ on tool tokens: versions of veRL reset the return at each, and
+OpenRLHF includes their KL in it; here they are skipped.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from verl.algorithms.policy_loss import clipped
 
 
 def reinforce_pp(rollouts: AdvantageInputs, gamma: float = 1.0) -> Advantages:
-    """Discounted returns of every token, whitened over the batch."""
+    """Discounted return of every token, whitened over the batch."""
     return Advantages(whitened([returns_to_go(rewards_L, gamma) for rewards_L in rollouts.token_rewards]))
 
 

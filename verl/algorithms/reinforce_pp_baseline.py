@@ -1,10 +1,10 @@
-"""REINFORCE++-baseline (arXiv 2501.03262) as ZeroTIR runs it (arXiv 2505.07773).
+"""REINFORCE++-baseline (arXiv 2501.03262) in ZeroTIR's setup (arXiv 2505.07773).
 
     A = r - mean(group), whitened over all trained tokens of the batch
     loss = mean over tokens of clip(A, p / p_old), clip 0.22 / 0.28, dual clip 3, no KL
 
-The paper has KL in the loss (k2) where a reference is kept; ZeroTIR has none. OpenRLHF whitens with the biased
-variance, veRL with the unbiased one, as here.
+The paper adds KL in the loss (k2) if there is a reference model; ZeroTIR has none. OpenRLHF whitens with the biased
+variance, veRL and this implementation with the unbiased one.
 """
 
 from functools import partial

@@ -1,11 +1,11 @@
-"""ReMax (arXiv 2310.10505): REINFORCE whose baseline is the reward of the greedy response to the same prompt.
+"""ReMax (arXiv 2310.10505): REINFORCE with the reward of the greedy response to the same prompt as baseline.
 
-    A_t = sum of the rewards from token t on, less r(greedy response)
+    A_t = sum of the rewards from token t on - r(greedy response)
     loss = mean over responses of the sum over their tokens of -A log p
 
-The greedy response is generated beside the others and is not trained on; its reward holds no KL. Its authors take one
-sampled response to a prompt and KL in the reward; 0.001 is what ToolRL pays. veRL has the same advantage under PPO's
-clip and a token mean, which the paper does not have.
+The greedy response is generated in addition and not trained on; its reward includes no KL. The authors use one sampled
+response per prompt and KL in the reward; 0.001 is ToolRL's coefficient. veRL combines the same advantage with PPO's
+clip and a token mean, unlike the paper.
 """
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, returns_to_go
@@ -15,8 +15,8 @@ from verl.algorithms.policy_loss import policy_gradient
 
 
 def remax(rollouts: AdvantageInputs) -> Advantages:
-    """What is still to come at each token, less what the greedy response got."""
-    assert rollouts.baseline_B is not None, "ReMax needs a greedy reply to each prompt"
+    """Undiscounted return from each token on, minus the reward of the greedy response."""
+    assert rollouts.baseline_B is not None, "ReMax needs a greedy response to each prompt"
     pairs = zip(rollouts.token_rewards, rollouts.baseline_B, strict=True)
     return Advantages([returns_to_go(rewards_L, 1.0) - baseline for rewards_L, baseline in pairs])
 

@@ -3,10 +3,10 @@
     A_i = r_i - mean of the other rewards of the group = n / (n - 1) * (r_i - mean(group))
     loss = mean over responses of the sum over their tokens of -A log p
 
-A response is one action: its reward holds the KL of all its tokens (k1), and nothing is clipped. Its authors take 2 or
-4 responses to a prompt, one update per batch, and KL at 0.03 (TL;DR). Peers differ: veRL puts the same advantage into
-PPO's clip with a token mean, TRL clips the ratio of whole responses. With one update per batch all three have the same
-gradient, but for its scale.
+A response is one action: its reward includes the KL of all its tokens (k1), and nothing is clipped. The authors use 2
+or 4 responses per prompt, one update per batch, and KL at 0.03 (TL;DR). Other implementations: veRL combines the same
+advantage with PPO's clip and a token mean, TRL clips the ratio of whole responses. With one update per batch all three
+have the same gradient up to its scale.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from verl.algorithms.policy_loss import policy_gradient
 
 
 def leave_one_out(rewards_G: Tensor) -> Tensor:
-    """[G] each reward less the mean of the others; a group of one keeps its reward."""
+    """[G] each reward minus the mean of the others; a group of one keeps its reward."""
     n = rewards_G.numel()
     return group_normalized(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
 

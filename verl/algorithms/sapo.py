@@ -1,11 +1,11 @@
-"""SAPO, soft adaptive policy optimisation (Qwen, arXiv 2511.20347): a smooth gate in the place of the clip.
+"""SAPO, soft adaptive policy optimization (Qwen, arXiv 2511.20347): a smooth gate instead of the clip.
 
     f(ratio) = 4 / tau * sigmoid(tau * (ratio - 1)), tau = tau_pos where A > 0, else tau_neg
     loss = mean over responses of the mean over their tokens of -f(p / p_old) * A;  A as in GRPO
 
-Where the policy has not moved f has slope 1, the slope of the ratio itself, and it flattens on both sides. Its
-authors take tau_pos = 1 and tau_neg = 1.05: pushing down moves many unlikely tokens up, so it fades faster. No KL.
-veRL's aggregation is fixed, as here by default; TRL divides by all rows, empty ones too.
+At ratio 1, f has slope 1, like the ratio itself, and it flattens on both sides. The authors use tau_pos = 1 and
+tau_neg = 1.05: negative advantages raise many unlikely tokens, so their gradient decays faster. No KL. veRL fixes the
+aggregation to the default here; TRL divides by all rows, including empty ones.
 """
 
 from functools import partial

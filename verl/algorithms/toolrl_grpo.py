@@ -1,9 +1,9 @@
-"""GRPO as ToolRL's script really runs it (arXiv 2504.13958; the paper says "no KL", the code keeps it).
+"""GRPO with the settings of ToolRL's script (arXiv 2504.13958; the paper states "no KL", but the code keeps it).
 
     r = reward - 0.001 * sum over tokens of k1(p_old, p_ref);  A = (r - mean(group)) / (std(group) + 1e-6)
     loss = mean over tokens of [clip(A, p / p_old) - 0.001 * entropy]
 
-KL is paid for in the reward, so that it enters the group's sums.
+KL is a penalty in the reward, so it enters the group's mean and std.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The critic's loss, token by token. Shape legend: T tokens."""
+"""The critic's loss per token. Shape legend: T tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 def clipped_value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """([T] loss, [T] 1.0 where the clip was active).
 
-    Half the larger of two squared errors: of the value, and of the value held within `clip` of the old one, as in PPO's
-    reference code.
+    Half the maximum of two squared errors: that of the value, and that of the value clipped to within `clip` of the old
+    one, as in PPO's reference code.
     """
-    held_T = values_T.clamp(old_values_T - clip, old_values_T + clip)
-    plain_T, bounded_T = (values_T - returns_T).square(), (held_T - returns_T).square()
+    clipped_T = values_T.clamp(old_values_T - clip, old_values_T + clip)
+    plain_T, bounded_T = (values_T - returns_T).square(), (clipped_T - returns_T).square()
     return 0.5 * torch.maximum(plain_T, bounded_T), (bounded_T > plain_T).to(values_T.dtype).detach()

@@ -1,4 +1,4 @@
-"""From a configuration to an algorithm: the preset, and what overrides it."""
+"""Builds the algorithm: a preset with the overrides of the configuration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward
 
-_SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # of the preset's functions, with keys of their own
-_USUAL = Correction()
+_SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
+_DEFAULT = Correction()
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
 _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
-# {function.option: (whether a number will do, in words)} of our own presets and filters; of covariances any will
+# {function.option: (predicate, its description)} for our own presets and filters; covariance bounds are unrestricted
 _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "within_bounds.share": _SHARE,
     "largest.share": _SHARE,
-    "held_where_selected.beta": _NOT_NEGATIVE,
+    "penalty_where_selected.beta": _NOT_NEGATIVE,
     "soft_gated.tau_pos": _POSITIVE,
     "soft_gated.tau_neg": _POSITIVE,
     "gigpo.turn_weight": _NOT_NEGATIVE,
@@ -40,26 +40,24 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def needs_reference(algorithm: Algorithm) -> bool:
-    """Whether a reference policy is needed."""
+    """Whether the algorithm needs a reference model."""
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
 def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int) -> Algorithm:
-    """The preset with what overrides it. Raises ConfigError for an override that the preset has no use for.
+    """The preset with its overrides. Raises ConfigError for an override without effect on the preset.
 
-    max_response_length: tokens; the constant length of losses that are divided by one, where nothing else gives it
+    max_response_length: tokens; default of aggregation_length
     max_staleness: rollout.max_staleness
     """
     algorithm = resolve("algorithm", config.name, ALGORITHMS)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
     if config.adv_estimator is not None:
-        algorithm = _with_advantage_of(
-            resolve("algorithm", ADV_ESTIMATORS[config.adv_estimator], ALGORITHMS), algorithm
-        )
+        algorithm = _with_advantage(resolve("algorithm", ADV_ESTIMATORS[config.adv_estimator], ALGORITHMS), algorithm)
     mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
-    changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_rebound(algorithm, config)}
+    changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_bind_options(algorithm, config)}
     old = algorithm.old_logprobs if config.old_logprobs is None else OldLogprobs(config.old_logprobs)
     changes |= {"old_logprobs": old, "correction": _correction(config.correction, algorithm, old, max_staleness)}
     if config.entropy_coefficient is not None:
@@ -79,29 +77,30 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
 
 
 def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
-    """Raises ConfigError where an algorithm asks for what the rest of the configuration cannot give."""
+    """Raises ConfigError if the algorithm is incompatible with the rest of the configuration."""
     if config.rollout.truncated and (algorithm.correction or algorithm.old_logprobs is OldLogprobs.ROLLOUT):
         raise ConfigError(
-            "rollout.top_p, top_k, min_p and repetition_penalty make the engine's log-probs those of another "
-            "distribution, which algorithm.old_logprobs=rollout and algorithm.correction (on where "
-            "rollout.max_staleness is above 0) cannot take; leave the one or the other out"
+            "rollout.top_p, top_k, min_p and repetition_penalty change the sampled distribution; the engine's log-probs "
+            "are then unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
+            "rollout.max_staleness > 0); disable either of them"
         )
     if algorithm.needs_group and config.rollout.n < 2:
-        raise ConfigError(f"rollout.n=1 leaves algorithm.name={algorithm.name} nothing to compare; set it to 2 or more")
+        needed = "needs rollout.n >= 2 (advantages are group-relative); got 1"
+        raise ConfigError(f"algorithm.name={algorithm.name} {needed}")
     if algorithm.greedy_baseline and isinstance(reward, GroupReward):
         raise ConfigError(
-            f"reward.name={config.reward.name} compares the replies to a prompt, but algorithm.name={algorithm.name} "
-            "compares each with a greedy one of its own, which that reward cannot judge; choose another of the two"
+            f"reward.name={config.reward.name} scores whole groups, but algorithm.name={algorithm.name} scores each "
+            "response against a separate greedy baseline; change one of the two"
         )
     if algorithm.needs_turns and config.env.train_on_observations:
         raise ConfigError(
-            f"env.train_on_observations leaves no observation by which algorithm.name={algorithm.name} could tell "
-            "states apart; set it to false"
+            f"algorithm.name={algorithm.name} distinguishes states by their observations, which "
+            "env.train_on_observations=true merges into the response; set it to false"
         )
 
 
-def _with_advantage_of(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
-    """The algorithm with the advantage of a preset, and what that asks of rollouts; all else stays."""
+def _with_advantage(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
+    """The algorithm with the advantage estimator of a preset and its requirements; all else is unchanged."""
     return replace(
         algorithm,
         advantage=preset.advantage,
@@ -113,23 +112,23 @@ def _with_advantage_of(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
     )
 
 
-def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
-    """The preset's functions with the settings that the configuration changes, each where a function has it."""
+def _bind_options(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
+    """The functions of the preset with the configured hyperparameters bound."""
     keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
     settings = {name: getattr(config, name) for name in keys}
     for name in config.options:
         if name in _SETTINGS:
-            raise ConfigError(f"algorithm.options.{name} has a key of its own: algorithm.{name}")
+            raise ConfigError(f"algorithm.options.{name}: use the key algorithm.{name}")
     settings |= config.options
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
     functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
-    own = {name: _settings_of(function) for name, function in functions.items() if function is not None}
+    accepted = {name: _settings_of(function) for name, function in functions.items() if function is not None}
     for setting, key in keys.items():
-        if not any(setting in names for names in own.values()):
-            known = sorted(set().union(*own.values())) or ["none"]
-            raise ConfigError(f"{key} has no effect: the settings of algorithm {config.name!r} are {', '.join(known)}")
+        if not any(setting in names for names in accepted.values()):
+            known = sorted(set().union(*accepted.values())) or ["none"]
+            raise ConfigError(f"{key} has no effect: the options of algorithm {config.name!r} are {', '.join(known)}")
     changes = {}
-    for name, names in own.items():
+    for name, names in accepted.items():
         if chosen := {setting: value for setting, value in settings.items() if setting in names}:
             given = [None] * (len(signature(functions[name]).parameters) - len(names))
             check_options("algorithm.options of", config.name, functions[name], chosen, *given)
@@ -139,23 +138,23 @@ def _rebound(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
 
 
 def _check_numbers(where: str, function: Callable[..., object], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a number with which the function means nothing."""
+    """Raises ConfigError for a number outside the domain of its option."""
     for name, value in options.items():
         domain = _DOMAINS.get(f"{name_of(function)}.{name}")
         if domain is not None and not domain[0](value):
             raise ConfigError(f"{where}.{name} must be {domain[1]}, got {value!r}")
     bounds = {name: parameter.default for name, parameter in signature(function).parameters.items()} | dict(options)
     if {"low", "high"} <= bounds.keys() and not bounds["low"] <= bounds["high"]:
-        raise ConfigError(f"{where}: low={bounds['low']:g} is more than high={bounds['high']:g}, so nothing is between")
+        raise ConfigError(f"{where}: low={bounds['low']:g} exceeds high={bounds['high']:g}: the interval is empty")
 
 
 def _settings_of(function: Callable[..., object]) -> list[str]:
-    """Parameters that a function has a default for."""
+    """The parameters of a function that have a default."""
     return [each.name for each in signature(function).parameters.values() if each.default is not each.empty]
 
 
 def _filter(entry: Any) -> Filter:
-    """A filter by its name, or by {name: .., option: ..}."""
+    """Build a filter from its name or from {name: .., option: ..}."""
     options = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     name = options.pop("name", None)
     if not isinstance(name, str):
@@ -168,19 +167,17 @@ def _filter(entry: Any) -> Filter:
 
 
 def _overlong(config: AlgorithmConfig, preset: Overlong | None, max_response_length: int) -> Overlong | None:
-    """The penalty with its lengths settled; none where the buffer is 0."""
-    asked = config.overlong_buffer
-    if asked == 0 or (asked is None and preset is None):
+    """The overlong penalty with its lengths set; None if the buffer is 0."""
+    buffer = config.overlong_buffer
+    if buffer == 0 or (buffer is None and preset is None):
         if config.overlong_factor is not None:
-            raise ConfigError("algorithm.overlong_factor has no effect: algorithm.overlong_buffer is 0 or left out")
+            raise ConfigError("algorithm.overlong_factor has no effect: algorithm.overlong_buffer is 0 or unset")
         return None
-    if asked is not None and asked > max_response_length:
-        raise ConfigError(
-            f"algorithm.overlong_buffer={asked} is more than data.max_response_length={max_response_length}"
-        )
+    if buffer is not None and buffer > max_response_length:
+        raise ConfigError(f"algorithm.overlong_buffer={buffer} exceeds data.max_response_length={max_response_length}")
     base = preset or Overlong()
     factor = base.factor if config.overlong_factor is None else config.overlong_factor
-    return replace(base, buffer=asked or base.buffer, factor=factor).with_max_tokens(max_response_length)
+    return replace(base, buffer=buffer or base.buffer, factor=factor).with_max_tokens(max_response_length)
 
 
 def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: float) -> float | None:
@@ -192,19 +189,20 @@ def _aggregation_length(config: AlgorithmConfig, mode: Aggregation, default: flo
 
 
 def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, max_staleness: int) -> Correction | None:
-    """What the configuration asks for, over what the preset has or what is on by itself; None for no correction.
+    """The configured off-policy correction over that of the preset, or over the default; None for no correction.
 
-    The last two give way to a ratio that corrects. Raises ConfigError for what would have no effect.
+    old_logprobs=rollout disables preset and default: its ratio corrects already. Raises ConfigError for settings
+    without effect.
     """
-    asked = (
+    configured = (
         config.is_level not in ("auto", "none")
         or config.rejection_level not in (None, "none")
         or config.token_veto is not None
     )
-    if old is OldLogprobs.ROLLOUT and asked:
+    if old is OldLogprobs.ROLLOUT and configured:
         raise ConfigError(
-            "algorithm.correction beside algorithm.old_logprobs=rollout would correct twice: the loss's ratio is "
-            "measured from the engine's log-probs already; leave one of them out"
+            "algorithm.correction with algorithm.old_logprobs=rollout would correct twice: the ratio of the loss "
+            "already uses the engine's log-probs; disable one of them"
         )
     base = preset.correction or Correction(is_level=Level.TOKEN if max_staleness > 0 else None)
     if old is OldLogprobs.ROLLOUT:
@@ -232,11 +230,11 @@ def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, m
         ("rejection_lower", made.rejection_level),
     ):
         value = getattr(config, name)
-        if level is None and value not in (None, getattr(_USUAL, name)):
+        if level is None and value not in (None, getattr(_DEFAULT, name)):
             which = "rejection_level" if "rejection" in name else "is_level"
             raise ConfigError(
-                f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, or comes "
-                "to that"
+                f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, "
+                "explicitly or by default"
             )
     return made if made.is_level or made.rejection_level or made.token_veto is not None else None
 
@@ -249,21 +247,21 @@ def _kl_term(config: AlgorithmConfig, preset: KLTerm) -> KLTerm:
     placement = preset.placement if config.kl_placement is None else KLPlacement(config.kl_placement)
     if placement is KLPlacement.NONE:
         for name in ("kl_estimator", "kl_coefficient"):
-            if config.kl_placement is None and getattr(config, name) is not None:  # else a recipe may have said so
+            if config.kl_placement is None and getattr(config, name) is not None:  # else it may be a recipe's
                 raise ConfigError(
-                    f"algorithm.{name} has no effect: {config.name} has no KL; set algorithm.kl_placement"
+                    f"algorithm.{name} has no effect: {config.name} has no KL term; set algorithm.kl_placement"
                 )
         return KLTerm()
     coefficient = preset.coefficient if config.kl_coefficient is None else config.kl_coefficient
-    usual = "k3" if placement is KLPlacement.LOSS else "k1"  # the gradient of k1 has mean zero: nothing for a loss
-    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else usual)
+    default = "k3" if placement is KLPlacement.LOSS else "k1"  # not k1 in the loss: its gradient has mean zero
+    estimator = config.kl_estimator or (preset.estimator if preset.placement is placement else default)
     if coefficient <= 0:
-        raise ConfigError("algorithm.kl_coefficient must be positive; switch KL off with algorithm.kl_placement=none")
+        raise ConfigError("algorithm.kl_coefficient must be positive; disable KL with algorithm.kl_placement=none")
     return KLTerm(placement, estimator, coefficient)
 
 
 def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveKL | None:
-    """The controller of the KL coefficient, where a target is set."""
+    """The adaptive controller of the KL coefficient; None without a KL target."""
     if config.kl_target is None:
         return None
     if algorithm.kl.placement is not KLPlacement.REWARD:
