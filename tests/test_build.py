@@ -56,9 +56,9 @@ from verl.trainer.build import (
 from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
 from verl.trainer.build_workers import (
     Workers,
+    abs_paths,
     check_device,
     choose_device,
-    located,
     rank_spec,
     start_engine,
     start_workers,
@@ -203,18 +203,18 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"name": "verl.types:Task"}, "is not an Algorithm"),
         (
             {"lam": 0.9},
-            "algorithm.lam has no effect: the settings of algorithm 'grpo' are clip_high, clip_low",
+            "algorithm.lam has no effect: the options of algorithm 'grpo' are clip_high, clip_low",
         ),
         (
             {"name": "rloo", "clip_low": 0.1},
-            "clip_low has no effect: the settings of algorithm 'rloo' are none",
+            "clip_low has no effect: the options of algorithm 'rloo' are none",
         ),
         ({"options": {"tau_pos": 2.0}}, "algorithm.options.tau_pos has no effect"),
         ({"name": "sapo", "options": {"tau_pos": "hot"}}, "option 'tau_pos' must be of type float, not 'hot'"),
         ({"name": "sapo", "options": {"tau_pos": True}}, "option 'tau_pos' must be of type float, not True"),
         ({"name": "pass_at_k", "options": {"divide_by_std": 3}}, "option 'divide_by_std' must be of type bool, not 3"),
         ({"name": "clip_cov", "options": {"share": "all"}}, "option 'share' must be of type float, not 'all'"),
-        ({"options": {"clip_low": -1.0}}, "algorithm.options.clip_low has a key of its own: algorithm.clip_low"),
+        ({"options": {"clip_low": -1.0}}, "algorithm.options.clip_low: use the key algorithm.clip_low"),
         ({"filters": ["zero_varianc"]}, "unknown algorithm.filters 'zero_varianc'; did you mean 'zero_variance'?"),
         ({"filters": [{"low": 0.1}]}, "names no filter"),
         ({"filters": [{"name": "accuracy", "hihg": 0.1}]}, "'accuracy' has no option 'hihg'; did you mean 'high'?"),
@@ -225,12 +225,12 @@ def test_kl_goes_where_it_is_told(overrides: dict[str, object], kl: KLTerm) -> N
         ({"max_resample_rounds": 3}, "algorithm.max_resample_rounds=3 has no effect"),
         ({"name": "dapo", "filters": [], "max_resample_rounds": 3}, "algorithm.max_resample_rounds=3 has no effect"),
         ({"overlong_factor": 0.5}, "algorithm.overlong_factor has no effect"),
-        ({"overlong_buffer": 65}, "algorithm.overlong_buffer=65 is more than data.max_response_length=64"),
+        ({"overlong_buffer": 65}, "algorithm.overlong_buffer=65 exceeds data.max_response_length=64"),
         ({"aggregation": "mean"}, "algorithm.aggregation must be one of token-mean"),
         ({"aggregation_length": 9}, "algorithm.aggregation_length has no effect: seq-mean-token-mean"),
         ({"kl_placement": "both"}, "algorithm.kl_placement must be one of none, reward, loss"),
         ({"kl_placement": "loss", "kl_coefficient": 0.0}, "must be positive"),
-        ({"name": "dapo", "kl_coefficient": 0.01}, "algorithm.kl_coefficient has no effect: dapo has no KL; set"),
+        ({"name": "dapo", "kl_coefficient": 0.01}, "algorithm.kl_coefficient has no effect: dapo has no KL term; set"),
         ({"name": "dapo", "kl_estimator": "k3"}, "algorithm.kl_estimator has no effect"),
     ],
 )
@@ -271,13 +271,13 @@ class Ranks:
 
 def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
     remax, gigpo = (load_config([f"algorithm.name={name}", "rollout.n=2"]) for name in ("remax", "gigpo"))
-    with pytest.raises(ConfigError, match=r"algorithm\.name=remax compares each with a greedy one"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name=remax scores each response against"):
         check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, Ranks())
     watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
-    with pytest.raises(ConfigError, match=r"env\.train_on_observations leaves no observation"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name=gigpo distinguishes states"):
         check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), watching, object())
     single = replace(remax, rollout=replace(remax.rollout, n=1))  # an algorithm of one's own is not known by its name
-    with pytest.raises(ConfigError, match=r"rollout\.n=1 leaves algorithm\.name=grpo nothing to compare"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name=grpo needs rollout\.n >= 2"):
         check_algorithm(GRPO, single, object())
     check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo, Ranks())
     check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, object())
@@ -345,7 +345,7 @@ def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
 def test_workers_are_given_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    config = located(load_config(["model.path=model", "algorithm.name=ppo", "critic.path=owner/name"]))
+    config = abs_paths(load_config(["model.path=model", "algorithm.name=ppo", "critic.path=owner/name"]))
     assert (config.model.path, config.critic.path) == (str((tmp_path / "model").resolve()), "owner/name")
 
 
@@ -386,7 +386,7 @@ def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) ->
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     words = run_words(tmp_path, tmp_path, "hf", 1)
     assert run_folder(load_config(words).trainer) == (tmp_path / "run").resolve()
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         run_folder(load_config([*words, "trainer.resume_mode=disable"]).trainer)
 
 

@@ -77,7 +77,7 @@ def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
     process.send_signal(number)
     said = ended(process, 20)
     code, word = CODES[number]
-    assert process.returncode == code and word in said and f"{number.name}: stopping: " in said, said
+    assert process.returncode == code and word in said and f"{number.name}: shutting down" in said, said
     assert len(said.splitlines()) <= 4
 
 
@@ -157,7 +157,7 @@ def test_a_signal_while_a_library_starts_ends_the_command_in_order(
     process = start_code(source, str(tmp_path))
     said = ended(process, 30)
     code, word = CODES[number]
-    assert process.returncode == code and word in said and f"{number.name}: stopping: " in said, said
+    assert process.returncode == code and word in said and f"{number.name}: shutting down" in said, said
     assert "went on" not in said
     if number == signal.SIGHUP or not work.startswith("start"):  # of which the library's handler knows nothing
         assert said.startswith("waited\n")
@@ -170,7 +170,7 @@ from verl.trainer import command, deadline
 from verl.scratch import scratch_folder
 from verl.trainer.crash import crash_reported
 from pathlib import Path
-deadline.END_S = 2.0
+deadline.SHUTDOWN_S = 2.0
 def watcher_of(folder):
     (found,) = (each.pid for each in psutil.Process().children() if str(folder) in each.cmdline())
     return found
@@ -206,7 +206,7 @@ def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str
     if code == 143:
         process.send_signal(signal.SIGTERM)
     said = ended(process, 60)
-    assert process.returncode == code and "what hangs was killed" in said, said
+    assert process.returncode == code and "hanging processes were killed" in said, said
     assert ("RuntimeError: the cause" in said) == (code == 1)
     child.wait(10)
     assert not Path(folder).exists()  # its watcher holds standard error until it has tidied up
@@ -220,7 +220,7 @@ from types import SimpleNamespace
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.trainer import build, command, deadline
-deadline.END_S = deadline.REGULAR_END_S = 2.0
+deadline.SHUTDOWN_S = deadline.REGULAR_SHUTDOWN_S = 2.0
 def fail(*_):
     raise RuntimeError("the cause")
 build.Cluster = SimpleNamespace(start=lambda *_: nullcontext(SimpleNamespace(num_gpus=0)))
@@ -238,7 +238,7 @@ sys.exit(command.run_cli([], "", Config, run))
 def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path, tmp_path: Path) -> None:
     process = start_code(UNBUILT, str(tmp_path), *run_words(model, tmp_path, "hf", 1))
     said = ended(process, 120)
-    assert process.returncode == 1 and "RuntimeError: the cause" in said and "what hangs was killed" in said, said
+    assert process.returncode == 1 and "RuntimeError: the cause" in said and "hanging processes were killed" in said, said
 
 
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,8 +253,8 @@ def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert len(said.splitlines()) <= 25 and "Traceback (" not in said
-    assert said.startswith("WorkerError: trainer rank 0 of 1 died during save\n") and "lines more" in said
-    assert said.endswith(f"It failed in step 3, update.\nTracebacks and the workers' last words: {path}\n")
+    assert said.startswith("WorkerError: trainer rank 0 of 1 died during save\n") and "more lines" in said
+    assert said.endswith(f"It failed in step 3, update.\nTracebacks and the ends of the workers' logs: {path}\n")
     assert "LookupError: 0\n1\n" in path.read_text() and "\n99\n" in path.read_text()
 
 
@@ -280,7 +280,7 @@ def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
 
     assert run_cli([], "", Config, fail) == 1
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
-    assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the workers' last words: {path}\n")
+    assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the ends of the workers' logs: {path}\n")
 
 
 @pytest.mark.parametrize("place", ["/proc/1", "/nowhere"])
@@ -407,8 +407,8 @@ def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_pa
             asyncio.run(fit.run())
     where, file = failed.value.__notes__
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
-    assert where == f"It failed in step 2 of 3, rollout. The same command goes on from {checkpoint}"
-    assert file.startswith(f"Tracebacks and the workers' last words: {tmp_path}/run/logs/crash-")
+    assert where == f"It failed in step 2 of 3, rollout. The same command resumes from {checkpoint}"
+    assert file.startswith(f"Tracebacks and the ends of the workers' logs: {tmp_path}/run/logs/crash-")
 
 
 def test_before_the_first_step_there_is_nothing_to_save(model: Path, tmp_path: Path) -> None:

@@ -448,7 +448,7 @@ def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.max_response_length=9999"], "the model has room for"),
+        (["data.max_response_length=9999"], "the model supports"),
         (["gpu=l4"], "gpu='l4' is not known; known: H200"),
         (["gpus=1"], "unknown key 'gpus'"),
         (["files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),

@@ -85,7 +85,7 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     assert "main_generation --chat model.path=" in said
     zero, one, two = rows(tmp_path)
     assert zero["val/test/total"] < 0 and {"val/test/exact", "val/test/format"} <= two.keys()
-    assert zero["eval/test_new_tools.parquet/figure"] == two["eval/test_new_tools.parquet/figure"] == 0.0
+    assert zero["eval/test_new_tools.parquet/score"] == two["eval/test_new_tools.parquet/score"] == 0.0
     assert one["engine/logprob_diff_mean"] < 1e-4 and two["engine/canary_logprob_diff"] < 1e-4
     assert one["actor/grad_norm"] > 0 and two["step"] == 2
     assert [name for row in (zero, one, two) for name in row if name not in ("step", "time") and not known(name)] == []
@@ -170,7 +170,7 @@ def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(1)
     said = interrupted(process, 90)
-    assert "stopping: " in said and "interrupted: " in said and "Traceback" not in said
+    assert "shutting down" in said and "interrupted: " in said and "Traceback" not in said
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     pointer = json.loads((tmp_path / "run" / "checkpoints" / "latest.json").read_text())
@@ -186,7 +186,7 @@ def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() 
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     said = interrupted(process, 10)
-    assert said.strip().startswith("stopping: ") and "interrupted: " in said
+    assert said.strip().startswith("shutting down") and "interrupted: " in said
 
 
 def test_a_chat_that_waits_for_its_user_is_interrupted(model: Path) -> None:

@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     def run(words: CliArgs, console: Console) -> int:
         settings, gpu = spelled_out(words.settings)
         config = load_config(settings)
-        if words.only_show(config, console):
+        if words.shows_config(config, console):
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)

@@ -1,4 +1,4 @@
-"""From a configuration to a run: here and in the two files beside it, and nowhere else, concrete classes are named."""
+"""Builds a run from its configuration. Only the build_* modules name concrete classes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from verl.tracking.transcripts import Transcripts
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
 from verl.trainer.build_env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.build_scorer import build_scorer
-from verl.trainer.build_workers import DTYPES, Workers, choose_device, connect, engine_dtype, located, start_workers
+from verl.trainer.build_workers import DTYPES, Workers, abs_paths, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, rules_for
 from verl.trainer.crash import crash_reported
-from verl.trainer.deadline import begin_end
+from verl.trainer.deadline import begin_shutdown
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
 from verl.trainer.metrics import Meter
@@ -62,22 +62,22 @@ from verl.types import Task
 from verl.utils.pretrained import read_tokenizer
 from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
-from verl.workers.rank import TrainingRank
+from verl.workers.rank import ModelInfo, TrainingRank
 
 _log = logging.getLogger(__name__)
 _NUM_PROBES = 2
-_PROBE_PROMPT_TOKENS = 64  # of a prompt: wrong weights show on any text
+_PROBE_PROMPT_TOKENS = 64  # per prompt; stale weights show on any text
 _PROBE_TOKENS = 8
-# Mean gap in nats between engine and trainer on the canary. bf16 on either side gives 0.03 to 0.05, float32 1e-5.
+# Tolerance on mean abs(logp_engine - logp_trainer) in nats. bf16 on either side gives 0.03 to 0.05, float32 1e-5.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Where a run keeps its files. Raises ConfigError if another run is there and must not be continued."""
-    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers have other working folders
+    """The output folder of a run. Raises ConfigError if it holds a run that must not be resumed."""
+    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers run elsewhere
     if config.resume_mode == "disable" and (folder / "checkpoints").exists():
         raise ConfigError(
-            f"{folder} holds a run already, and trainer.resume_mode=disable does not continue it; "
+            f"{folder} already holds a run, and trainer.resume_mode=disable forbids to resume it; "
             "choose another trainer.experiment_name, or trainer.resume_mode=auto"
         )
     return folder
@@ -85,21 +85,21 @@ def run_folder(config: RunConfig) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads before it starts anything."""
+    """Inputs of a run, read before any process starts."""
 
     chat: ChatTemplate
-    episode_runner: EpisodeRunner | None  # to be closed in the event loop that uses it
+    episode_runner: EpisodeRunner | None  # close it in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
-    exams: OnlineEvaluator
+    online_eval: OnlineEvaluator
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for what cannot be.
+    """Load tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid ones.
 
-    ServiceDownError tells of services that are down, before they are waited for by an engine that has started.
+    Raises ServiceDownError for unreachable services, before an engine has started and waits for them.
     """
     chat = load_chat_template(config.model)
     episode_runner = episode_runner_of(config, chat)
@@ -107,26 +107,27 @@ def load_inputs(config: Config) -> Inputs:
     run_async(check_services([episode_runner, rewards.default]))
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
-    train_tasks, exams = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path)), build_online_eval(config, chat)
-    asked = [(exam.category, exam.tasks) for exam in exams.exams]
+    train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
+    online_eval = build_online_eval(config, chat)
+    eval_tasks = [(each.category, each.tasks) for each in online_eval.eval_tasks]
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
-    for known in check_overlap(train_tasks, asked, "this run", allow):
-        _log.warning("%s", known)
+    for note in check_overlap(train_tasks, eval_tasks, "this run", allow):
+        _log.warning("%s", note)
     chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
-    return Inputs(chat, episode_runner, train, val, exams, reports, train_tasks)
+    return Inputs(chat, episode_runner, train, val, online_eval, reports, train_tasks)
 
 
 def episode_runner_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    """What the policy of a training acts in, as `build_episode_runner` makes it."""
+    """The episode runner of a training, see `build_episode_runner`."""
     data = config.data
     lengths = (data.max_prompt_length, data.max_response_length)
-    silent_s = config.trainer.health_timeout_s
-    return build_episode_runner(config.env, config.sandbox, chat, *lengths, data.prompt_template, silent_s)
+    timeout_s = config.trainer.health_timeout_s
+    return build_episode_runner(config.env, config.sandbox, chat, *lengths, data.prompt_template, timeout_s)
 
 
 @contextmanager
 def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
-    """Everything that a run needs, started; ended with the block."""
+    """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(asdict(config))
     saved = find_saved(store, COMMAND, settings)
@@ -140,8 +141,8 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     for reward in rewards.all_of(chain(*inputs.train)):
         check_algorithm(algorithm, config, reward)
     display = Display(total_steps, console)
-    told = {**asdict(config), **prompt_record(inputs.episode_runner)}
-    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, told)
+    run_config = {**asdict(config), **prompt_record(inputs.episode_runner)}
+    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots = 2 * config.num_ranks + config.num_engines
@@ -155,16 +156,16 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
         workers = start_workers(config, cluster, algorithm, device, total_steps)
-        with ending(folder, trackers, workers):
+        with closing_run(folder, trackers, workers):
             trainer = build_trainer(
                 config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
             )
             trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
-            rolling = trainer.rollouts.rollout
-            validating = replace(rolling, sampling=val_sampling(config, rolling.sampling))
-            shown = config.trainer.num_transcripts_shown
-            recorder = Recorder(folder, flattened(asdict(located(config))), made_by(config, device, total_steps))
+            rollout = trainer.rollouts.rollout
+            val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
+            num_shown = config.trainer.num_transcripts_shown
+            recorder = Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
             yield TrainingRun(
                 TrainingRunConfig(
                     total_steps,
@@ -177,16 +178,16 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 trainer,
                 Validator(
                     inputs.val,
-                    validating,
+                    val_rollout,
                     rewards,
                     config.rollout.val_kwargs.n,
                     rollout_settings(config).seed,
                 ),
-                inputs.exams,
+                inputs.online_eval,
                 workers.trainer,
                 store,
                 trackers,
-                Transcripts(folder, console if shown else None, shown),
+                Transcripts(folder, console if num_shown else None, num_shown),
                 display,
                 settings,
                 folder,
@@ -198,12 +199,12 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
 
 
 @contextmanager
-def ending(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup) -> Iterator[None]:
-    """Close both with the block. The time for the end runs from an error on, or from when the trackers are closed."""
+def closing_run(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup) -> Iterator[None]:
+    """Close both after the block. The shutdown deadline starts at an error, or once the trackers are closed."""
     with closing(workers):
         with closing(trackers), crash_reported(folder):
             yield
-        begin_end(0, regular=True)
+        begin_shutdown(0, regular=True)
 
 
 def build_trainer(
@@ -213,24 +214,24 @@ def build_trainer(
     workers: Workers,
     chat: ChatTemplate,
     scorer: Scorer,
-    probed: Sequence[Task],
+    probe_tasks: Sequence[Task],
     episode_runner: EpisodeRunner | None,
 ) -> PPOTrainer:
-    """The training step over workers that run.
+    """The trainer over running workers.
 
-    probed: tasks whose prompts the canary uses
-    episode_runner: what the policy acts in, None where an episode is one response
+    probe_tasks: tasks whose prompts are used by the weight sync check
+    episode_runner: None for single-turn episodes without an environment
     """
     engine = EnginePool(
         workers.engines,
-        workers.links.sources,
-        on_weight_sync_of(config),
+        workers.transport.sources,
+        on_weight_sync_mode(config),
         chat.tokenizer.decode,
-        workers.remake_engine,
+        workers.restart_engine,
     )
     sampling = train_sampling(config, chat.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer)
-    links = connect(config, learner.policy, workers)
+    layouts = connect(config, learner.policy, workers)
     rollouts = RolloutManager(
         rollout_settings(config),
         algorithm,
@@ -238,19 +239,19 @@ def build_trainer(
         GroupRollout(engine, chat, scorer, sampling, episode_runner),
         build_rewards(config.reward.name, config.reward.options),
     )
-    weight_sync = build_publisher(config, learner.policy, engine, links, chat, probed, sampling)
+    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, probe_tasks, sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts, learner, weight_sync)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How the policy is sampled for training."""
+    """Sampling parameters of training rollouts."""
     rollout = config.rollout
     if rollout.truncated:
         _log.warning(
-            "rollout.top_p, top_k, min_p or repetition_penalty: samples are of another distribution than the policy's, "
-            "whose log-probs the update takes. engine/kl is the bias, the KL divergence of what is sampled from the "
-            "policy, and holds the engine's rounding, too"
+            "rollout.top_p, top_k, min_p or repetition_penalty: responses are sampled off-policy, from a truncated "
+            "distribution, but the update uses the log-probs of the full one. engine/kl measures this bias: the KL "
+            "divergence of the sampled distribution from the policy, plus the engine's rounding"
         )
     return Sampling(
         config.data.max_response_length,
@@ -261,7 +262,7 @@ def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
 
 
 def val_sampling(config: Config, training: Sampling) -> Sampling:
-    """How validation samples, which takes nothing of how training does but where responses end."""
+    """Sampling parameters of validation, independent of those of training except for the stop tokens and the length."""
     val, whole = config.rollout.val_kwargs, training.whole()
     if val.greedy:
         return replace(whole, temperature=0.0)
@@ -269,7 +270,7 @@ def val_sampling(config: Config, training: Sampling) -> Sampling:
 
 
 def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
-    """Policy, reference and critic, which live in the same ranks; the latter two where the algorithm needs them."""
+    """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
     return Learner(
         step_settings(config),
@@ -282,7 +283,7 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> L
 
 
 def load_chat_template(config: ModelConfig) -> ChatTemplate:
-    """The tokenizer with its chat template, and all tokens at which the model ends a turn."""
+    """The tokenizer with its chat template, and all end-of-turn tokens of the model."""
     assert config.path is not None
     key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
     tokenizer = read_tokenizer(config.tokenizer_path or config.path, key)
@@ -290,13 +291,13 @@ def load_chat_template(config: ModelConfig) -> ChatTemplate:
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
-    """What the generation configuration of a model lists as eos_token_id; nothing where it has none.
+    """The eos_token_id entries of a model's generation config; empty if it has none.
 
-    Raises ConfigError for one that cannot be read.
+    Raises ConfigError for an unreadable generation config.
     """
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
-    except Exception as error:  # whatever a file that is damaged may make its reader raise
+    except Exception as error:  # a damaged file may raise anything
         if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
             return ()
         raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
@@ -306,26 +307,23 @@ def end_tokens(model: str) -> tuple[int, ...]:
 def load_tasks(
     config: Config, prompt_ids: PromptIds
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
-    """(training sets, validation sets by name, what became of the rows of each file).
+    """(training sets, validation sets by name, row report per file).
 
-    prompt_ids: the tokens of a task's prompt before any cut
+    prompt_ids: task -> prompt tokens before truncation
     """
     data = config.data
     policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
-    unique = (
-        names
-        if len(set(names)) == len(names)
-        else ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
-    )
+    if len(set(names)) < len(names):
+        names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
     read = [read_tasks(source, prompt_ids, policy) for source in (*data.train_files, *data.val_files)]
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
-    return sets[:num_train], dict(zip(unique, sets[num_train:], strict=True)), reports
+    return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
 
 
 def step_settings(config: Config) -> StepSettings:
-    """The step's arithmetic."""
+    """Hyperparameters of the training step."""
     return StepSettings(
         minibatches_per_step=config.minibatches_per_step,
         epochs=config.actor.ppo_epochs,
@@ -335,33 +333,34 @@ def step_settings(config: Config) -> StepSettings:
     )
 
 
-def on_weight_sync_of(config: Config) -> OnWeightSync | None:
-    """What responses do that are being written when weights come; None where there are never any."""
+def on_weight_sync_mode(config: Config) -> OnWeightSync | None:
+    """What a weight sync does to responses in flight; None if there are never any (on-policy)."""
     return OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None
 
 
 def rollout_settings(config: Config) -> RolloutManagerConfig:
-    """How much is drawn, and how far ahead."""
+    """Batch size, group size and staleness limits of rollouts."""
     return RolloutManagerConfig(
         prompts_per_step=config.data.train_batch_size,
         rollouts_per_prompt=config.rollout.n,
         max_staleness=config.rollout.max_staleness,
         max_reuse=config.rollout.max_reuse,
         max_fault_share=config.reward.max_fault_share,
-        # vLLM samples seeded rows one by one, in a Python loop, and what shares their batch changes them all the same.
+        # vLLM samples seeded rows one by one in a Python loop, and results depend on the batch composition anyway.
         seed=config.trainer.seed if config.rollout.name == "hf" else None,
     )
 
 
 def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
-    """What MFU is measured with; a CPU's peak is not known."""
+    """The MFU meter; None on CPU, whose peak FLOP/s is unknown."""
     if device == "cpu":
         return None
-    name, parameters, layers, hidden, head = workers.call(TrainingRank.model_info)[0]
-    return Meter(DecoderShape(parameters, layers, hidden, head), peak_flops(name), workers.size)
+    info: ModelInfo = workers.call(TrainingRank.model_info)[0]
+    shape = DecoderShape(info.parameters, info.layers, info.attention_width, info.head_parameters)
+    return Meter(shape, peak_flops(info.device), workers.size)
 
 
-def build_publisher(
+def build_weight_sync(
     config: Config,
     policy: Policy,
     engine: RolloutEngine,
@@ -370,10 +369,11 @@ def build_publisher(
     tasks: Sequence[Task],
     sampling: Sampling,
 ) -> WeightSync:
-    """The way of the weights, with a canary on the beginnings of the first training prompts."""
+    """Weight sync, checked on the first tokens of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
-    coarsest = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
+    precision = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
     prompts = (chat.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
-    probing = replace(sampling.whole(), max_tokens=min(_PROBE_TOKENS, sampling.max_tokens), seed=config.trainer.seed)
-    return WeightSync(policy, engine, layouts, probes, probing, _TOLERANCE[coarsest])
+    max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
+    probe_sampling = replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed)
+    return WeightSync(policy, engine, layouts, probes, probe_sampling, _TOLERANCE[precision])

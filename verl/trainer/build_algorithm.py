@@ -80,13 +80,14 @@ def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> Non
     """Raises ConfigError if the algorithm is incompatible with the rest of the configuration."""
     if config.rollout.truncated and (algorithm.correction or algorithm.old_logprobs is OldLogprobs.ROLLOUT):
         raise ConfigError(
-            "rollout.top_p, top_k, min_p and repetition_penalty change the sampled distribution; the engine's log-probs "
-            "are then unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
+            "rollout.top_p, top_k, min_p and repetition_penalty change the sampled distribution: the log-probs of the "
+            "engine are unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
             "rollout.max_staleness > 0); disable either of them"
         )
     if algorithm.needs_group and config.rollout.n < 2:
-        needed = "needs rollout.n >= 2 (advantages are group-relative); got 1"
-        raise ConfigError(f"algorithm.name={algorithm.name} {needed}")
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} needs rollout.n >= 2 (advantages are group-relative); got 1"
+        )
     if algorithm.greedy_baseline and isinstance(reward, GroupReward):
         raise ConfigError(
             f"reward.name={config.reward.name} scores whole groups, but algorithm.name={algorithm.name} scores each "

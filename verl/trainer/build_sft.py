@@ -21,7 +21,7 @@ from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
-from verl.trainer.build import ending, load_chat_template
+from verl.trainer.build import closing_run, load_chat_template
 from verl.trainer.build_workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.crash import crash_reported
@@ -78,7 +78,7 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         policy = Policy(WorkerView(workers, "policy"), PackSettings(config.max_tokens_per_pack))
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
-        with ending(folder, trackers, workers):
+        with closing_run(folder, trackers, workers):
             made = SFTRun(
                 settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
             )

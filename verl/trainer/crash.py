@@ -1,4 +1,4 @@
-"""What is left of a run that failed: a paragraph for the console, and a file with everything else."""
+"""Crash reports: a paragraph on the console, and a file with tracebacks and worker logs."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from pathlib import Path
 
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.deadline import begin_end
+from verl.trainer.deadline import begin_shutdown
 
 LOGS = "logs"
 
 
 class _Note(str):
-    """One of `crash_reported`. Libraries and users' code may give errors notes of their own."""
+    """A note added by `crash_reported`; libraries and user code may add notes of their own."""
 
     __slots__ = ()
 
 
 @contextmanager
 def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iterator[None]:
-    """Give an error that leaves the block notes for the console, and write `<folder>/logs/crash-<time>.txt`.
+    """Add notes for the console to an error that leaves the block, and write `<folder>/logs/crash-<time>.txt`.
 
-    where: what the run was doing, and where it can go on
-    From the error on, the command that runs here has to end within a time. Of nested blocks the innermost reports.
+    where: returns the phase of the run and how to resume it
+    The error starts the shutdown deadline of the command. If blocks are nested, only the innermost reports.
     """
     try:
         yield
     except Exception as error:
         if not is_reported(error):
-            begin_end(exit_code_of(error), f"{type(error).__name__}: {error}")
+            begin_shutdown(exit_code_of(error), f"{type(error).__name__}: {error}")
             if where is not None:
                 error.add_note(_Note(where()))
-            if not isinstance(error, ConfigError | DataError | ServiceDownError):  # whose message says it all
-                error.add_note(_Note(_written(folder, error)))
+            if not isinstance(error, ConfigError | DataError | ServiceDownError):  # their message is sufficient
+                error.add_note(_Note(_write_report(folder, error)))
         raise
 
 
-def goes_on_from(store: CheckpointStore) -> str:
-    """Where the same command takes a run up again."""
+def describe_resume(store: CheckpointStore) -> str:
+    """The checkpoint from which the same command resumes, as a sentence."""
     try:
         path = store.latest()
     except DataError as error:
         return str(error)
     if path is None:
-        return "No checkpoint was written yet; the same command starts anew"
-    return f"The same command goes on from {path}"
+        return "No checkpoint was written yet; the same command starts from scratch"
+    return f"The same command resumes from {path}"
 
 
 def is_reported(error: BaseException) -> bool:
@@ -58,11 +58,11 @@ def is_reported(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for what the user has to mend first, 1 for a run that failed."""
+    """2 for an error that the user has to fix first, 1 for a failed run."""
     return 2 if isinstance(error, ConfigError | DataError) else 1
 
 
-def _written(folder: Path, error: Exception) -> str:
+def _write_report(folder: Path, error: Exception) -> str:
     from verl.single_controller.ray import last_words  # imports Ray
 
     path = folder / LOGS / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
@@ -77,4 +77,4 @@ def _written(folder: Path, error: Exception) -> str:
         path.write_text("\n\n".join(parts), encoding="utf-8", errors="backslashreplace")
     except OSError as problem:
         return f"Tracebacks and the workers' logs could not be written to {path} ({problem.strerror})"
-    return f"Tracebacks and the workers' last words: {path}"
+    return f"Tracebacks and the ends of the workers' logs: {path}"

@@ -1,4 +1,4 @@
-"""An end that ends: what hangs while a command tidies up is killed, and its watcher (verl/watcher.py) tidies up."""
+"""Shutdown deadline: processes that hang at shutdown are killed, and the watcher (verl/watcher.py) cleans up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 
 from verl import watcher
 
-END_S = 30.0  # of a run that failed or was stopped
-REGULAR_END_S = 90.0  # of one that has done all it should
+SHUTDOWN_S = 30.0  # after a failure or a signal
+REGULAR_SHUTDOWN_S = 90.0  # after a successful run
 
 _current: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
 
 
 class Deadline:
-    """Of the command that runs in this process, once it has begun to end."""
+    """Time limit for the shutdown of the command in this process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -28,8 +28,8 @@ class Deadline:
         self._code, self._message = 0, ""
 
     @contextmanager
-    def of_this_command(self) -> Iterator[None]:
-        """`begin_end` in the block is about this one. After the block, what is left to do is the interpreter's end."""
+    def active(self) -> Iterator[None]:
+        """Make `begin_shutdown` act on this deadline in the block; after it only the interpreter has to exit."""
         token = _current.set(self)
         try:
             yield
@@ -38,40 +38,40 @@ class Deadline:
             self._returned.set()
 
     def begin(self, code: int, message: str = "", regular: bool = False) -> None:
-        """From now on the command ends within a time, with this exit code; the first failure decides on it.
+        """Start the timer. At a forced exit the exit code and message of the first failure are used.
 
-        message: printed if the end is cut short, because nobody else could
-        regular: all is done, and what is left may take longer
+        message: printed at a forced exit, where the command itself cannot print it
+        regular: the run was successful, so the shutdown may take longer
         """
         if self._thread is None or not self._code:
             self._code, self._message = code, message
         if self._thread is None:
-            started, seconds = _family(), REGULAR_END_S if regular else END_S
-            self._thread = threading.Thread(target=self._watch, args=(seconds, started), name="deadline", daemon=True)
+            children, seconds = _child_processes(), REGULAR_SHUTDOWN_S if regular else SHUTDOWN_S
+            self._thread = threading.Thread(target=self._watch, args=(seconds, children), name="deadline", daemon=True)
             self._thread.start()
 
-    def _watch(self, seconds: float, started: list[psutil.Process]) -> None:
+    def _watch(self, seconds: float, children: list[psutil.Process]) -> None:
         if self._returned.wait(seconds):
-            threading.main_thread().join()  # until the interpreter ends, which waits for others, too
+            threading.main_thread().join()  # until the interpreter exits, which waits for other threads too
             time.sleep(seconds)
-        lines = [self._message, f"The end took more than {seconds:.0f} s: what hangs was killed."]
+        lines = [self._message, f"Shutdown took more than {seconds:.0f} s; hanging processes were killed."]
         with suppress(OSError):
             os.write(1, "".join(f"{line}\n" for line in lines if line).encode(errors="replace"))
-        for process in {*started, *_family()}:
+        for process in {*children, *_child_processes()}:
             with suppress(psutil.Error):
                 if watcher.__file__ in process.cmdline():
-                    process.resume()  # it removes what is left, as soon as this process is gone
+                    process.resume()  # it cleans up as soon as this process is gone
                 else:
                     process.kill()
         os._exit(self._code)
 
 
-def begin_end(code: int, message: str = "", regular: bool = False) -> None:
-    """As `Deadline.begin` of the command that runs here; nothing where the package is used without a command."""
+def begin_shutdown(code: int, message: str = "", regular: bool = False) -> None:
+    """`Deadline.begin` of the active command; a no-op where the package is used as a library."""
     deadline = _current.get()
     if deadline is not None:
         deadline.begin(code, message, regular)
 
 
-def _family() -> list[psutil.Process]:
+def _child_processes() -> list[psutil.Process]:
     return list(psutil.Process().children(recursive=True))

@@ -28,9 +28,9 @@ from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.checkpoint import CheckpointStore, read_state
 from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
-from verl.trainer.command import save_first
-from verl.trainer.crash import crash_reported, goes_on_from
-from verl.trainer.deadline import begin_end
+from verl.trainer.command import announce_checkpoint
+from verl.trainer.crash import crash_reported, describe_resume
+from verl.trainer.deadline import begin_shutdown
 from verl.trainer.manifest import Checkpoint
 from verl.trainer.online_eval import OnlineEvaluator
 from verl.trainer.ppo import PPOTrainer
@@ -99,7 +99,7 @@ class TrainingRun:
                     return await self._run()
                 except StopAskedError:
                     number, note = await self._saved_for_signal()
-            begin_end(exit_code(number), note)
+            begin_shutdown(exit_code(number), note)
             raise Ended(number, note)
         finally:
             await self.trainer.rollouts.close()
@@ -155,7 +155,7 @@ class TrainingRun:
 
     def _listening(self) -> AbstractContextManager[None]:
         listens = self.settings.save_on_signal
-        return self.stop.listening(save_first(self.display.console)) if listens else nullcontext()
+        return self.stop.listening(announce_checkpoint(self.display.console)) if listens else nullcontext()
 
     async def _unless_stopped(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """What `work` gives. Where a stop is asked for it is given up, but for a step whose update has begun.
@@ -202,7 +202,7 @@ class TrainingRun:
         phase, step, total = self.display.running, self.trainer.step, self.settings.total_steps
         inside = self.trainer.learning or phase == "rollout"
         moment = f"in step {step + 1}" if inside else f"after step {step}"
-        return f"It failed {moment} of {total}, {phase}. {goes_on_from(self.store)}"
+        return f"It failed {moment} of {total}, {phase}. {describe_resume(self.store)}"
 
     async def _handle_collapse(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
         """Do what trainer.on_collapse says; whether the run stands at an earlier step now.

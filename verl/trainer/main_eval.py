@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
 def _evaluate(words: CliArgs, console: Console) -> int:
     config = load_plain(_spelled_out(words), EvalConfig)
-    if words.only_show(config, console):
+    if words.shows_config(config, console):
         return 0
     check_model(config.model)
     if config.compare is not None:
@@ -61,7 +61,7 @@ def _evaluate(words: CliArgs, console: Console) -> int:
 
 def _probe(words: CliArgs, console: Console) -> int:
     config = load_probe(_spelled_out(words))
-    if words.only_show(config, console):
+    if words.shows_config(config, console):
         return 0
     check_model(config.model)
     check_files("data", [config.data] if config.data else [], needed=True)

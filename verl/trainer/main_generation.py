@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
     def run(words: CliArgs, console: Console) -> int:
         chatting = "--chat" in words.options
         config = load_plain(words.settings, GenerationConfig, IN_A_CHAT if chatting else ())
-        if words.only_show(config, console):
+        if words.shows_config(config, console):
             return 0
         check_model(config.model)
         check_files("files", config.files, needed=not chatting)

@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
 
     def run(words: CliArgs, console: Console) -> int:
         config = load_config(words.settings)
-        if words.only_show(config, console):
+        if words.shows_config(config, console):
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
@@ -77,7 +77,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     check_device(config.trainer)
     wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
-    of_benchmarks = (line for benchmark in inputs.exams.benchmarks for line in benchmark.files())
+    of_benchmarks = (line for benchmark in inputs.online_eval.benchmarks for line in benchmark.files())
     for line in (*map(str, inputs.reports), *of_benchmarks):
         console.print(line, markup=False, soft_wrap=True)
     prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)

@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
 
     def run(words: CliArgs, console: Console) -> int:
         config = load_plain(words.settings, SFTConfig)
-        if words.only_show(config, console):
+        if words.shows_config(config, console):
             return 0
         check_model(config.model)
         check_files("data.train_files", config.data.train_files, needed=True)

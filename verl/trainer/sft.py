@@ -18,9 +18,9 @@ from verl.single_controller.group import WorkerGroup
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.command import save_first
-from verl.trainer.crash import goes_on_from
-from verl.trainer.deadline import begin_end
+from verl.trainer.command import announce_checkpoint
+from verl.trainer.crash import describe_resume
+from verl.trainer.deadline import begin_shutdown
 from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
 from verl.trainer.state import Saved
@@ -86,18 +86,18 @@ class SFTRun:
                 last = self._save(metrics.get(_LOSS))
             if self.stop.number is not None and not done:
                 note = f"saved {last}. The same command goes on from there"
-                begin_end(exit_code(self.stop.number), note)
+                begin_shutdown(exit_code(self.stop.number), note)
                 raise Ended(self.stop.number, note)
         assert last is not None
         return last
 
     def listening(self, listens: bool, console: Console) -> AbstractContextManager[None]:
         """Where a signal asks for a checkpoint and an end; the step in progress is finished first."""
-        return self.stop.listening(save_first(console)) if listens else nullcontext()
+        return self.stop.listening(announce_checkpoint(console)) if listens else nullcontext()
 
     def where(self) -> str:
         """What a failure met, and what is left of the run."""
-        return f"It failed after step {self.step} of {self.settings.total_steps}. {goes_on_from(self.store)}"
+        return f"It failed after step {self.step} of {self.settings.total_steps}. {describe_resume(self.store)}"
 
     def _batches(self) -> Iterator[list[Sample]]:
         """The batches that are left, in epochs of a seeded order each; the order needs no saving."""

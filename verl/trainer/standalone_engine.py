@@ -11,14 +11,14 @@ from verl.data.chat import ChatTemplate
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.scratch import scratch_folder
 from verl.single_controller.group import WorkerContext
-from verl.trainer.build_workers import choose_device, model_room, start_engine
+from verl.trainer.build_workers import choose_device, max_positions, start_engine
 from verl.trainer.threads import num_threads
 from verl.utils.pretrained import check_weights
 
 
 def response_lengths(config: InferenceConfig) -> tuple[int, int]:
     """(most tokens of a prompt, of a response): what is asked for, as far as the model has room."""
-    room = model_room(config.model)
+    room = max_positions(config.model)
     if room is None:
         return config.max_prompt_length, config.max_response_length
     prompt_length = min(config.max_prompt_length, room // 2)
