@@ -52,7 +52,7 @@ class Engine:
     async def begin_weights(self, layouts: object) -> None:
         await self._live("begin")
 
-    async def load_bucket(self, layout: object, *offers: object) -> None:
+    async def load_bucket(self, layout: object, *handles: object) -> None:
         await self._live("load")
 
     async def end_weights(self, version: int) -> None:
@@ -96,7 +96,7 @@ class Policy:
     def begin_weight_sync(self) -> None:
         self.published += 1
 
-    def offers(self, number: int) -> list[str]:
+    def send_bucket(self, number: int) -> list[str]:
         return ["bucket"]
 
     def end_weight_sync(self) -> None:
@@ -191,7 +191,7 @@ def test_a_replaced_engine_waits_for_those_who_use_the_ranks_and_for_what_they_p
 def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
     async def trained() -> None:
         pool, weight_sync = publishing(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
-        with pytest.raises(EngineError, match=r"lost 4 times without a step between; the last time: rollout rank x"):
+        with pytest.raises(EngineError, match=r"lost 4 times within one step; last cause: rollout rank x"):
             await published(weight_sync, 1)
         assert pool.num_remade == 3
 
@@ -260,7 +260,7 @@ def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
         task = Task("13", (Message("user", "x"),), "", "")
         group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
         assert group.rewards == () and len(group.faults) == 2
-        assert group.faults[0].startswith("13, reply 0: the engine was lost 2 times in a row; the last time: rollout")
+        assert group.faults[0].startswith("13, response 0: the engine was lost 2 times in a row; last cause: rollout")
         whole = await asyncio.wait_for(rollout.run(replace(task, id="14"), 2, 0), 20)
         assert whole.rewards == (1.0, 1.0) and whole.faults == ()
 

@@ -254,7 +254,7 @@ def test_as_many_calls_can_be_made_as_are_allowed(
         [f"recipe={recipe}", f"env.max_tool_calls={calls}", f"env.tools=['{tmp_path}/tools.py:python']"]
     )
     setting = build_episode_runner(config.env, config.sandbox, chat, 1000, 100_000, None)
-    assert setting is not None and setting.budgets.max_turns == calls * len(call) + 1
+    assert setting is not None and setting.limits.max_turns == calls * len(call) + 1
     task = Task("t", (Message("user", "2+2?"),), "4", "sums")
     played = asyncio.run(setting.run(Speaker(chat, *call * (calls + 1)), Sampling(1), task, 0, None))
     assert isinstance(played, Trajectory) and played.num_tool_calls == calls

@@ -395,7 +395,7 @@ def test_an_environment_that_does_not_open_is_a_fault(chat: ChatTemplate) -> Non
         Speaker(chat),
         EpisodeRunner(Shut, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits(turn_s=0.05, retries=0)),
     )  # type: ignore[arg-type]
-    assert fault == Fault("t#0", 0, "the environment: did not open within env.turn_timeout_s")
+    assert fault == Fault("t#0", 0, "the environment: reset took longer than env.turn_timeout_s")
 
 
 def test_waiting_for_the_engine_is_not_charged_to_the_episode(chat: ChatTemplate) -> None:
@@ -715,13 +715,13 @@ async def _has_a_part_that_is_text() -> Any:
     [
         (_raises, "the environment: judge raised KeyError: 'state'"),
         (_is_down, "tests: do not answer"),
-        (_hangs, "the environment: did not judge within env.judge_timeout_s=0.1"),
-        (_is_no_number, "the environment: judge gave Score(total=nan, parts={}), not a Score of finite numbers"),
-        (_is_no_score, "the environment: judge gave 1.0, not a Score of finite numbers"),
-        (_is_nothing, "the environment: judge gave Score(total=None, parts={}), not a Score of finite numbers"),
+        (_hangs, "the environment: judge exceeded env.judge_timeout_s=0.1"),
+        (_is_no_number, "the environment: judge returned Score(total=nan, parts={}), not a Score of finite numbers"),
+        (_is_no_score, "the environment: judge returned 1.0, not a Score of finite numbers"),
+        (_is_nothing, "the environment: judge returned Score(total=None, parts={}), not a Score of finite numbers"),
         (
             _has_a_part_that_is_text,
-            "the environment: judge gave Score(total=1.0, parts={'right': 'yes'}), not a Score of finite numbers",
+            "the environment: judge returned Score(total=1.0, parts={'right': 'yes'}), not a Score of finite numbers",
         ),
     ],
 )
@@ -819,8 +819,8 @@ def test_an_environment_that_answers_with_something_else_is_a_fault(chat: ChatTe
             return "hello"  # type: ignore[return-value]
 
     for env, problem in (
-        (Silent, "step gave None, not a verl.envs.base.StepResult"),
-        (Unopened, "reset gave 'hello', not a verl.envs.base.Observation"),
+        (Silent, "step returned None, not a verl.envs.base.StepResult"),
+        (Unopened, "reset returned 'hello', not a verl.envs.base.Observation"),
     ):
         fault = play(Speaker(chat, *THREE), episode_runner(chat, env))
         assert isinstance(fault, Fault) and fault.problem == f"the environment: {problem}"
@@ -836,5 +836,5 @@ def test_a_reward_of_a_turn_that_is_no_number_is_a_fault(reward: Any, chat: Chat
         Speaker(chat, *THREE * 2), EpisodeRunner(Odd, ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
     )  # type: ignore[arg-type]
     assert isinstance(fault, Fault) and fault.problem == (
-        f"the environment: step gave the reward {reward!r}, not a finite number"
+        f"the environment: step returned reward {reward!r}, not a finite number"
     )

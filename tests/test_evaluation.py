@@ -399,7 +399,7 @@ def test_the_limits_of_a_reward_can_be_set(
     told = json.loads(settings.read_text())
     assert (told["reward_timeout_s"], told["reward_memory_mib"], told["reward_fault_policy"]) == (0.5, None, policy)
     rows = [row for path in tmp_path.glob("*/answers/*.jsonl") for row in _lines(path)]
-    exceeded = "the reward did not end within 0.5 s (reward_timeout_s)"
+    exceeded = "the reward took longer than 0.5 s (reward_timeout_s)"
     assert [json.loads(row)["exceeded"] for row in rows] == ([exceeded] if policy == "policy" else [])
     assert ("not answered, left out" in capsys.readouterr().out) == (policy == "infrastructure")
 

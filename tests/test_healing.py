@@ -132,5 +132,5 @@ def test_vllm_whose_core_is_killed_or_stopped_in_a_rollout_is_replaced(
     assert attack is not None
     assert [restarts for restarts, _ in losses(tmp_path)] == [0, 1, 0]
     said = "was killed by SIGKILL" if signum == signal.SIGKILL else STOPPED
-    assert f"process {attack.hit[0]} of vLLM {said}" in caplog.text
+    assert f"vLLM process {attack.hit[0]} {said}" in caplog.text
     assert not psutil.pid_exists(attack.hit[0])

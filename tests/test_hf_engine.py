@@ -149,7 +149,7 @@ def test_a_failure_reaches_every_one_who_asked() -> None:
     with pytest.raises(EngineError, match=r"lacks \d+ weights"):
         asyncio.run(sync(HFEngine(rollout_model()), 1, []))
     weights = [*rollout_model().named_parameters(remove_duplicate=False), ("no.such.weight", torch.zeros(1))]
-    with pytest.raises(EngineError, match=r"unknown 1 weights, among them 'no\.such\.weight'"):
+    with pytest.raises(EngineError, match=r"unknown 1 weights, e\.g\. 'no\.such\.weight'"):
         asyncio.run(sync(HFEngine(rollout_model()), 1, weights))
 
 

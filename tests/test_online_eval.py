@@ -67,20 +67,20 @@ def configured(*words: str) -> Config:
     return load_config(["trainer.eval_benchmarks=[tests.test_online_eval:sums]", "data.max_prompt_length=256", *words])
 
 
-def run(exams: OnlineEvaluator, breaks: str = "never", tool_call_format: ChatTemplate = CHAT) -> Mapping[str, float]:
+def run(evaluator: OnlineEvaluator, breaks: str = "never", tool_call_format: ChatTemplate = CHAT) -> Mapping[str, float]:
     engine = Sometimes(response)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(exams.run(GroupRollout(engine, tool_call_format, scorer, Sampling(64, temperature=0.0))))
+    return asyncio.run(evaluator.run(GroupRollout(engine, tool_call_format, scorer, Sampling(64, temperature=0.0))))
 
 
 def test_figures_of_categories_and_aggregates() -> None:
     metrics = run(build_online_eval(configured(), CHAT))
     third = pytest.approx(2 / 3)
     assert metrics == {
-        "eval/sums/plain/figure": third,
-        "eval/sums/handled/figure": 0.5,  # the prompt that is too long is a wrong answer
-        "eval/sums/mean/figure": pytest.approx((2 / 3 + 1 / 2) / 2),
+        "eval/sums/plain/score": third,
+        "eval/sums/handled/score": 0.5,  # the prompt that is too long is a wrong answer
+        "eval/sums/mean/score": pytest.approx((2 / 3 + 1 / 2) / 2),
     }
     assert all(known(name) for name in metrics)
 
@@ -100,15 +100,15 @@ def test_a_limit_holds_for_every_category() -> None:
 def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureFixture) -> None:
     metrics = run(build_online_eval(configured(), CHAT), breaks="5 + 5")
     assert metrics["eval/sums/plain/missing"] == 1
-    assert metrics["eval/sums/plain/figure"] == 1.0
+    assert metrics["eval/sums/plain/score"] == 1.0
     assert known("eval/sums/plain/missing")
-    assert "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, reply 0: the engine broke" in caplog.text
+    assert "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, response 0: the engine aborted" in caplog.text
 
 
 def test_a_run_without_benchmarks_plays_none() -> None:
-    exams = build_online_eval(Config(), CHAT)
-    assert not exams.exams
-    assert run(exams) == {}
+    evaluator = build_online_eval(Config(), CHAT)
+    assert not evaluator.eval_tasks
+    assert run(evaluator) == {}
 
 
 def test_the_format_is_that_of_the_run() -> None:

@@ -129,7 +129,7 @@ def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypat
         ("raise", "the reward raised ValueError: no service"),
         ("interrupt", "the reward raised KeyboardInterrupt"),
         ("exit", "the reward raised SystemExit: 3"),
-        ("nan", "is no Score of finite numbers"),
+        ("nan", "is not a Score of finite numbers"),
         ("die", "process died twice (exit code 7)"),
         ("text", "could not convert string to float: 'good'"),
         ("none", "must be a string or a real number, not 'NoneType'"),
@@ -220,8 +220,8 @@ def test_a_process_that_dies_idle_is_made_anew_with_a_line_in_the_log(
         until(lambda: pool.pids not in ([pid], []))
         assert [record.getMessage() for record in caplog.records] == [
             f"scoring process {pid} died while idle ({how.name}"
-            + (", sent from outside or by the kernel for lack of memory" if how == signal.SIGKILL else "")
-            + "); started anew"
+            + (", sent from outside or by the kernel's OOM killer" if how == signal.SIGKILL else "")
+            + "); restarting it"
         ]
         assert scores(pool, "yes") == [Score(1.0, {"score": 1.0})]
 

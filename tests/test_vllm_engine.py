@@ -255,12 +255,12 @@ def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> N
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**13, 2**30])
-@pytest.mark.parametrize("outlet", [SharedMemory, ByReference])
+@pytest.mark.parametrize("sender", [SharedMemory, ByReference])
 def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
-    runner: Runner, policy: PackedPolicy, bucket_bytes: int, outlet: Callable[[], BucketSender]
+    runner: Runner, policy: PackedPolicy, bucket_bytes: int, sender: Callable[[], BucketSender]
 ) -> None:
     changed = shaken(policy.model, bucket_bytes)
-    runner(sync(runner.engine, 2, hf_named_parameters(changed), bucket_bytes=bucket_bytes, outlet=outlet()))
+    runner(sync(runner.engine, 2, hf_named_parameters(changed), bucket_bytes=bucket_bytes, sender=sender()))
     assert mean_gap(runner, changed, 1.0, version=2) < 1e-4
 
 
@@ -379,11 +379,11 @@ def test_bf16_weights_are_as_near_after_a_publication_as_after_a_start(tmp_path:
 class Flipping(SharedMemory):
     """Alters one bit of the third bucket behind its digest."""
 
-    def offer(self, layout: BucketLayout, flat: torch.Tensor) -> SharedFile:
-        offer = super().offer(layout, flat)
+    def send(self, layout: BucketLayout, flat: torch.Tensor) -> SharedFile:
+        handle = super().send(layout, flat)
         if layout.number == 2:
             flat.view(torch.uint8)[7] ^= 1
-        return offer
+        return handle
 
 
 @pytest.mark.slow
@@ -391,9 +391,9 @@ def test_an_altered_bucket_ends_the_engine(model_path: Path) -> None:
     runner = Runner(settings(model_path))
     try:
         policy = PackedPolicy(load_causal_lm(str(model_path)))
-        with pytest.raises(EngineError, match=r"bucket 2 .* is not as it was sent"):
-            runner(sync(runner.engine, 1, hf_named_parameters(policy), outlet=Flipping()))
-        with pytest.raises(EngineError, match="in part; start it anew"):
+        with pytest.raises(EngineError, match=r"checksum mismatch in weight bucket 2"):
+            runner(sync(runner.engine, 1, hf_named_parameters(policy), sender=Flipping()))
+        with pytest.raises(EngineError, match="weights are inconsistent; restart it"):
             runner.generate([[5]], Sampling(1))
     finally:
         runner.close()
@@ -420,7 +420,7 @@ def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_be
     try:
         started = time.monotonic()
         runner(kill_meanwhile())
-        cause = rf"process {process.pid} of vLLM was killed by SIGKILL" if victim == "EngineCore" else "of vLLM"
+        cause = rf"vLLM process {process.pid} was killed by SIGKILL" if victim == "EngineCore" else "vLLM process"
         with pytest.raises(EngineLostError, match=cause):
             runner.generate([[5]], Sampling(1))
         assert time.monotonic() - started < 30
@@ -453,7 +453,7 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
         call = asyncio.ensure_future(engine._unless_dead(asyncio.sleep(100)))
         await asyncio.sleep(0)
         os.kill(process.pid, signum)
-        with pytest.raises(EngineLostError, match=rf"^process {process.pid} of vLLM {said}; start the engine anew"):
+        with pytest.raises(EngineLostError, match=rf"^vLLM process {process.pid} {said}; restart the engine"):
             await asyncio.wait_for(call, 60)
         await engine.close()
         assert not psutil.pid_exists(process.pid)
@@ -486,7 +486,7 @@ def test_a_process_that_stays_stopped_is_lost_and_does_not_keep_the_engine_from_
     try:
         reason, error = runner(stop_meanwhile())
         assert reason is FinishReason.LENGTH and isinstance(error, EngineLostError)
-        assert f"process {process.pid} of vLLM does not answer since 3 s; its process is stopped" in str(error)
+        assert f"vLLM process {process.pid} does not answer since 3 s; its process is stopped" in str(error)
     finally:
         started = time.monotonic()
         runner.close()

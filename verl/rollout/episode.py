@@ -1,11 +1,11 @@
-"""One episode: the policy and an environment take turns, in tokens on this side and in messages on that.
+"""Runs one multi-turn episode: tokens on the policy side, messages on the environment side.
 
-What is put before the policy and what it writes is appended to the ledger (`Turn`) and never changed, cut or tokenised
-again. Everything has a limit; what runs into one ends the episode, and `Trajectory.stop_reason` names it. However it
-ended, an environment that judges is asked for its verdict then.
-Seconds are counted while the environment answers alone. How long a response waits for the engine, and a call for a free
-place of its tool, is the load's doing, not the episode's; an engine that is lost has a limit of its own
-(`trainer.call_timeout_s`), and so has every call before that has a place (`env.tool_timeout_s`).
+Observations and responses are appended to the ledger (`Turn`) and never changed, truncated or tokenized again.
+Every resource has a limit; reaching one ends the episode, and `Trajectory.stop_reason` names it. An environment that
+judges is asked for its verdict at the end, whatever the stop reason.
+The clock runs only while the environment works. Time spent waiting for the engine or for a free slot of a tool depends
+on the load and is not charged to the episode; a lost engine has its own timeout (`trainer.call_timeout_s`), and so has
+a tool call that waits for a slot (`env.tool_timeout_s`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verl.types import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_SEEDS_BETWEEN_TURNS = 1_000_003_007  # so that no turn draws what another one drew
+_SEEDS_BETWEEN_TURNS = 1_000_003_007  # seed offset, so that no two turns share random numbers
 _CLOSE_S = 30.0
 _NOT_RUN = "This call was not made: no more tool calls are allowed."
 _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, StopReason.MALFORMED)
@@ -51,37 +51,35 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What an episode may use. In the last turn that is left no tool is run: the policy has to answer."""
+    """Limits of an episode. Tools are disabled in the last turn: the policy has to answer."""
 
     max_turns: int = 9  # assistant turns
     max_tool_calls: int = 8
-    max_tokens: int = 1024  # of all turns together, observations included, the prompt not
+    max_tokens: int = 1024  # total tokens of all turns, including observations, excluding the prompt
     max_prompt_tokens: int = 2048
-    max_turn_tokens: int | None = None  # that the policy writes in one turn
-    turn_s: float = 300.0  # for the environment to answer one turn, or to open
-    episode_s: float = 1200.0  # for all of its answers
-    judge_s: float = 300.0  # for its verdict at the end
-    retries: int = 1  # of a whole episode that a broken service ended
-    feedback_on_parse_error: bool = (
-        True  # whether the policy hears that a call cannot be read, or the episode ends there
-    )
+    max_turn_tokens: int | None = None  # response tokens per turn
+    turn_s: float = 300.0  # environment time per step or reset
+    episode_s: float = 1200.0  # total environment time
+    judge_s: float = 300.0  # time for the final verdict
+    retries: int = 1  # retries of an episode after a service failure
+    feedback_on_parse_error: bool = True  # report an unreadable call to the policy; False: end the episode
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """Everything that episodes of several turns need but the task and the engine."""
+    """Runs multi-turn episodes; the task and the engine are passed to `run`."""
 
     envs: EnvFactory
     observations: ObservationTokenizer
-    budgets: EpisodeLimits
-    sandbox: Sandbox | None = None  # that tools run code in
+    limits: EpisodeLimits
+    sandbox: Sandbox | None = None  # runs the tools' code
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where something that the episodes need does not answer."""
+        """Raises ServiceDownError if a service that the episodes need does not answer."""
         await check_services([self.envs, self.sandbox])
 
     async def close(self) -> None:
-        """End what the environments share."""
+        """Close the environments' shared resources."""
         await self.envs.close()
         if self.sandbox is not None:
             await self.sandbox.close()
@@ -89,10 +87,10 @@ class EpisodeRunner:
     async def run(
         self, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
     ) -> Trajectory | Fault:
-        """One episode; begun anew when a service fails, and a fault when it keeps failing."""
+        """Runs one episode; restarts it after a service failure and returns a Fault when the retries are used up."""
         problem = ""
         lost: list[ToolUse] = []
-        for _ in range(1 + self.budgets.retries):
+        for _ in range(1 + self.limits.retries):
             attempt = _Episode(self, engine, sampling, task, index, seed)
             try:
                 return replace(await attempt.run(), lost_uses=tuple(lost))
@@ -107,7 +105,7 @@ class EpisodeRunner:
 
 
 class _LateError(Exception):
-    """The environment did not answer in time."""
+    """The environment exceeded a time limit."""
 
     def __init__(self, stop_reason: StopReason) -> None:
         super().__init__(stop_reason)
@@ -115,36 +113,36 @@ class _LateError(Exception):
 
 
 class _Episode:
-    """An attempt. Raises ServiceDownError and JudgeError for faults that are not the policy's."""
+    """One attempt at an episode. Raises ServiceDownError and JudgeError for failures that are not the policy's."""
 
     def __init__(
         self,
-        setting: EpisodeRunner,
+        runner: EpisodeRunner,
         engine: RolloutEngine,
         sampling: Sampling,
         task: Task,
         index: int,
         seed: int | None,
     ) -> None:
-        self._envs, self._observations, self._budgets = setting.envs, setting.observations, setting.budgets
+        self._envs, self._observations, self._limits = runner.envs, runner.observations, runner.limits
         self._engine, self._sampling = engine, sampling
         self._task, self._index, self._seed = task, index, seed
         self._turns: list[Turn] = []
         self._ledger: list[int] = []  # all tokens of the turns
-        self._context: tuple[int, ...] = ()  # what the next turn begins with
+        self._context: tuple[int, ...] = ()  # prompt or observation tokens of the next turn
         self._prompt_length = 0
-        self._since_observation: list[int] = []  # what the policy wrote since it was last answered
-        self._stops: tuple[str, ...] = ()  # stop strings of the turn
-        self._tools: list[ToolSpec] = []  # that are offered
+        self._since_observation: list[int] = []  # response tokens since the last observation
+        self._stops: tuple[str, ...] = ()  # stop strings of the current turn
+        self._tools: list[ToolSpec] = []  # tools offered so far
         self.uses: list[ToolUse] = []
         self._num_calls = 0
         self._num_malformed = 0
-        self._answering_s = 0.0  # that the environment took
+        self._env_s = 0.0  # environment time so far
 
     async def run(self) -> Trajectory:
         env = self._guarded_make()
         try:
-            stop_reason = await self._play(env)
+            stop_reason = await self._run_turns(env)
             score = await self._verdict(env)
         finally:
             await _close(env)
@@ -159,32 +157,32 @@ class _Episode:
             self._num_malformed,
         )
 
-    async def _play(self, env: Env) -> StopReason:
+    async def _run_turns(self, env: Env) -> StopReason:
         try:
-            opening = _of_type(Observation, await self._answered(env.reset(), "reset"), "reset")
+            initial = _of_type(Observation, await self._timed(env.reset(), "reset"), "reset")
         except _LateError as late:
-            raise ServiceDownError("the environment", f"did not open within env.{late.stop_reason}_s") from late
-        check_offered(self._task, opening, self._task.env or "the run's")
-        self._context = self._observations.prompt_ids(opening)
-        self._tools = list(opening.tools)
+            raise ServiceDownError("the environment", f"reset took longer than env.{late.stop_reason}_s") from late
+        check_offered(self._task, initial, self._task.env or "the run's")
+        self._context = self._observations.prompt_ids(initial)
+        self._tools = list(initial.tools)
         self._prompt_length = len(self._context)
-        if self._prompt_length > self._budgets.max_prompt_tokens:
+        if self._prompt_length > self._limits.max_prompt_tokens:
             raise DataError(
-                f"the episode opens with {self._prompt_length} tokens, more than data.max_prompt_length="
-                f"{self._budgets.max_prompt_tokens}"
+                f"the initial observation has {self._prompt_length} tokens, more than data.max_prompt_length="
+                f"{self._limits.max_prompt_tokens}"
             )
         stop_reason = None
         while stop_reason is None:
             try:
                 stop_reason = await self._turn(env)
-            except _LateError as late:  # what the policy asked for is in the ledger, and is what is to blame
+            except _LateError as late:  # the policy's own action is in the ledger and took too long
                 stop_reason = late.stop_reason
         return stop_reason
 
     async def _turn(self, env: Env) -> StopReason | None:
-        """The policy writes and is answered. Returns why the episode is over, or None."""
-        budgets = self._budgets
-        calls_left = budgets.max_tool_calls - self._num_calls
+        """One response and the environment's answer. Returns the stop reason if the episode is over, else None."""
+        limits = self._limits
+        calls_left = limits.max_tool_calls - self._num_calls
         last = self._last_reason(calls_left)
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
@@ -193,7 +191,7 @@ class _Episode:
         text = self._observations.written(self._since_observation)
         text = text if ended else _until(self._stops, text)
         parsed = self._observations.tool_call_format.parse(text, self._tools)
-        if isinstance(parsed, Continue) and not ended:  # in the last turn: at an answer's tag inside a thought
+        if isinstance(parsed, Continue) and not ended:  # in the last turn: an answer tag inside a thought
             return self._out_of_room()
         if last is not None:
             await self._step(env, message)
@@ -202,13 +200,13 @@ class _Episode:
         match parsed:
             case ParseError(problem):
                 self._num_malformed += 1
-                if budgets.feedback_on_parse_error:
+                if limits.feedback_on_parse_error:
                     return self._observe((Message("tool", problem),), text, ended)
                 await self._step(env, message)
                 return StopReason.MALFORMED
             case Calls(calls):
                 made, refused = calls[:calls_left], calls[calls_left:]
-                self._num_calls += len(made)  # not every environment tells of its tool uses
+                self._num_calls += len(made)  # counted here: not every environment reports its tool uses
                 message = replace(message, tool_calls=made)
                 self._turns[-1] = replace(self._turns[-1], message=message)
                 unanswered = tuple(Message("tool", _NOT_RUN, tool=call.name) for call in refused)
@@ -218,15 +216,15 @@ class _Episode:
         return self._observe((*result.messages, *unanswered), text, ended, result.tools)
 
     def _last_reason(self, calls_left: int) -> StopReason | None:
-        """Why this turn is the last one, if it is."""
+        """The stop reason if this turn is the last one, else None."""
         if calls_left <= 0:
             return StopReason.MAX_TOOL_CALLS
-        return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._budgets.max_turns else None
+        return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._limits.max_turns else None
 
     async def _write(self, last: bool) -> tuple[Message, FinishReason]:
-        """The policy's next tokens, put into the ledger. The last turn stops nowhere but where its answer ends."""
+        """Generate one response and append it to the ledger. The last turn stops only at the end of an answer."""
         room = self._room
-        longest = min(room, self._budgets.max_turn_tokens or room)
+        longest = min(room, self._limits.max_turn_tokens or room)
         tool_call_format, written = (
             self._observations.tool_call_format,
             self._observations.written(self._since_observation),
@@ -236,7 +234,7 @@ class _Episode:
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
-            raise ServiceDownError("the rollout engine", "broke a reply off")
+            raise ServiceDownError("the rollout engine", "aborted a response")
         message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
         self._turns.append(Turn(self._context, completion, message))
         self._ledger += [*self._context, *completion.token_ids]
@@ -247,30 +245,30 @@ class _Episode:
     def _observe(
         self, answers: tuple[Message, ...], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
     ) -> StopReason | None:
-        """Put the answers before the policy, if there is room for them and for a word after them."""
+        """Append the answers as an observation. Returns LENGTH if no token is left for the next response."""
         self._turns[-1] = replace(self._turns[-1], responses=answers)
         self._context = self._observations.answer_ids(answers, written, ended, tools)
         self._since_observation = []
         return self._out_of_room()
 
     def _out_of_room(self) -> StopReason | None:
-        """Why the policy cannot write on, if it cannot."""
+        """LENGTH if the token budget is used up, else None."""
         return StopReason.LENGTH if self._room < 1 else None
 
     @property
     def _room(self) -> int:
-        """Tokens that the policy may still write."""
+        """Remaining response tokens."""
         observed = len(self._context) if self._turns else 0
-        return self._budgets.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
+        return self._limits.max_tokens - max(0, len(self._ledger) - self._prompt_length) - observed
 
     async def _step(self, env: Env, message: Message) -> StepResult:
-        begun_s = self._answering_s
+        before_s = self._env_s
         try:
-            result = _of_type(StepResult, await self._answered(env.step(message), "step"), "step")
+            result = _of_type(StepResult, await self._timed(env.step(message), "step"), "step")
         except ServiceDownError as error:
             if message.tool_calls:
                 tool = error.tool or message.tool_calls[0].name
-                self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._answering_s - begun_s))
+                self.uses.append(ToolUse(tool, ToolStatus.UNAVAILABLE, self._env_s - before_s))
             raise
         self.uses += result.tool_uses
         self._tools += result.tools
@@ -279,15 +277,15 @@ class _Episode:
         return result
 
     async def _verdict(self, env: Env) -> Score | None:
-        """The environment's own score of the episode, where it judges."""
+        """The environment's own score of the episode; None if it does not judge."""
         if not isinstance(env, Judge):
             return None
-        limit_s = self._budgets.judge_s
+        limit_s = self._limits.judge_s
         try:
             async with EnvTimer(limit_s).running():
                 score = await _guarded(env.judge(), "judge")
         except TimeoutError as error:
-            raise JudgeError(f"the environment: did not judge within env.judge_timeout_s={limit_s:g}") from error
+            raise JudgeError(f"the environment: judge exceeded env.judge_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
         if score is None:
@@ -295,20 +293,20 @@ class _Episode:
         try:
             return finite_score(score)
         except ValueError as error:
-            raise JudgeError(f"the environment: judge gave {score!r}, not a Score of finite numbers") from error
+            raise JudgeError(f"the environment: judge returned {score!r}, not a Score of finite numbers") from error
 
-    async def _answered(self, answer: Awaitable[_T], doing: str) -> _T:
-        """What the environment gives. Raises _LateError past a limit."""
-        left_s = self._budgets.episode_s - self._answering_s
-        clock = EnvTimer(min(self._budgets.turn_s, left_s))
+    async def _timed(self, answer: Awaitable[_T], method: str) -> _T:
+        """Await the environment under its time limits. Raises _LateError past one of them."""
+        left_s = self._limits.episode_s - self._env_s
+        clock = EnvTimer(min(self._limits.turn_s, left_s))
         try:
             async with clock.running():
-                return await _guarded(answer, doing)
+                return await _guarded(answer, method)
         except TimeoutError as error:
-            late = StopReason.TURN_TIMEOUT if self._budgets.turn_s < left_s else StopReason.EPISODE_TIMEOUT
+            late = StopReason.TURN_TIMEOUT if self._limits.turn_s < left_s else StopReason.EPISODE_TIMEOUT
             raise _LateError(late) from error
         finally:
-            self._answering_s += clock.seconds
+            self._env_s += clock.seconds
 
     def _guarded_make(self) -> Env:
         try:
@@ -316,12 +314,12 @@ class _Episode:
         except VerlError:
             raise
         except Exception as error:
-            raise _broken("making it", error) from error
+            raise _broken("the factory", error) from error
 
 
 def _until(stops: Sequence[str], text: str) -> str:
-    """The text up to the stop string that it paused at. The token that ends one may go on (`>.`): it is trained whole,
-    but what lies behind the stop string means nothing. White space stays, for it decides where an answer begins."""
+    """The text up to the stop string that ended it. The last token may extend past it (`>.`): the token is trained, but
+    the text after the stop string is ignored. Whitespace is kept, because answers depend on it."""
     end = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=len(text))
     return text[:end] if text[end:].strip() else text
 
@@ -330,32 +328,33 @@ def _checked(reward: float) -> float:
     try:
         return finite_number(reward)
     except ValueError as error:
-        raise ServiceDownError("the environment", f"step gave the reward {reward!r}, not a finite number") from error
+        raise ServiceDownError("the environment", f"step returned reward {reward!r}, not a finite number") from error
 
 
-def _of_type(kind: type[_T], given: object, doing: str) -> _T:
-    """What an environment gave. Environments are users' code, which no type checker has seen."""
-    if not isinstance(given, kind):
-        raise ServiceDownError("the environment", f"{doing} gave {given!r:.80}, not a verl.envs.base.{kind.__name__}")
-    return given
+def _of_type(kind: type[_T], value: object, method: str) -> _T:
+    """An environment's return value, checked at run time: environments are user code, perhaps without type checks."""
+    if not isinstance(value, kind):
+        expected = f"verl.envs.base.{kind.__name__}"
+        raise ServiceDownError("the environment", f"{method} returned {value!r:.80}, not a {expected}")
+    return value
 
 
-async def _guarded(step: Awaitable[_T], doing: str) -> _T:
-    """What an environment raises is a fault of its own, and ends one episode, not the step."""
+async def _guarded(step: Awaitable[_T], method: str) -> _T:
+    """An exception of the environment becomes a ServiceDownError, which ends one episode and not the training step."""
     try:
         return await step
     except VerlError:
         raise
     except Exception as error:
-        raise _broken(doing, error) from error
+        raise _broken(method, error) from error
 
 
-def _broken(doing: str, error: Exception) -> ServiceDownError:
-    return ServiceDownError("the environment", f"{doing} raised {type(error).__name__}: {error}")
+def _broken(method: str, error: Exception) -> ServiceDownError:
+    return ServiceDownError("the environment", f"{method} raised {type(error).__name__}: {error}")
 
 
 async def _close(env: Env) -> None:
-    """An environment that cannot be closed must not take the episode with it."""
+    """Close the environment; a failure to close must not discard the finished episode."""
     try:
         async with asyncio.timeout(_CLOSE_S):
             await env.close()

@@ -1,4 +1,4 @@
-"""Scores that are finite: what is none can be neither averaged nor kept as JSON."""
+"""Checks that scores are finite: NaN and infinities can be neither averaged nor stored as JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from verl.types import Score
 
 
 def finite_number(value: object) -> float:
-    """The number as a float, whichever library's it is. Raises ValueError for what is none, or is not finite."""
+    """The number as a float, whichever library's type it has. Raises ValueError if it is not a finite number."""
     try:
         if isinstance(value, Real) and math.isfinite(value):
             return float(value)
     except OverflowError:
         pass
-    raise ValueError(f"{value!r} is no finite number")
+    raise ValueError(f"{value!r} is not a finite number")
 
 
 def finite_score(score: object) -> Score:
-    """The score in floats. Raises ValueError for one without."""
-    problem = f"{score!r} is no Score of finite numbers"
+    """The score with all numbers as floats. Raises ValueError if one is not finite."""
+    problem = f"{score!r} is not a Score of finite numbers"
     if not isinstance(score, Score) or not isinstance(score.parts, Mapping):
         raise ValueError(problem)
     try:

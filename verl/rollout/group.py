@@ -1,4 +1,4 @@
-"""Rolling out one prompt: G episodes at once, each scored as soon as it is there."""
+"""Rolls out one prompt: G concurrent episodes, each scored as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _Judged = tuple[Trajectory, Score] | Fault
 
 @dataclass(frozen=True)
 class GroupRollout:
-    """Everything that a group of rollouts needs but the task.
+    """Everything that a group of rollouts needs except the task.
 
-    episode_runner: with an environment, over several turns; without one an episode is the task's prompt and one response
+    episode_runner: for multi-turn episodes; None: an episode is the task's prompt and one response
     """
 
     engine: RolloutEngine
@@ -41,7 +41,7 @@ class GroupRollout:
     episode_runner: EpisodeRunner | None = None
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
-        """`num_rollouts` episodes of the task, scored. Seeds count up from `first_seed`."""
+        """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`."""
         started = self._start(task, num_rollouts, first_seed)
         judged = await asyncio.gather(
             *(self._judge(task, index, episode, step) for index, episode in enumerate(started))
@@ -57,12 +57,12 @@ class GroupRollout:
         )
 
     async def close(self) -> None:
-        """End what the episodes share; the engine and the scorer are others' to end."""
+        """Close the episodes' shared resources; the engine and the scorer belong to the caller."""
         if self.episode_runner is not None:
             await self.episode_runner.close()
 
     def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
-        """Episodes that do not wait for one another; responses to one prompt are one request."""
+        """Start the episodes concurrently; single-turn responses to one prompt are one request."""
         if self.episode_runner is None:
             prompt_ids = self.chat.task_prompt_ids(task)
             sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
@@ -88,7 +88,7 @@ class GroupRollout:
     ) -> Trajectory | Fault:
         completion = (await responses)[index]
         if completion.finish_reason is FinishReason.ABORT:
-            return Fault(task.id, index, "the engine broke the reply off")
+            return Fault(task.id, index, "the engine aborted the response")
         message = Message("assistant", self.chat.response_text(completion.token_ids))
         turns = (Turn(prompt_ids, completion, message),)
         outcome = Outcome.SCORED if completion.finish_reason is FinishReason.STOP else Outcome.MODEL_FAULT

@@ -1,7 +1,7 @@
-"""A rollout engine on transformers: slow, exact and repeatable; for tests and for machines without vLLM.
+"""A rollout engine on transformers: slow, exact and reproducible; for tests and for machines without vLLM.
 
-Requests without a seed that wait at the same moment are decoded as one left-padded batch. A seeded request is decoded
-by itself, because the rounding of its log-probs depends on what shares its batch: it repeats bit for bit.
+Unseeded requests that wait at the same time are decoded as one left-padded batch. A seeded request is decoded alone, so
+that it is bit-for-bit reproducible: the rounding of log-probs depends on the other rows of a batch.
 Shape legend: B requests, L tokens, V vocabulary.
 """
 
@@ -31,7 +31,7 @@ from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
 from verl.types import Completion, FinishReason
 from verl.utils.pretrained import read_causal_lm
 
-MAX_BATCH = 256  # completions decoded together, where nothing else is asked for
+MAX_BATCH = 256  # default number of completions per batch
 
 
 class _Request(NamedTuple):
@@ -45,24 +45,24 @@ class _Request(NamedTuple):
 class HFEngine:
     """Generates with a transformers model that it owns.
 
-    tokenizer: needed for stop strings alone
+    tokenizer: needed only for stop strings
     """
 
     def __init__(self, model: PreTrainedModel, max_batch: int = MAX_BATCH, tokenizer: Any = None) -> None:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._max_batch = max_batch
-        self._version: int | None = 0  # None: new weights are there in part
+        self._version: int | None = 0  # None: a weight sync failed halfway
         self._waiting: list[_Request] = []
         self._flush: asyncio.Task[None] | None = None
         self._receiver = Receiver(model.device)
-        self._in_use = asyncio.Lock()  # the weights, by a batch or by those who replace them
+        self._in_use = asyncio.Lock()  # held on the weights by a running batch or a weight sync
         self._interrupted = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """`sampling.n` completions; what else waits at this moment is decoded with them."""
+        """Returns `sampling.n` completions; requests that wait at the same time share the batch."""
         if sampling.stop_strings and self._tokenizer is None:
-            raise ConfigError("stop strings need the engine's tokenizer; give it one")
+            raise ConfigError("stop strings need a tokenizer; pass one to the engine")
         request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._flush is None or self._flush.done():
@@ -70,16 +70,16 @@ class HFEngine:
         return await request.future
 
     async def sleep(self) -> None:
-        """Nothing to give up."""
+        """No-op: the memory is kept."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """No-op: the engine started no processes."""
 
     async def _run_waiting(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # let all that are about to ask do so
+            await asyncio.sleep(0)  # let other callers submit their requests first
             async with self._in_use:
-                self._waiting = [each for each in self._waiting if not each.future.done()]  # those were cancelled
+                self._waiting = [each for each in self._waiting if not each.future.done()]  # drop cancelled requests
                 if self._waiting:
                     await self._answer(self._next_batch())
 
@@ -88,7 +88,7 @@ class HFEngine:
         self._interrupted = False
         try:
             completions = await self._decode([prompt for prompt, _ in rows], [sampling for _, sampling in rows])
-        except Exception as error:  # noqa: BLE001  whoever asked must hear of it
+        except Exception as error:  # noqa: BLE001  raised in the callers
             for request in batch:
                 if not request.future.done():
                     request.future.set_exception(error)
@@ -96,11 +96,11 @@ class HFEngine:
             remaining = iter(completions)
             for request in batch:
                 its_own = tuple(islice(remaining, request.sampling.n))
-                if not request.future.done():  # whoever asked may have been cancelled
+                if not request.future.done():  # the caller may have been cancelled
                     request.future.set_result(its_own)
 
     def _next_batch(self) -> list[_Request]:
-        """The first request alone if it is seeded, else with others that are not, while there is room."""
+        """The first request alone if it is seeded, else with further unseeded ones up to `max_batch`."""
         batch = [self._waiting.pop(0)]
         count = batch[0].sampling.n
         while batch[0].sampling.seed is None and self._waiting:
@@ -112,30 +112,30 @@ class HFEngine:
         return batch
 
     async def interrupt(self) -> None:
-        """Break off the batch that is being decoded, at its next token."""
+        """Abort the running batch at its next token."""
         self._interrupted = True
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        """Check the names, and let requests wait, once the batch is done that is being decoded."""
+        """Check the names, wait for the running batch, and hold back further requests."""
         sent, own = set(all_names(layouts)), set(dict(self._named_parameters()))
-        for names, said in ((own - sent, "lacks"), (sent - own, "has unknown")):
+        for names, problem in ((own - sent, "lacks"), (sent - own, "has unknown")):
             if names:
-                raise EngineError(f"a publication {said} {len(names)} weights, among them {min(names)!r}")
+                raise EngineError(f"the weight sync {problem} {len(names)} weights, e.g. {min(names)!r}")
         await self._in_use.acquire()
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         """Copy the weights in by name."""
         own = dict(self._named_parameters())
         try:
-            for name, view in layout.named(self._receiver.receive(layout, offers)):
+            for name, view in layout.named(self._receiver.receive(layout, handles)):
                 own[name].data.copy_(view)
         except BaseException:
             self._version = None
-            self._in_use.release()  # whoever waits must hear of it
+            self._in_use.release()  # waiting requests then raise
             raise
 
     async def end_weights(self, version: int) -> None:
-        """Requests go on."""
+        """Accept requests again."""
         self._version = version
         self._in_use.release()
 
@@ -144,7 +144,7 @@ class HFEngine:
 
     async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:
-            raise EngineError("new weights were put into the engine in part; start it anew")
+            raise EngineError("a weight sync failed halfway, so the engine's weights are inconsistent; restart it")
         longest = max(len(prompt) for prompt in prompts)
         pads_B = torch.tensor([longest - len(prompt) for prompt in prompts])
         device = self._model.device
@@ -178,31 +178,31 @@ class HFEngine:
                     reasons[row] = self._finished(tokens[row], sampling)
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
-            await asyncio.sleep(0)  # or nobody could interrupt
+            await asyncio.sleep(0)  # gives `interrupt` a chance to run
         return [
-            Completion(tuple(ids), tuple(said), reason or FinishReason.ABORT, self._version)
-            for ids, said, reason in zip(tokens, logprobs, reasons, strict=True)
+            Completion(tuple(ids), tuple(values), reason or FinishReason.ABORT, self._version)
+            for ids, values, reason in zip(tokens, logprobs, reasons, strict=True)
         ]
 
     def _finished(self, tokens: list[int], sampling: Sampling) -> FinishReason | None:
-        """A stop string's tokens are kept, and what its last token holds behind it."""
+        """Stop-string tokens are kept, including any text of the last one after the stop string."""
         if tokens[-1] in sampling.stop_token_ids or any(self._ends(tokens, stop) for stop in sampling.stop_strings):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
 
     def _ends(self, tokens: list[int], stop: str) -> bool:
-        """Whether the text of the last tokens holds `stop`."""
+        """Whether the text of the last tokens contains `stop`."""
         return stop in self._tokenizer.decode(tokens[-reach(stop) :])
 
 
 def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:
-    """An engine with a model of its own. Raises ConfigError if there is no model at `path`, or not a whole one."""
+    """An engine that loads its own model. Raises ConfigError if the model at `path` is missing or incomplete."""
     model = read_causal_lm(path, dtype)
     return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
 
 
 def _processors(sampling: Sampling) -> list[LogitsProcessor]:
-    """In vLLM's order. A penalty scales logits, so that it may come after the temperature, which does, too."""
+    """In vLLM's order. Penalty and temperature both scale logits, so their order does not matter."""
     made: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1.0:
         made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -218,12 +218,12 @@ def _processors(sampling: Sampling) -> list[LogitsProcessor]:
 
 
 def _generator(seed: int | None) -> torch.Generator:
-    """Of its own for a seeded completion, torch's for all others."""
+    """A dedicated generator for a seeded completion, torch's default one otherwise."""
     return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
 
 
 def _draw(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], generator: torch.Generator) -> tuple[int, float]:
-    """A token and its log-prob; at temperature 0 the likeliest one, with its log-prob at temperature 1.
+    """Sample a token; returns it with its log-prob. Temperature 0: the argmax, with its log-prob at temperature 1.
 
     seen: tokens of the prompt and of the response so far
     """

@@ -1,13 +1,10 @@
-"""Several engines in other processes as one: each request goes to the engine with the least in flight.
+"""Several engines in worker processes behind one interface: each request goes to the least loaded engine.
 
-Where rollouts go on while the policy learns, responses are being written when new weights come. `OnWeightSync` says
-what
-becomes of them; whichever it is, no engine ever changes its weights within a request, so the version of every token is
-known.
+In asynchronous (off-policy) training, responses are in flight when a weight sync starts; `OnWeightSync` selects what
+happens to them. No engine changes its weights within a request, so the weight version of every token is known.
 
-An engine that is lost (its process died or stays stopped, or vLLM below it failed) is replaced: `make_lost` puts
-another in its place, which requests go to once it has weights. What it was writing is asked for again, with the same
-seed.
+A lost engine (its process died or hangs, or vLLM failed) is replaced by `make_lost`; the new engine gets requests once
+it has weights. The lost engine's requests are retried with the same seed.
 """
 
 from __future__ import annotations
@@ -32,24 +29,24 @@ from verl.types import Completion, FinishReason
 if TYPE_CHECKING:
     from verl.rollout.vllm_engine import VLLMEngine
 
-_SEEDS_BETWEEN_PIECES = 1_000_033  # so that what goes on draws other numbers than what was broken off
-_ASK_AGAIN_S = 0.2
-_ATTEMPTS = 2  # to have a request answered
-_MAX_REMAKES = 3  # of one engine, without new weights between
+_SEEDS_BETWEEN_PIECES = 1_000_033  # seed offset: a continued response uses other random numbers than its first part
+_INTERRUPT_AGAIN_S = 0.2
+_ATTEMPTS = 2  # attempts per request
+_MAX_REMAKES = 3  # restarts of one engine between two weight syncs
 
 _log = logging.getLogger(__name__)
 
 
 class OnWeightSync(StrEnum):
-    """What responses do that are being written when new weights come."""
+    """What happens at a weight sync to responses in flight."""
 
-    CONTINUE = "continue"  # the new weights write on from where the old ones were
-    FINISH = "finish"  # the old weights write them to their end first
-    ABORT_AND_RETRY = "abort_and_retry"  # the new weights write them anew; earlier turns of an episode stay
+    CONTINUE = "continue"  # partial rollout: the new weights continue the response
+    FINISH = "finish"  # the weight sync waits until the old weights have finished the response
+    ABORT_AND_RETRY = "abort_and_retry"  # the new weights restart the response; earlier turns of the episode stay
 
 
 class _ReplacedError(Exception):
-    """The engine was lost; another takes its place."""
+    """The engine was lost and is being replaced."""
 
 
 class EnginePool:
@@ -63,58 +60,58 @@ class EnginePool:
         decode: Decode | None = None,
         remake: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """sources: by engine, the places of those offers of a bucket that are meant for it
-        on_weight_sync: None where nothing is ever being written then
-        decode: the text of tokens; needed for stop strings of responses that go on with other weights
-        remake: starts another engine in the place of a lost one; left out, a loss is an error
+        """sources: per engine, the indices of a bucket's offers that are meant for it
+        on_weight_sync: None if no response is ever in flight during a weight sync
+        decode: tokens to text; needed for stop strings of responses that continue with new weights
+        remake: restarts a lost engine; None: losing an engine is an error
         """
         self._workers = workers
         self._sources = sources
-        self._on_publish = on_weight_sync
+        self._on_weight_sync = on_weight_sync
         self._decode = decode
         self._remake = remake
         self._in_flight = [0] * workers.size
-        self._open = asyncio.Event()  # cleared while weights are replaced
+        self._open = asyncio.Event()  # cleared during a weight sync
         self._open.set()
-        self._held = False  # whether it stays so when they are there
-        self._landed = asyncio.Event()  # something has; for those who wait until all has
-        self.version: int | None = None  # of the weights that were published last
-        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `make_lost` and publishes, when it may
-        self.num_remade = self.num_retried = 0  # engines, requests; whoever reports them sets them back
-        self._ready = set(range(workers.size))  # engines that requests go to
-        self._usable = asyncio.Event()  # there is one, or there will be none
+        self._paused = False  # requests stay blocked after the weight sync
+        self._landed = asyncio.Event()  # a request has finished
+        self.version: int | None = None  # weight version of the last weight sync
+        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `make_lost` and syncs weights when possible
+        self.num_remade = self.num_retried = 0  # engines, requests; the metrics code resets them
+        self._ready = set(range(workers.size))  # engines that accept requests
+        self._usable = asyncio.Event()  # set if an engine is ready, or if none ever will be
         self._usable.set()
-        self._given: set[int] = set()  # those that have all of the new weights
-        self._lost: dict[int, Exception] = {}  # what each was lost by
+        self._synced: set[int] = set()  # engines that have all new weights
+        self._lost: dict[int, Exception] = {}  # cause, by engine
         self._losses = [0] * workers.size
-        self._in_a_row = [0] * workers.size  # how often each was remade since there were new weights
+        self._in_a_row = [0] * workers.size  # restarts of each engine since the last weight sync
         self._restoring: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None  # why what is lost is not replaced
+        self._failure: Exception | None = None  # why lost engines cannot be replaced
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        if self._on_publish is None:
-            return await self._ask(prompt_ids, sampling)
+        if self._on_weight_sync is None:
+            return await self._request(prompt_ids, sampling)
         return tuple(await asyncio.gather(*(self._whole(prompt_ids, one) for one in each_of(sampling))))
 
     async def _whole(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One completion, in as many pieces as publications break it into."""
+        """One completion; every weight sync may split it into another piece."""
         pieces: list[Completion] = []
         while True:
             written = tuple(chain.from_iterable(piece.token_ids for piece in pieces))
-            (piece,) = await self._ask((*prompt_ids, *written), _rest(sampling, pieces))
+            (piece,) = await self._request((*prompt_ids, *written), _rest(sampling, pieces))
             if written:
                 piece = self._stopped(written, piece, sampling.stop_strings)
             interrupted = piece.finish_reason is FinishReason.ABORT and not self._open.is_set()
             if not interrupted:
                 return joined([*pieces, piece])
-            if self._on_publish is OnWeightSync.CONTINUE and piece.token_ids:
+            if self._on_weight_sync is OnWeightSync.CONTINUE and piece.token_ids:
                 pieces.append(piece)
 
     def _stopped(self, written: Sequence[int], piece: Completion, stops: Sequence[str]) -> Completion:
-        """Ended where a stop string ends that was begun before: an engine looks for it in what it writes itself."""
+        """Truncate at a stop string that spans two pieces: an engine searches only its own output."""
         if not stops:
             return piece
-        assert self._decode is not None, "stop strings of replies in pieces are looked for in their text"
+        assert self._decode is not None, "stop strings of responses in pieces need `decode`"
         end = tokens_to_stop(self._decode, written, piece.token_ids, stops)
         if end is None:
             return piece
@@ -122,7 +119,7 @@ class EnginePool:
             piece, token_ids=piece.token_ids[:end], logprobs=piece.logprobs[:end], finish_reason=FinishReason.STOP
         )
 
-    async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+    async def _request(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         for _ in range(_ATTEMPTS):
             rank = await self._choose()
             self._in_flight[rank] += sampling.n
@@ -135,10 +132,10 @@ class EnginePool:
             finally:
                 self._in_flight[rank] -= sampling.n
                 self._landed.set()
-        raise LostRequestError(f"the engine was lost {_ATTEMPTS} times in a row; the last time: {cause}")
+        raise LostRequestError(f"the engine was lost {_ATTEMPTS} times in a row; last cause: {cause}")
 
     async def _choose(self) -> int:
-        """The engine with the least in flight, once there is one. Raises what keeps lost ones from being replaced."""
+        """Wait for a ready engine and pick the least loaded one. Raises the error that prevents replacing lost ones."""
         while self._failure is None and not (self._open.is_set() and self._ready):
             await self._open.wait()
             await self._usable.wait()
@@ -147,21 +144,21 @@ class EnginePool:
         return min(sorted(self._ready), key=self._in_flight.__getitem__)
 
     async def _submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """What an engine answers. Raises _ReplacedError where it is lost and another is to take its place."""
+        """An engine's result. Raises _ReplacedError if the engine is lost and will be replaced."""
         losses = self._losses[rank]
         try:
             return await self._workers.submit(rank, function, *args)
         except (WorkerLostError, EngineLostError) as error:
             if self._remake is None:
                 raise
-            if self._losses[rank] == losses:  # nobody has noticed before
+            if self._losses[rank] == losses:  # the first caller to notice
                 self._lose(rank, error)
             raise _ReplacedError from error
 
     def _lose(self, rank: int, cause: Exception) -> None:
         first, *others = str(cause).splitlines() or [repr(cause)]
-        last = f" ({others[-1].strip()})" if others else ""  # of a log, whose middle helps nobody on a console
-        _log.warning("%s%s\nAnother engine takes its place, and is asked again what this one was asked", first, last)
+        last = f" ({others[-1].strip()})" if others else ""  # the last line of a log is enough for the console
+        _log.warning("%s%s\nStarting a new engine; its requests will be retried", first, last)
         self._losses[rank] += 1
         self._lost[rank] = cause
         self._ready.discard(rank)
@@ -174,19 +171,19 @@ class EnginePool:
         try:
             while self._lost:
                 await restore()
-        except Exception as error:  # noqa: BLE001  it is raised to all who ask for anything from now on
+        except Exception as error:  # noqa: BLE001  raised in all later requests
             self._failure = error
             self._usable.set()
 
     @property
     def lost(self) -> Sequence[int]:
-        """Ranks of the engines that are lost and not yet replaced."""
+        """Ranks of lost engines that are not yet replaced."""
         return sorted(self._lost)
 
     async def make_lost(self) -> Sequence[int]:
-        """Put others in the places of lost engines; their ranks. Requests go to them once they were published to.
+        """Restart lost engines and return their ranks. They accept requests after their first weight sync.
 
-        Raises EngineError if one keeps being lost.
+        Raises EngineError if an engine keeps being lost.
         """
         ranks = self.lost
         await asyncio.gather(*(self._make(rank) for rank in ranks))
@@ -198,7 +195,7 @@ class EnginePool:
             cause = self._lost[rank]
             if self._in_a_row[rank] == _MAX_REMAKES:
                 raise EngineError(
-                    f"an engine was lost {_MAX_REMAKES + 1} times without a step between; the last time: {cause}"
+                    f"an engine was lost {_MAX_REMAKES + 1} times within one step; last cause: {cause}"
                 ) from cause
             self._in_a_row[rank] += 1
             self.num_remade += 1
@@ -210,7 +207,7 @@ class EnginePool:
                 del self._lost[rank]
 
     def only(self, ranks: Sequence[int]) -> EngineSubset:
-        """Some of the engines, to publish to while the others go on."""
+        """Some of the engines, for a weight sync while the others keep generating."""
         return EngineSubset(self, ranks)
 
     @property
@@ -221,47 +218,47 @@ class EnginePool:
         await self._on(range(self._workers.size), _interrupt)
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        """Once nothing is being written any more; what wants to be waits until all weights are there."""
+        """Wait until no response is in flight, then start the weight sync; new requests wait until its end."""
         self._open.clear()
         try:
             await self._wait_until_quiet()
             await self._all.begin_weights(layouts)
         except BaseException:
-            self._open.set()  # with the old weights, or to hear that there are none
+            self._open.set()  # requests run on the old weights, or raise if there are none
             raise
 
     async def _wait_until_quiet(self) -> None:
         while any(self._in_flight):
             self._landed.clear()
-            if self._on_publish is not OnWeightSync.FINISH:
-                await self.interrupt()  # again, as long as a request may have been on its way to an engine
+            if self._on_weight_sync is not OnWeightSync.FINISH:
+                await self.interrupt()  # repeatedly, because a request may still be on its way to an engine
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._landed.wait(), _ASK_AGAIN_S)
+                await asyncio.wait_for(self._landed.wait(), _INTERRUPT_AGAIN_S)
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
-        """Offers may be references to them (`WorkerGroup.refer`), so that they travel straight to the engines."""
-        await self._all.load_bucket(layout, *offers)
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        """Offers may be references (`WorkerGroup.call_ref`), so that they go directly to the engines."""
+        await self._all.load_bucket(layout, *handles)
 
     async def end_weights(self, version: int) -> None:
         await self._all.end_weights(version)
 
     def _admit(self) -> None:
-        """Let requests go to all engines that have the new weights."""
-        self._ready |= self._given - self._lost.keys()
-        self._given.clear()
+        """Admit requests to all engines that have the new weights."""
+        self._ready |= self._synced - self._lost.keys()
+        self._synced.clear()
         self._open.set()
         if self._ready:
             self._usable.set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A publication inside lets nobody write before the end of the block but `generate_everywhere`, which would
-        else have to wait behind all that waits for the weights."""
-        self._held = True
+        """Keeps requests blocked after a weight sync in the block until its end, so that `generate_everywhere` can run
+        first instead of queuing behind them."""
+        self._paused = True
         try:
             yield
         finally:
-            self._held = False
+            self._paused = False
             self._admit()
 
     async def sleep(self) -> None:
@@ -271,15 +268,15 @@ class EnginePool:
         await self._on(range(self._workers.size), close_engine)
 
     async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """The same request to every engine that is not lost, in the order of their ranks."""
+        """Send the same request to every engine that is not lost; results in rank order."""
         return await self._all.generate_everywhere(prompt_ids, sampling)
 
     async def _on(self, ranks: Iterable[int], function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
-        """What those of the engines answer that are not lost."""
+        """Call a function on these engines; results of those that are not lost."""
         return await self._each(dict.fromkeys(ranks, args), function)
 
-    async def _each(self, asked: dict[int, tuple[Any, ...]], function: Callable[..., Awaitable[Any]]) -> list[Any]:
-        """As `_on`, with arguments for each."""
+    async def _each(self, calls: dict[int, tuple[Any, ...]], function: Callable[..., Awaitable[Any]]) -> list[Any]:
+        """Like `_on`, with separate arguments per engine."""
 
         async def answer(rank: int, args: tuple[Any, ...]) -> list[Any]:
             try:
@@ -287,13 +284,13 @@ class EnginePool:
             except _ReplacedError:
                 return []
 
-        answers = await asyncio.gather(*(answer(rank, args) for rank, args in asked.items() if rank not in self._lost))
+        answers = await asyncio.gather(*(answer(rank, args) for rank, args in calls.items() if rank not in self._lost))
         return list(chain.from_iterable(answers))
 
 
 @dataclass(frozen=True)
 class EngineSubset:
-    """Some engines of a pool as those who publish see them. One that is lost meanwhile is left out from then on."""
+    """Some engines of a pool, as a weight sync sees them. Engines lost meanwhile are skipped."""
 
     pool: EnginePool
     ranks: Sequence[int]
@@ -301,10 +298,10 @@ class EngineSubset:
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         await self.pool._on(self.ranks, _begin_weights, layouts)
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         sources = self.pool._sources
-        asked = {rank: (layout, *(offers[place] for place in sources[rank])) for rank in self.ranks}
-        await self.pool._each(asked, _load_bucket)
+        calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
+        await self.pool._each(calls, _load_bucket)
 
     async def end_weights(self, version: int) -> None:
         pool = self.pool
@@ -312,8 +309,8 @@ class EngineSubset:
         if version != pool.version:
             pool._in_a_row = [0] * len(pool._in_a_row)
         pool.version = version
-        pool._given |= set(self.ranks) - pool._lost.keys()
-        if not pool._held:
+        pool._synced |= set(self.ranks) - pool._lost.keys()
+        if not pool._paused:
             pool._admit()
 
     async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
@@ -327,7 +324,7 @@ def _generate(
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
-    """What is left to ask for."""
+    """Sampling parameters for the rest of a response."""
     if not pieces:
         return sampling
     seed = None if sampling.seed is None else sampling.seed + len(pieces) * _SEEDS_BETWEEN_PIECES
@@ -336,7 +333,7 @@ def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Pieces that follow one another, as one completion."""
+    """Consecutive pieces as one completion."""
     *_, last = pieces
     if len(pieces) == 1:
         return last
@@ -357,8 +354,8 @@ def _begin_weights(engine: RolloutEngine, layouts: Sequence[BucketLayout]) -> Aw
     return engine.begin_weights(layouts)
 
 
-def _load_bucket(engine: RolloutEngine, layout: BucketLayout, *offers: BucketHandle) -> Awaitable[None]:
-    return engine.load_bucket(layout, *offers)
+def _load_bucket(engine: RolloutEngine, layout: BucketLayout, *handles: BucketHandle) -> Awaitable[None]:
+    return engine.load_bucket(layout, *handles)
 
 
 def _end_weights(engine: RolloutEngine, version: int) -> Awaitable[None]:
@@ -370,10 +367,10 @@ def _sleep(engine: RolloutEngine) -> Awaitable[None]:
 
 
 def close_engine(engine: RolloutEngine) -> Awaitable[None]:
-    """To be submitted to an engine's worker."""
+    """Submit this to an engine's worker."""
     return engine.close()
 
 
-def join_broadcast(engine: VLLMEngine, meeting: Rendezvous, first: int) -> Awaitable[None]:
-    """To be submitted to the worker of an engine on GPUs of its own, while the trainer waits for it."""
-    return engine.join_broadcast(meeting, first)
+def join_broadcast(engine: VLLMEngine, rendezvous: Rendezvous, first: int) -> Awaitable[None]:
+    """Submit this to the worker of an engine on its own GPUs, while the trainer waits for the rendezvous."""
+    return engine.join_broadcast(rendezvous, first)

@@ -1,8 +1,8 @@
-"""Scoring in worker processes that are made anew when they die: a reward that hangs or dies must not stop a run.
+"""Scoring in worker processes that are restarted when they die: a reward that hangs or crashes must not stop a run.
 
-A response whose process dies is scored once more by a fresh one, for a reward is deterministic, and is lost (a Fault)
-where that dies, too. A response that passes a limit (`ScoringLimits`), or crashes both processes, is the policy's own
-doing: it is scored as an empty response, unless the limits say otherwise.
+If a process dies, its response is scored once more by a fresh one (rewards are deterministic); if that dies too, the
+response is lost (a Fault). A response that exceeds a limit (`ScoringLimits`) or crashes both processes is the policy's
+fault: it gets the score of an empty response, unless the limits specify otherwise.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Fault:
     task_id: str
     index: int
     problem: str
-    lost_uses: tuple[ToolUse, ...] = ()  # of the attempts
+    lost_uses: tuple[ToolUse, ...] = ()  # tool uses of the failed attempts
 
     def __str__(self) -> str:
-        return f"{self.task_id}, reply {self.index}: {self.problem}"
+        return f"{self.task_id}, response {self.index}: {self.problem}"
 
 
 class Scorer(Protocol):
-    """Scores trajectories side by side."""
+    """Scores trajectories concurrently."""
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
-        """The score, or why there is none. Never raises for what a reward does."""
+        """The score, or a Fault. Never raises an exception of the reward."""
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectScorer:
-    """Scores in this process, without a deadline: for tests and for rewards that are known."""
+    """Scores in this process, without a timeout: for tests and trusted rewards."""
 
     reward: Reward
 
@@ -72,19 +72,19 @@ class DirectScorer:
             return Fault(task.id, trajectory.index, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No-op: there are no workers."""
 
 
 class ScoringPool:
-    """Scores in processes of their own, each with a thread of this process that asks it and makes it anew.
+    """Scores in separate processes; one thread per process sends it jobs and restarts it.
 
-    Workers inherit this process's environment, so the reward's variables reach them whatever cluster is used.
+    Workers inherit this process's environment, so the reward's variables reach them on any cluster.
     """
 
     def __init__(
         self, name: str, options: Mapping[str, Any], num_workers: int, limits: ScoringLimits | None = None
     ) -> None:
-        """name, options: of the reward of tasks that name none. Raises ConfigError if it cannot be made."""
+        """name, options: the default reward, for tasks that name none. Raises ConfigError if it cannot be built."""
         build_rewards(name, options)
         limits = limits or ScoringLimits()
         self._jobs: _Jobs = queue.SimpleQueue()
@@ -96,7 +96,7 @@ class ScoringPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that score now."""
+        """The running scoring processes."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
@@ -107,7 +107,7 @@ class ScoringPool:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """End the processes; what is being scored is lost."""
+        """Stop the processes; unfinished jobs are canceled."""
         self._closed.set()
         for worker in self._workers:
             self._jobs.put(None)
@@ -129,7 +129,7 @@ _Jobs = queue.SimpleQueue[tuple["Future[Score | Fault]", Call] | None]
 
 
 class _Worker(threading.Thread):
-    """Owns one process after another; takes the pool's jobs."""
+    """Takes the pool's jobs; owns a scoring process and restarts it when needed."""
 
     def __init__(self, made_of: tuple[str, str, ScoringLimits], jobs: _Jobs, closed: threading.Event) -> None:
         super().__init__(name="verl-scoring", daemon=True)
@@ -152,7 +152,7 @@ class _Worker(threading.Thread):
             self._drop_process()
 
     def end_process(self) -> None:
-        """Of another thread: whatever it does, it ends."""
+        """Kill the process, from any thread."""
         process = self.process
         if process is not None:
             process.kill()
@@ -160,7 +160,7 @@ class _Worker(threading.Thread):
     def _do(self, job: Future[Score | Fault], call: Call) -> None:
         try:
             job.set_result(self._score(call))
-        except BaseException as error:  # noqa: BLE001  the caller is the one to know
+        except BaseException as error:  # noqa: BLE001  raised in the caller
             job.set_exception(error)
 
     def _score(self, call: Call) -> Score | Fault:
@@ -171,13 +171,13 @@ class _Worker(threading.Thread):
         except ProcessDiedError as error:
             return _fault(call, f"the reward's process died twice ({error})")
         except LimitExceededError as error:
-            self._drop_process()  # killed, or its memory in pieces
+            self._drop_process()  # killed, or in an undefined state after a MemoryError
             if self._limits.fault_policy == "infrastructure":
                 return _fault(call, str(error))
             return self._score_empty(call, str(error))
 
     def _score_twice(self, call: Call) -> Score:
-        """By a fresh process where the first one dies. Raises what ScoringProcess.score raises."""
+        """Retries once in a fresh process if the first one dies. Raises what ScoringProcess.score raises."""
         self._replace_dead()
         try:
             return self._ready_process().score(call)
@@ -185,7 +185,7 @@ class _Worker(threading.Thread):
             self._drop_process()
             if self._closed.is_set():
                 raise
-            _log.warning("a scoring process died while it scored (%s); scoring the response once more", first)
+            _log.warning("a scoring process died while scoring (%s); retrying the response once", first)
             try:
                 return self._ready_process().score(call)
             except ProcessDiedError as second:
@@ -198,23 +198,23 @@ class _Worker(threading.Thread):
         try:
             score = self._score_twice((_emptied(trajectory), task, step))
         except (RewardError, ProcessDiedError, LimitExceededError) as error:
-            return _fault(call, f"{exceeded}; an empty response has no score either: {error}")
+            return _fault(call, f"{exceeded}; scoring an empty response failed too: {error}")
         return replace(score, exceeded=exceeded)
 
     def _start_idle(self) -> None:
-        """What goes wrong is the first response's to report."""
+        """Start ahead of the first job, which reports any error."""
         with contextlib.suppress(RewardError, ProcessDiedError):
             self._ready_process()
 
     def _ready_process(self) -> ScoringProcess:
-        """Raises RewardError and ProcessDiedError where it cannot be started."""
+        """Start a process if none is alive. Raises RewardError and ProcessDiedError if that fails."""
         if self.process is None or self.process.cause_of_death is not None:
             self._drop_process()
             try:
                 self.process = ScoringProcess(*self._made_of)
-            except (OSError, RuntimeError) as error:  # no process, thread, memory or file is left; it may pass
+            except (OSError, RuntimeError) as error:  # out of processes, threads, memory or files; maybe temporarily
                 raise ProcessDiedError(f"cannot be started ({error})", crashed=False) from error
-            if self._closed.is_set():  # it was made behind the back of whoever closed
+            if self._closed.is_set():  # started concurrently with `close`
                 self.process.kill()
             try:
                 self.process.wait_until_ready()
@@ -225,7 +225,7 @@ class _Worker(threading.Thread):
 
     def _replace_dead(self) -> None:
         if self.process is not None and (cause := self.process.cause_of_death) is not None:
-            _log.warning("scoring process %d died while idle (%s); started anew", self.process.pid, cause)
+            _log.warning("scoring process %d died while idle (%s); restarting it", self.process.pid, cause)
             self._drop_process()
             self._start_idle()
 
@@ -241,6 +241,6 @@ def _fault(call: Call, problem: str) -> Fault:
 
 
 def _emptied(trajectory: Trajectory) -> Trajectory:
-    """The episode as if the policy had written nothing: what no reward can fail to answer at once."""
+    """The episode with empty responses, which every reward can score quickly."""
     turns = tuple(replace(turn, message=replace(turn.message, content="", tool_calls=())) for turn in trajectory.turns)
     return replace(trajectory, turns=turns)

@@ -1,7 +1,7 @@
-"""One process that scores, and the thread that watches it: started, asked, killed when it passes a limit.
+"""A scoring process and the thread that watches it and kills it when it exceeds a limit.
 
-Limits are counted in ticks in which the process could run: a process that is stopped, or a machine that sleeps, uses up
-nobody's deadline. The time of a response begins when a process that is ready takes it.
+Time limits count only ticks in which the process could run: neither a stopped process nor a suspended machine uses up
+the time. The clock of a response starts when a ready process takes it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 _TICK_S = 0.25
-_START_S = 120.0  # to import and build the rewards
-_GONE_S = 5.0  # for a killed process to be gone
+_START_S = 120.0  # time to import and build the rewards
+_GONE_S = 5.0  # time for a killed process to exit
 _HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _PR_SET_PDEATHSIG = 1
@@ -39,13 +39,13 @@ Call = tuple[Trajectory, Task, int]  # and the step
 
 @dataclass(frozen=True, slots=True)
 class ScoringLimits:
-    """What scoring one response may take, and whose fault it is to take more.
+    """Limits for scoring one response, and what happens when it exceeds one.
 
-    timeout_s: for one response
-    memory_mib: data of the process; None: no limit
-    fault_policy: of a response that passes a limit: "policy", scored as an empty response; "infrastructure", left out
-    health_timeout_s: after which a process that is stopped is given up
-    keys: how the keys begin that set these limits, for messages
+    timeout_s: per response
+    memory_mib: data segment of the process; None: no limit
+    fault_policy: for a response over a limit: "policy": scored as an empty response; "infrastructure": dropped
+    health_timeout_s: a process that is stopped for longer is killed
+    keys: prefix of the configuration keys that set these limits, for messages
     """
 
     timeout_s: float = 20.0
@@ -56,15 +56,15 @@ class ScoringLimits:
 
 
 class RewardError(Exception):
-    """The reward raised, or returned what is no score."""
+    """The reward raised, or returned something other than a score."""
 
 
 class LimitExceededError(Exception):
-    """Scoring the response takes more time or memory than one response may."""
+    """Scoring the response exceeds its time or memory limit."""
 
 
 class ProcessDiedError(Exception):
-    """The process is gone; crashed: by a fault of its own code, such as SIGSEGV, rather than a signal from outside."""
+    """The process died; crashed: its own code failed (e.g. SIGSEGV), rather than a signal from outside."""
 
     def __init__(self, problem: str, crashed: bool) -> None:
         super().__init__(problem)
@@ -72,14 +72,14 @@ class ProcessDiedError(Exception):
 
 
 class ScoringProcess:
-    """Asked by one thread, its owner, in whose lifetime it lives."""
+    """A process used by one thread, its owner; it ends with the owner."""
 
     def __init__(self, name: str, options: str, limits: ScoringLimits) -> None:
-        """name, options (JSON): of the reward of tasks that name none."""
+        """name, options (JSON): the default reward, for tasks that name none."""
         self._limits = limits
-        self._verdict: Exception | None = None  # why it was killed, if the watch did it
+        self._verdict: Exception | None = None  # why the watcher killed it
         self._calls = 0
-        self._lock = threading.Lock()  # of the clock
+        self._lock = threading.Lock()  # guards the clock
         self._spent_s, self._allowed_s = 0.0, _START_S
         self._overrun: Exception = ProcessDiedError(f"did not start within {_START_S:g} s", crashed=False)
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
@@ -94,7 +94,7 @@ class ScoringProcess:
         self._watcher.start()
 
     def wait_until_ready(self) -> None:
-        """Raises RewardError where the reward cannot be made in it, and ProcessDiedError."""
+        """Raises RewardError if the reward cannot be built in the process, and ProcessDiedError."""
         try:
             problem = self._channel.recv()
         except (EOFError, OSError):
@@ -106,7 +106,7 @@ class ScoringProcess:
     def score(self, call: Call) -> Score:
         """The score. Raises RewardError, LimitExceededError and ProcessDiedError."""
         limit_s, memory_mib, keys = self._limits.timeout_s, self._limits.memory_mib, self._limits.keys
-        self._overrun = LimitExceededError(f"the reward did not end within {limit_s:g} s ({keys}timeout_s)")
+        self._overrun = LimitExceededError(f"the reward took longer than {limit_s:g} s ({keys}timeout_s)")
         self._set_clock(limit_s)
         self._calls += 1
         try:
@@ -125,16 +125,16 @@ class ScoringProcess:
 
     @property
     def cause_of_death(self) -> str | None:
-        """None while it lives."""
+        """None while the process is alive."""
         return None if self._watcher.is_alive() else str(self._cause())
 
     def kill(self) -> None:
-        """End it and what it started; whoever waits for its answer raises ProcessDiedError. Safe in any thread."""
+        """Kill the process group; a pending `score` call raises ProcessDiedError. Thread-safe."""
         self._kill_group()
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """Kill the process and wait until it is gone."""
         if self._watcher.is_alive():
             self.kill()
             self._watcher.join(_GONE_S)
@@ -156,19 +156,19 @@ class ScoringProcess:
             if self._is_halted():
                 halted_s += _TICK_S
                 if halted_s > self._limits.health_timeout_s:
-                    self._give_up(ProcessDiedError(f"was stopped for {halted_s:g} s, and killed", crashed=False))
+                    self._give_up(ProcessDiedError(f"was stopped for {halted_s:g} s and then killed", crashed=False))
             else:
                 halted_s = 0.0
                 self._tick()
         self._process.join()
-        self._kill_group()  # what it started
+        self._kill_group()  # its children
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # wakes the owner, even if another process holds the other end
 
     def _is_halted(self) -> bool:
         try:
             return psutil.Process(self.pid).status() in _HALTED
-        except (psutil.Error, OSError):  # no file can be opened any more: the clock runs on
+        except (psutil.Error, OSError):  # out of file descriptors: the clock keeps running
             return False
 
     def _tick(self) -> None:
@@ -186,7 +186,7 @@ class ScoringProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _cause(self) -> Exception:
-        self._watcher.join(_GONE_S)  # it alone asks the system how the process ended
+        self._watcher.join(_GONE_S)  # it collects the exit status
         if self._verdict is not None:
             return self._verdict
         code = self._process.exitcode
@@ -194,33 +194,33 @@ class ScoringProcess:
             return ProcessDiedError("closed its channel", crashed=False)
         if code >= 0:
             return ProcessDiedError(f"exit code {code}", crashed=False)
-        hint = ", sent from outside or by the kernel for lack of memory" if -code == signal.SIGKILL else ""
+        hint = ", sent from outside or by the kernel's OOM killer" if -code == signal.SIGKILL else ""
         return ProcessDiedError(f"{signal.Signals(-code).name}{hint}", crashed=-code in _CRASHES)
 
 
 def _serve(channel: Connection, name: str, options: str, memory_mib: int | None) -> None:
-    """The process: scores until its owner is gone."""
-    _set_apart(memory_mib)
+    """Main function of the process: scores until its owner is gone."""
+    _isolate(memory_mib)
     pid = os.getpid()
     try:
         rewards = build_rewards(name, json.loads(options))
     except BaseException as error:  # noqa: BLE001  users' code may raise anything
-        channel.send(f"the reward cannot be made in its process: {type(error).__name__}: {error}")
+        channel.send(f"the reward cannot be built in the scoring process: {type(error).__name__}: {error}")
         return
     channel.send("")
     with contextlib.suppress(EOFError, OSError):
         while True:
             number, call = channel.recv()
             answer = _scored(rewards, call)
-            if os.getpid() != pid:  # a copy that the reward forked: it answers nobody
+            if os.getpid() != pid:  # a child forked by the reward must not answer
                 os._exit(0)
             channel.send((number, *answer))
 
 
-def _set_apart(memory_mib: int | None) -> None:
-    """A group of its own, out of reach of Ctrl-C, which ends as one; the first to be killed when memory runs out.
+def _isolate(memory_mib: int | None) -> None:
+    """Own process group, shielded from Ctrl-C and killed as a whole; first candidate of the OOM killer.
 
-    The limit is on data, not on address space: much of that is reserved and never used by libraries for GPUs.
+    The limit is on data, not on address space, most of which GPU libraries reserve without using it.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -234,7 +234,7 @@ def _set_apart(memory_mib: int | None) -> None:
 
 
 def _scored(rewards: Rewards, call: Call) -> tuple[str, Any]:
-    """("score", Score), or ("memory" or "raised", why there is none): as text, since an error may not be sendable."""
+    """("score", Score), or ("memory" or "raised", reason) with the reason as text, since errors may not pickle."""
     try:
         return "score", finite_score(rewards.score(*call))
     except MemoryError:

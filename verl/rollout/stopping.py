@@ -1,4 +1,4 @@
-"""Where a response ends that stop strings are to end: at the token that completes one."""
+"""Stop strings in tokens: a response ends at the token that completes one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_TOKENS_OF_A_CHARACTER = 4  # at most, where tokens are bytes; a cut one decodes to something else
+_TOKENS_OF_A_CHARACTER = 4  # maximum, for byte tokens; a partial character decodes to something else
 
 
 def reach(stop: str) -> int:
-    """As many of the last tokens hold a stop string that has just ended, for a token has a byte at least."""
+    """Number of trailing tokens that must contain a stop string which has just ended: a token has at least a byte."""
     return len(stop.encode()) + _TOKENS_OF_A_CHARACTER
 
 
 def tokens_to_stop(decode: Decode, before: Sequence[int], after: Sequence[int], stops: Sequence[str]) -> int | None:
-    """Tokens of `after` up to the one that completes the first stop string in what both say together, if there is any.
+    """Number of tokens of `after` up to the one that completes the first stop string of `before + after`; else None.
 
-    before: what holds none by itself, and may begin one. Only the tokens on either side of the seam are looked at.
+    before: contains no stop string, but may end with the start of one. Only tokens near the boundary are examined.
     """
     longest = max(map(reach, stops), default=0)
     tail, head = before[max(0, len(before) - longest) :], after[:longest]

