@@ -299,7 +299,7 @@ def test_a_cut_distribution_goes_without_the_engines_log_probs(cut: str) -> None
         ["algorithm.correction.token_veto=1e-4"],
         ["rollout.max_staleness=1"],
     ):
-        with pytest.raises(ConfigError, match=r"make the engine's log-probs those of another distribution"):
+        with pytest.raises(ConfigError, match=r"change the sampled distribution"):
             check(*words)
 
 
@@ -308,7 +308,7 @@ def test_training_validation_and_canary_sample_on_their_own(caplog: pytest.LogCa
     config = load_config([*words, "data.val_files=[x]", "rollout.temperature=0.7", "data.max_response_length=9"])
     training = train_sampling(config, (3,))
     assert training == Sampling(9, 0.7, 1, (3,), top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.5)
-    assert "engine/kl is the bias" in caplog.text
+    assert "engine/kl measures this bias" in caplog.text
     assert val_sampling(config, training) == Sampling(9, 0.0, 1, (3,))
     val = [f"rollout.val_kwargs.{word}" for word in ("temperature=1.0", "top_p=0.6", "top_k=5", "n=30")]
     config = load_config([*words, *val, "data.val_files=[x]", "data.max_response_length=9"])
@@ -548,8 +548,8 @@ def test_a_run_asks_the_cluster_that_it_joined_what_gpus_there_are(
         (AlgorithmConfig("kl_cov", options={"beta": -1.0}), "algorithm.options.beta must be 0 or more"),
         (AlgorithmConfig("sapo", options={"tau_neg": 0.0}), "algorithm.options.tau_neg must be positive"),
         (AlgorithmConfig("gigpo", options={"turn_weight": -1.0}), "algorithm.options.turn_weight must be 0 or more"),
-        (AlgorithmConfig("clip_cov", options={"low": 6.0}), "low=6 is more than high=5"),
-        (AlgorithmConfig(filters=[{"name": "accuracy", "low": 0.9, "high": 0.1}]), "low=0.9 is more than high=0.1"),
+        (AlgorithmConfig("clip_cov", options={"low": 6.0}), "low=6 exceeds high=5"),
+        (AlgorithmConfig(filters=[{"name": "accuracy", "low": 0.9, "high": 0.1}]), "low=0.9 exceeds high=0.1"),
         (AlgorithmConfig(filters=[{"name": "length", "max_tokens": 0}]), "length.max_tokens must be at least 1"),
         (AlgorithmConfig(filters=[{"name": "grader_faults", "max_share": 2.0}]), "max_share must be between 0 and 1"),
     ],

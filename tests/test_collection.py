@@ -30,7 +30,7 @@ from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
-from verl.trainer.collection import NoSignalError, StepGroups
+from verl.trainer.collection import NoTrainableGroupsError, StepGroups
 from verl.trainer.experience import build_experience, turns_of
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
@@ -161,7 +161,8 @@ def test_prompts_are_drawn_until_there_are_enough_groups(monkeypatch: pytest.Mon
     learning = trainer(replace(DAPO, overlong=Overlong(16, 8)))
     collected = asyncio.run(learning.rollouts.take(learning.step))
     assert [each.task.id for each in collected.kept] == [second, fourth]
-    assert [each.task.id for each in collected.drawn] == [first, second, third, fourth] and collected.draws == 3
+    assert [each.task.id for each in collected.drawn] == [first, second, third, fourth]
+    assert collected.resample_rounds == 3
     seeds = [seed for _, _, seed, _ in script.asked]
     assert len({seed + more for seed in seeds for more in (0, 1)}) == 8  # no two rollouts share a seed
     # 10 tokens are 2 into the buffer of 8: a quarter point less, once the filters have looked
@@ -197,7 +198,7 @@ def test_the_next_step_draws_on_from_there_and_so_does_a_resumed_run(monkeypatch
 
 def test_a_step_without_any_signal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(dict.fromkeys(order(6), (1.0, 1.0)), monkeypatch)
-    with pytest.raises(NoSignalError, match=r"none of 6 groups .* after 3 draws \(zero_variance dropped 12 replies\)"):
+    with pytest.raises(NoTrainableGroupsError, match=r"all 6 groups .* 3 resample rounds \(zero_variance dropped 12 "):
         asyncio.run(trainer(replace(DAPO_SHORT, max_resample_rounds=3)).rollouts.take(0))
     assert len(script.asked) == 6
 
@@ -264,7 +265,7 @@ def test_a_lone_response_is_trained_where_nothing_is_compared(
     learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
     try:
         assert len(asyncio.run(learning.rollouts.take(learning.step)).kept) == num_kept
-    except NoSignalError:
+    except NoTrainableGroupsError:
         assert num_kept == 0
 
 

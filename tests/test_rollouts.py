@@ -32,7 +32,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch
-from verl.trainer.collection import NoSignalError, StepGroups
+from verl.trainer.collection import NoTrainableGroupsError, StepGroups
 from verl.trainer.depth import LookaheadController
 from verl.trainer.experience import Experience
 from verl.trainer.loop import TrainingRun
@@ -84,7 +84,7 @@ async def steps(source: RolloutManager, first: int, last: int) -> list[StepGroup
     """What each step took; a step that had nothing is left out."""
     taken = []
     for step in range(first, last):
-        with suppress(NoSignalError):
+        with suppress(NoTrainableGroupsError):
             taken.append(await source.take(step))
         for _ in range(source.rollout.chance.choice((0, 5))):  # type: ignore[attr-defined]
             await asyncio.sleep(0)  # the update
@@ -232,23 +232,23 @@ def test_what_begins_ahead_is_still_young_enough_to_be_used_again(staleness: int
 
 
 def test_a_depth_is_judged_over_what_is_in_flight_once_what_it_added_has_had_its_turn() -> None:
-    depth, told = LookaheadController(most=3), []
+    depth, told = LookaheadController(max_steps_ahead=3), []
     for step, waited in enumerate((10, 0.5, 0.6, 5, 5, 0.3, 0.3, 0.3, 0.1, 0.4, 0.7)):  # of ten seconds
         depth.update(step, waited, 10.0 * step)
-        told.append(depth.now)
+        told.append(depth.steps_ahead)
     # The first cannot but wait, 1 and 2 do so 5.5 % of their time, 3 and 4 began one step ahead, the others wait less.
     assert told == [1, 1, *[2] * 9]
-    assert LookaheadController(most=0).now == 0
+    assert LookaheadController(max_steps_ahead=0).steps_ahead == 0
 
 
 def test_a_depth_that_spares_no_waiting_is_taken_back() -> None:
-    depth = LookaheadController(most=3)
+    depth = LookaheadController(max_steps_ahead=3)
 
     def over(steps: range, share: float) -> list[int]:
         told = []
         for step in steps:
             depth.update(step, 10 * share, 10.0 * step)
-            told.append(depth.now)
+            told.append(depth.steps_ahead)
         return told
 
     assert over(range(3), 0.4) == [1, 1, 2]
@@ -357,7 +357,7 @@ def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
         with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
             await source.take(1)
         source.settings = replace(source.settings, max_fault_share=1.0)
-        with pytest.raises(NoSignalError, match="none of 2 groups has 2 scored replies"):
+        with pytest.raises(NoTrainableGroupsError, match="all 2 groups were filtered out: none has 2 or more"):
             await source.take(1)
 
     asyncio.run(trained())

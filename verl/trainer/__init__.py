@@ -1,1 +1,1 @@
-"""The control layer: one loop for every algorithm."""
+"""The control layer: one training loop for all algorithms."""

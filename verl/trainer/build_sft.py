@@ -1,4 +1,4 @@
-"""From a configuration to a supervised run."""
+"""Builds an SFT run from its configuration."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from verl.workers.rank import RankSpec, build_rank
 
 @contextmanager
 def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
-    """Everything that a supervised run needs, started; ended with the block."""
+    """Start all components of an SFT run; they are shut down at the end of the block."""
     check_device(config.trainer)
     chat, trainer = load_chat_template(config.model), config.trainer
-    train, shown = _load(config, config.data.train_files, chat, console)
+    train, demonstrations = _load(config, config.data.train_files, chat, console)
     val, _ = _load(config, config.data.val_files, chat, console)
-    train_tasks = TrainTasks.of(tasks_of(shown), TrainTasks.read(config.model.path))
+    train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
-    shared = resume_config(asdict(config))
-    saved = find_saved(store, COMMAND, shared)
+    resumable = resume_config(asdict(config))
+    saved = find_saved(store, COMMAND, resumable)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
-        raise ConfigError(f"data.train_batch_size ({batch_size}) is more than the {len(train)} replies of the data")
+        raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {len(train)} responses of the training data")
     total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
     assert config.model.path is not None
     check_packs(config.model.path, config.data.max_length)
@@ -79,32 +79,32 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
         timer = PhaseTimer(display.phase)
         with closing_run(folder, trackers, workers):
-            made = SFTRun(
-                settings, train, val, policy, workers, store, trackers, timer, shared, saved, train_tasks=train_tasks
+            sft_run = SFTRun(
+                settings, train, val, policy, workers, store, trackers, timer, resumable, saved, train_tasks=train_tasks
             )
-            with crash_reported(folder, made.where), made.listening(trainer.save_on_signal, console):
-                yield made
+            with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
+                yield sft_run
 
 
 def _load(
     config: SFTConfig, files: list[str], chat: ChatTemplate, console: Console
 ) -> tuple[list[Sample], list[Demonstration]]:
-    """The samples of all files, whose groups are numbered through, and the demonstrations that they come from."""
+    """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
     samples: list[Sample] = []
-    shown: list[Demonstration] = []
+    demonstrations: list[Demonstration] = []
     max_length, max_bad_share = config.data.max_length, config.data.max_bad_share
     for source in files:
         report = RowReport(source)
         found = read_demonstrations(source, max_bad_share, report)
-        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(shown))
-        shown += found
+        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
+        demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
-    return samples, shown
+    return samples, demonstrations
 
 
 def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
-    """Every response that is learned, as the task that it answers."""
-    for shown in demonstrations:
-        for place, message in enumerate(shown.messages):
-            if message.role == "assistant" and place >= shown.first:
-                yield Task(shown.id, shown.messages[:place], message.content, "demonstrations")
+    """Every trained response as a task: the messages before it are the prompt."""
+    for each in demonstrations:
+        for place, message in enumerate(each.messages):
+            if message.role == "assistant" and place >= each.first:
+                yield Task(each.id, each.messages[:place], message.content, "demonstrations")

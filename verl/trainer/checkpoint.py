@@ -1,12 +1,12 @@
-"""Checkpoints on disk: whole or not at all, verified, the newest and the best of them kept. Knows nothing of torch.
+"""Checkpoints on disk: written atomically, verified, the newest and the best kept. Independent of torch.
 
 ```
-folder/step-000020/                     what the workers wrote, state.json, manifest.json (files, sizes, hashes)
-folder/latest.json, best.json           {"step", "folder", "score"}, for people and tools
-folder/.step-000040.unfinished-<pid>    being written, or left by a process that was killed
+folder/step-000020/                     files of the workers, state.json, manifest.json (files, sizes, hashes)
+folder/latest.json, best.json           {"step", "folder", "score"}, for users and tools
+folder/.step-000040.unfinished-<pid>    being written, or left by a killed process
 ```
-One process at a time has a store (`verl.lock`), so what is unfinished when it is opened was left by another that has
-ended. Order is counted, never read from a clock.
+One process at a time has a store (`verl.lock`), so unfinished folders found at the start belong to ended processes.
+Checkpoints are ordered by a counter, not by time stamps.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A checkpoint being written: whatever lies in `folder` at the end of the `with` block belongs to it."""
+    """A checkpoint being written: all files in `folder` at the end of the `with` block belong to it."""
 
     folder: Path
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """The controller's state: plain JSON, so that it comes back as the same objects (no tuples, no int keys)."""
+        """Write the controller's state: plain JSON (no tuples, no int keys), so that reading restores equal objects."""
         text = json.dumps(state, indent=1)
         assert repr(json.loads(text)) == repr(dict(state)), "the state is not plain JSON"  # repr: NaN equals NaN
         (self.folder / STATE).write_text(text)
@@ -53,10 +53,10 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
-        """Removes what killed processes left unfinished; makes no folder.
+        """Remove unfinished checkpoints of killed processes; creates no folder.
 
         keep_last: number of newest checkpoints to keep, at least 1
-        keep_best: number of checkpoints with the highest scores to keep besides; 0 turns it off, best.json included
+        keep_best: number of checkpoints with the highest scores to keep in addition; 0 disables this and best.json
         """
         if keep_last < 1 or keep_best < 0:
             raise ConfigError(f"keep_last must be at least 1 and keep_best at least 0, got {keep_last} and {keep_best}")
@@ -66,11 +66,11 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, score: float | None = None) -> Iterator[Unfinished]:
-        """A checkpoint to fill, by this process and by others; it counts from the end of the block on.
+        """A checkpoint folder to fill, by this process and others; committed at the end of the block.
 
         score: larger is better; NaN and infinities count as no score
-        An older checkpoint of the same step is replaced. Whatever fails, the checkpoints and pointers there were stay
-        as they are and the unfinished folder goes; a disk that is full or cannot be written to is a DataError.
+        An older checkpoint of the same step is replaced. On any failure the existing checkpoints and pointers are
+        unchanged and the unfinished folder is removed. A full or read-only disk is a DataError.
         """
         target = self.folder / f"step-{step:06d}"
         unfinished = _unfinished(target)
@@ -82,7 +82,7 @@ class CheckpointStore:
         except OSError as error:
             raise unwritable(target, error) from error
         except Exception as error:
-            if (reason := full(unfinished)) is not None:  # which torch does not say
+            if (reason := full(unfinished)) is not None:  # torch's errors do not name this cause
                 raise unwritable(target, reason) from error
             raise
         finally:
@@ -90,10 +90,10 @@ class CheckpointStore:
         self._remove_old()
 
     def latest(self, hashes: bool = False) -> Path | None:
-        """The newest checkpoint that is whole, None if there never was one; damaged ones are warned of and skipped.
+        """The newest intact checkpoint, None if there is no checkpoint; damaged ones are skipped with a warning.
 
-        hashes: read every byte and compare; otherwise sizes are compared
-        Raises DataError if there are checkpoints but all are damaged: starting anew is for the user to decide.
+        hashes: compare hashes, which reads every byte; otherwise compare sizes
+        Raises DataError if all checkpoints are damaged: starting from scratch is the user's decision.
         """
         paths = sorted(self.folder.glob("step-*"), key=_number_or_last, reverse=True)
         for path in paths:
@@ -104,17 +104,17 @@ class CheckpointStore:
             else:
                 return path
         if paths:
-            hint = "Restore one of them, or name another folder to start anew"
+            hint = "Restore one of them, or set another folder to start from scratch"
             raise DataError("holds checkpoints, but all are damaged", hint=hint, file=str(self.folder))
         return None
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the highest score, if any has one."""
-        ranked = ranking(self._whole())
+        """The intact checkpoint with the highest score, None if none has a score."""
+        ranked = ranking(self._intact())
         return self.folder / ranked[0].name if ranked else None
 
-    def _whole(self) -> list[Checkpoint]:
-        """Those whose files are there in full size, in order of writing."""
+    def _intact(self) -> list[Checkpoint]:
+        """Checkpoints whose files have their recorded sizes, in order of writing."""
         found = []
         for path in self.folder.glob("step-*"):
             with suppress(DataError):
@@ -122,16 +122,16 @@ class CheckpointStore:
         return sorted(found, key=lambda each: each.number)
 
     def _commit(self, unfinished: Path, step: int, score: float | None) -> None:
-        """Everything that needs space comes before the renames; the pointer to the newest is renamed last."""
+        """Write everything that needs disk space, then rename; the pointer to the newest is renamed last."""
         number = 1 + max((_number_or_last(path)[1] for path in self.folder.glob("step-*")), default=0)
         new = Checkpoint(step, number, score, fingerprints(unfinished))
         write_manifest(unfinished, new)
         _sync_folders(unfinished)
         pointers = {"latest.json": new}
-        ranked = ranking([new, *(each for each in self._whole() if each.step != step)])
+        ranked = ranking([new, *(each for each in self._intact() if each.step != step)])
         if ranked and self._keep_best:
             pointers["best.json"] = ranked[0]
-        with ExitStack() as renames:  # undone in reverse, therefore latest.json comes last
+        with ExitStack() as renames:  # they run in reverse order: latest.json is last
             for name, each in pointers.items():
                 pointer = renames.enter_context(replacing(self.folder / name))
                 write_json(pointer, {"step": each.step, "folder": each.name, "score": each.score})
@@ -139,11 +139,11 @@ class CheckpointStore:
         _sync(self.folder)
 
     def _remove_old(self) -> None:
-        """Damaged ones are left for a person to look at."""
-        whole = self._whole()
-        staying = kept(whole, self._keep_last, self._keep_best)
-        for path in (self.folder / each.name for each in whole if each not in staying):
-            hidden = _unfinished(path)  # a removal that is cut short must not look like damage
+        """Remove superseded checkpoints; damaged ones are left for inspection."""
+        intact = self._intact()
+        staying = kept(intact, self._keep_last, self._keep_best)
+        for path in (self.folder / each.name for each in intact if each not in staying):
+            hidden = _unfinished(path)  # so that an interrupted removal does not look like a damaged checkpoint
             try:
                 path.rename(hidden)
                 shutil.rmtree(hidden)
@@ -157,12 +157,12 @@ class CheckpointStore:
                 replaced.rename(self.folder / name)
             _remove(replaced)
         for unfinished in self.folder.glob(".*.unfinished-*"):
-            _log.info("removing %s, which a process that has ended left unfinished", unfinished)
+            _log.info("removing %s, left unfinished by an ended process", unfinished)
             _remove(unfinished)
 
 
 def ranking(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those with a score, the best first; of equal ones the newer first."""
+    """Checkpoints with a score, best first; ties: newest first."""
     scored = [(each.score, each.number, each) for each in checkpoints if each.score is not None]
     return [each for *_, each in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
@@ -175,7 +175,7 @@ def kept(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> l
 
 
 def _number_or_last(path: Path) -> tuple[bool, int]:
-    """Order of writing; what has no readable manifest counts as newest, so that it is not passed over in silence."""
+    """Sort key: order of writing; without a readable manifest it counts as newest, so that `latest` warns of it."""
     try:
         return False, read_manifest(path).number
     except DataError:
@@ -183,12 +183,12 @@ def _number_or_last(path: Path) -> tuple[bool, int]:
 
 
 def _unfinished(target: Path) -> Path:
-    """Where this process writes or removes a checkpoint; what is left there after its death goes at the next start."""
+    """Where this process writes or removes a checkpoint; the next start removes leftovers of a killed process."""
     return target.with_name(f".{target.name}.unfinished-{os.getpid()}")
 
 
 def _swap_in(unfinished: Path, target: Path) -> None:
-    """Rename to `target`; what is there already goes only afterwards: folders cannot be replaced in one step."""
+    """Rename to `target`. An existing target is moved aside first, as folders cannot be replaced atomically."""
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(replaced)
@@ -197,7 +197,7 @@ def _swap_in(unfinished: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -210,7 +210,7 @@ def _sync_folders(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put the folder's names on the disk."""
+    """Sync the folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a step draws, and what of it is trained on."""
+"""The groups of a training step: rollouts, filters, and the groups that remain for training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from verl.errors import VerlError
 from verl.types import TrajectoryGroup
 
 
-class NoSignalError(VerlError, RuntimeError):
-    """Faults and filters left nothing to train on."""
+class NoTrainableGroupsError(VerlError, RuntimeError):
+    """No group is left for training after faults and filters."""
 
 
 @dataclass
 class StepGroups:
-    """Groups as they come, those that pass the algorithm's filters beside them, both after the penalty for length.
+    """All groups of a step and those that pass the filters of the algorithm; overlong penalties are applied to both.
 
-    least: scored rollouts that a group needs; a lone one has nothing to be compared with, where an algorithm compares
-    depth: steps ahead that prompts had begun
+    min_group_size: scored rollouts that a group needs, 2 where advantages are group-relative
+    depth: steps by which prompts are prefetched
     """
 
     algorithm: Algorithm
@@ -30,64 +30,66 @@ class StepGroups:
     depth: int = 0
     drawn: list[TrajectoryGroup] = field(default_factory=list)
     kept: list[TrajectoryGroup] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)  # of the kept groups: weight versions since they were begun
-    dropped: Counter[str] = field(default_factory=Counter)  # rollouts by filter
-    draws: int = 0  # most prompts that were drawn in one place
-    reused: list[TrajectoryGroup] = field(default_factory=list)  # of the kept groups
+    staleness: list[int] = field(default_factory=list)  # of the kept groups, in weight versions since their start
+    dropped: Counter[str] = field(default_factory=Counter)  # rollouts per filter
+    resample_rounds: int = 0  # max number of prompts drawn for one slot
+    reused: list[TrajectoryGroup] = field(default_factory=list)  # kept groups of earlier steps
 
-    def add(self, group: TrajectoryGroup, draw: int = 1, age: int = 0) -> TrajectoryGroup | None:
-        """One group, scored and shaped. Returns what is kept of it. draw: which one in its place"""
+    def add(self, group: TrajectoryGroup, attempt: int = 1, staleness: int = 0) -> TrajectoryGroup | None:
+        """Add a group after reward shaping. Returns the kept part. attempt: 1 for the first prompt of a slot"""
         enough = [group] if len(group.trajectories) >= self.min_group_size else []
         kept, dropped = passed(enough, self.algorithm.filters, self.min_group_size)
         self.drawn.append(apply_overlong_penalty(group, self.algorithm.overlong))
         self.dropped.update(dropped)
-        self.draws = max(self.draws, draw)
+        self.resample_rounds = max(self.resample_rounds, attempt)
         if not kept:
             return None
         self.kept.append(apply_overlong_penalty(kept[0], self.algorithm.overlong))
-        self.staleness.append(age)
+        self.staleness.append(staleness)
         return self.kept[-1]
 
-    def add_reused(self, group: TrajectoryGroup, age: int) -> None:
-        """A group that an earlier step has kept and trained on; such groups come first."""
+    def add_reused(self, group: TrajectoryGroup, staleness: int) -> None:
+        """Add a group that an earlier step has trained on; reused groups are added first."""
         self.kept.append(group)
-        self.staleness.append(age)
+        self.staleness.append(staleness)
         self.reused.append(group)
 
     @property
     def fresh(self) -> list[TrajectoryGroup]:
-        """The kept groups of this step's own prompts."""
+        """The kept groups that are new in this step."""
         return self.kept[len(self.reused) :]
 
     def check(self) -> None:
-        """Raises NoSignalError where nothing can be learned from, or nothing new has come beside what is used again."""
+        """Raises NoTrainableGroupsError if no group is kept, or if all rollouts of this step failed."""
         if self.kept and any(group.trajectories for group in self.drawn):
             return
-        said = f"none of {len(self.drawn)} groups has {self.min_group_size} scored replies left to learn from"
+        message = (
+            f"all {len(self.drawn)} groups were filtered out: none has {self.min_group_size} or more scored responses"
+        )
         if self.dropped.total():
-            told = ", ".join(f"{name} dropped {count}" for name, count in self.dropped.items())
-            said += (
-                f" after {self.draws} draws ({told} replies). The tasks are too hard or too easy for the policy; "
-                "take others, or change algorithm.filters or algorithm.max_resample_rounds"
+            counts = ", ".join(f"{name} dropped {count}" for name, count in self.dropped.items())
+            message += (
+                f" after {self.resample_rounds} resample rounds ({counts} responses). The tasks are too hard or too "
+                "easy for the policy; use others, or change algorithm.filters or algorithm.max_resample_rounds"
             )
-        raise NoSignalError(said)
+        raise NoTrainableGroupsError(message)
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the rollouts, and how often prompts were drawn; nothing where nothing is filtered or penalised."""
+        """Metrics of filters and overlong penalty; empty if the algorithm has neither."""
         drawn = max(1, self._num_rollouts(self.drawn))
         kept = self._num_rollouts(self.fresh)
         metrics = {}
         if self.algorithm.filters:
             names = [name_of(each) for each in self.algorithm.filters]
             shares = {f"filter/{name}": self.dropped[name] / drawn for name in names}
-            metrics = {"filter/kept": kept / drawn, **shares, "filter/resample_rounds": float(self.draws)}
+            metrics = {"filter/kept": kept / drawn, **shares, "filter/resample_rounds": float(self.resample_rounds)}
         if self.algorithm.overlong is not None:
             lengths = [num_written(each) for group in self.drawn for each in group.trajectories]
             metrics["reward/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
         return metrics
 
     def staleness_metrics(self) -> dict[str, float]:
-        """How old the weights were that the kept groups were begun with, in versions."""
+        """Weight versions between the start of a kept group and this step: 0 is on-policy."""
         return {
             "staleness/mean": sum(self.staleness) / len(self.staleness),
             "staleness/max": float(max(self.staleness)),
@@ -101,7 +103,7 @@ class StepGroups:
 
 
 def apply_overlong_penalty(group: TrajectoryGroup, overlong: Overlong | None) -> TrajectoryGroup:
-    """The group with rewards less what its long responses cost."""
+    """The group with the overlong penalty added to its rewards."""
     if overlong is None:
         return group
     pairs = zip(group.rewards, group.trajectories, strict=True)

@@ -1,4 +1,4 @@
-"""How many steps ahead prompts begin: one, and more only while that spares the trainer waiting for rollouts."""
+"""How many steps ahead prompts are prefetched: one, and more only while that reduces the trainer's waiting time."""
 
 from __future__ import annotations
 
@@ -6,66 +6,66 @@ import logging
 from dataclasses import dataclass, field
 
 _log = logging.getLogger(__name__)
-_STARVED = 0.05  # share of the time that is spent waiting
-_HELPED = 0.8  # of that share, if the last step ahead was worth it
-_PAUSE = 50  # steps until another is tried, if it was not
+_STARVED = 0.05  # fraction of time that the trainer waits for rollouts
+_HELPED = 0.8  # an additional step must reduce the waiting fraction to this factor
+_PAUSE = 50  # steps until the next try after a revert
 
 
 @dataclass
 class LookaheadController:
-    """Every step ahead makes samples a version older, so that one that spares nobody a wait is a loss.
+    """Adapts the number of prefetched steps. Each makes samples one version more off-policy, so it has to pay off.
 
-    Where long episodes, or filters that drop prompts, make the trainer wait, another step's prompts begin. Where
-    engines have all they can do that does not help, and it is taken back. Both are judged over as many steps as are in
-    flight, once the prompts that the last change added have had their turn.
+    If long episodes or filters make the trainer wait, the prompts of another step are prefetched. If the engines are
+    saturated, that does not help and is reverted. Both decisions use as many steps as are in flight, starting once
+    the prompts added by the last change have been trained on.
 
-    most: rollout.max_staleness, less the versions in which groups are used again
+    max_steps_ahead: rollout.max_staleness minus the versions reserved for reusing groups
     """
 
-    most: int
-    now: int = field(init=False)
-    _ended: float | None = None  # when the last step had its rollouts
-    _from: int = 0  # first step that counts
+    max_steps_ahead: int
+    steps_ahead: int = field(init=False)
+    _ended: float | None = None  # time at which the last step had its rollouts
+    _first: int = 0  # first step of the measurement
     _waited: float = 0.0
-    _lasted: float = 0.0
-    _share_before: float | None = None  # of waiting, with one step less
+    _elapsed: float = 0.0
+    _fraction_before: float | None = None  # waiting fraction with one step less
 
     def __post_init__(self) -> None:
-        self.now = min(1, self.most)
+        self.steps_ahead = min(1, self.max_steps_ahead)
 
     def update(self, step: int, waited: float, now: float) -> None:
-        """A step has its rollouts `now`, in seconds of some clock, for `waited` of which it did nothing else."""
+        """Record that a step has its rollouts at time `now`, after `waited` seconds of waiting for them."""
         before, self._ended = self._ended, now
-        if before is None:  # all begin at once, and nothing could have been ready
-            self._count_from(step + self.now)
-        elif step >= self._from:
+        if before is None:  # the first prompts all start at once, so no group could be ready
+            self._measure_from(step + self.steps_ahead)
+        elif step >= self._first:
             self._waited += waited
-            self._lasted += now - before
-            if step >= self._from + self.now:
-                self._judge(step, self._waited / max(self._lasted, 1e-9))
+            self._elapsed += now - before
+            if step >= self._first + self.steps_ahead:
+                self._decide(step, self._waited / max(self._elapsed, 1e-9))
 
-    def _judge(self, step: int, share: float) -> None:
-        told = (step + 1, 100 * share)
-        if self._share_before is not None and share > max(_STARVED, _HELPED * self._share_before):
-            self.now -= 1
-            self._count_from(step + _PAUSE)
-            self._share_before = None
-            _log.warning("step %d: training still waits for rollouts %.0f %% of its time: %s", *told, self._begin())
-        elif share > _STARVED and self.now < self.most:
-            self.now += 1
-            self._count_from(step + self.now + 1)
-            self._share_before = share
-            _log.warning("step %d: training waits for rollouts %.0f %% of its time: %s", *told, self._begin())
+    def _decide(self, step: int, fraction: float) -> None:
+        args = (step + 1, 100 * fraction)
+        if self._fraction_before is not None and fraction > max(_STARVED, _HELPED * self._fraction_before):
+            self.steps_ahead -= 1
+            self._measure_from(step + _PAUSE)
+            self._fraction_before = None
+            _log.warning("step %d: trainer still waits for rollouts %.0f %% of its time: %s", *args, self._describe())
+        elif fraction > _STARVED and self.steps_ahead < self.max_steps_ahead:
+            self.steps_ahead += 1
+            self._measure_from(step + self.steps_ahead + 1)
+            self._fraction_before = fraction
+            _log.warning("step %d: trainer waits for rollouts %.0f %% of its time: %s", *args, self._describe())
         else:
-            self._count_from(step + 1)
-            self._share_before = None
+            self._measure_from(step + 1)
+            self._fraction_before = None
 
-    def _begin(self) -> str:
-        return f"prompts begin {self.now} of {self.most} steps ahead now"
+    def _describe(self) -> str:
+        return f"prompts are now prefetched {self.steps_ahead} of at most {self.max_steps_ahead} steps ahead"
 
-    def _count_from(self, step: int) -> None:
-        self._from, self._waited, self._lasted = step, 0.0, 0.0
+    def _measure_from(self, step: int) -> None:
+        self._first, self._waited, self._elapsed = step, 0.0, 0.0
 
-    def begin_again(self) -> None:
-        """Nothing is in flight any more."""
+    def reset(self) -> None:
+        """Restart the measurement: no prompts are in flight."""
         self._ended = None

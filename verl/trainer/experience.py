@@ -1,4 +1,4 @@
-"""From samples to what the update consumes: advantages and loss weights beside the log-probs.
+"""From samples to the input of the update: log-probs, advantages and loss weights.
 
 Shape legend: B samples, L tokens of one sample; every list is [B] of [L] tensors aligned with token_ids.
 """
@@ -23,13 +23,13 @@ from verl.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """Samples and, per token, what is known of them; values at untrained positions are zero."""
+    """Samples with per-token columns; values at untrained positions are zero."""
 
     samples: Sequence[Sample]  # [B]
     columns: Mapping[str, Sequence[Tensor]]  # each [B][L]
 
     def split(self, num_parts: int) -> Iterator[Experience]:
-        """Mini-batches of whole groups, as even in groups as can be, in the order the groups came."""
+        """Mini-batches of whole groups, as equal in groups as possible, in the order of the groups."""
         groups = list(dict.fromkeys(sample.group for sample in self.samples))
         for part in range(num_parts):
             chosen = set(groups[part * len(groups) // num_parts : (part + 1) * len(groups) // num_parts])
@@ -38,12 +38,12 @@ class Experience:
                 yield self.rows(rows)
 
     def rows(self, rows: Sequence[int]) -> Experience:
-        """These samples alone."""
+        """The given rows only."""
         columns = {name: [column[row] for row in rows] for name, column in self.columns.items()}
         return Experience([self.samples[row] for row in rows], columns)
 
     def with_column(self, name: str, column: Sequence[Tensor]) -> Experience:
-        """The same with one more column."""
+        """A copy with an additional column."""
         return Experience(self.samples, {**self.columns, name: column})
 
 
@@ -55,12 +55,12 @@ def build_experience(
     values: Sequence[Tensor] | None = None,
     baselines: Sequence[float | None] = (),
 ) -> Experience:
-    """Rewards on the last trained token, those for single turns on the last of each, less the KL penalty if it is paid
-    there; then the algorithm's advantages.
+    """Token-level rewards, then the advantages of the algorithm.
 
-    The estimator sees trained tokens alone, so no mask can leak into it. Old log-probs may be left out where nothing
-    needs them before the update; a KL penalty in the reward then takes the engine's.
-    baselines: [B] the reward of the greedy response to each sample's prompt, where the algorithm asks for it
+    The reward is on the last trained token, turn rewards on the last token of each turn, minus the KL penalty if
+    configured. The estimator sees trained tokens only, so no mask can leak into it. old_logprobs may be None if not
+    needed before the update; a KL penalty in the reward then uses the engine's log-probs.
+    baselines: [B] reward of the greedy response to each sample's prompt, if the algorithm needs it
     """
     masks = [mask_tensor(sample.action_mask) for sample in samples]
     token_rewards = []
@@ -72,9 +72,9 @@ def build_experience(
         rewards[-1:] += sample.reward
         if algorithm.kl.placement is KLPlacement.REWARD:
             assert ref_logprobs is not None
-            sampled_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]
+            policy_L = torch.tensor(sample.rollout_logprobs) if old_logprobs is None else old_logprobs[row]
             kl, ref_L = algorithm.kl, ref_logprobs[row]
-            rewards = apply_kl_penalty(rewards, sampled_L[mask_L], ref_L[mask_L], kl.coefficient, kl.estimator)
+            rewards = apply_kl_penalty(rewards, policy_L[mask_L], ref_L[mask_L], kl.coefficient, kl.estimator)
         token_rewards.append(rewards)
     groups = torch.tensor([sample.group for sample in samples])
     dense_values = None if values is None else [row[mask] for row, mask in zip(values, masks, strict=True)]
@@ -97,9 +97,9 @@ def build_experience(
 
 
 def turns_of(samples: Sequence[Sample]) -> list[Turns]:
-    """The turns of every sample: unbroken stretches of trained tokens, and the state that each was written in.
+    """The assistant turns of every sample: contiguous trained tokens, and the state in which each was sampled.
 
-    A state is the prompt's group and the tokens that lie between a turn and the one before it.
+    A state is the prompt group and the observation tokens between a turn and the previous one.
     """
     states: dict[tuple[int, tuple[int, ...]], int] = {}
     turns = []  # [B]
@@ -120,17 +120,17 @@ def turns_of(samples: Sequence[Sample]) -> list[Turns]:
 
 
 def with_selected(minibatch: Experience, algorithm: Algorithm, seed: int) -> Experience:
-    """The mini-batch with the tokens that the algorithm treats apart; the same where it has no such tokens.
+    """The mini-batch with the column "selected" (clip_cov, kl_cov); unchanged if the algorithm selects no tokens.
 
-    They are chosen among all trained ones, by the log-probs that the ratio is measured from.
+    Tokens are selected among all trained ones, by the log-probs in the denominator of the ratio.
     """
     if algorithm.selection is None:
         return minibatch
     masks = [mask_tensor(sample.action_mask) for sample in minibatch.samples]
-    known = "rollout_logprobs" if algorithm.old_logprobs is OldLogprobs.ROLLOUT else "old_logprobs"
+    denominator = "rollout_logprobs" if algorithm.old_logprobs is OldLogprobs.ROLLOUT else "old_logprobs"
     logprobs_N, advantages_N = (
         torch.cat([row[mask] for row, mask in zip(minibatch.columns[name], masks, strict=True)])
-        for name in (known, "advantages")
+        for name in (denominator, "advantages")
     )
     chosen_N = algorithm.selection(logprobs_N, advantages_N, torch.Generator().manual_seed(seed))
     return minibatch.with_column(
@@ -139,14 +139,14 @@ def with_selected(minibatch: Experience, algorithm: Algorithm, seed: int) -> Exp
 
 
 def with_weights(minibatch: Experience, aggregation: Aggregation, constant_length: float | None = None) -> Experience:
-    """The mini-batch with its loss weights. `constant_length`: as in `sample_weights`."""
+    """The mini-batch with loss weights. constant_length: see `sample_weights`."""
     return _weighted(minibatch, "weight", aggregation, constant_length)
 
 
 def with_metric_weights(minibatch: Experience) -> Experience:
-    """The mini-batch with the weights of plain token means: over all trained tokens, and over those of the engine.
+    """The mini-batch with the weights of plain token means: over all trained tokens, and over the sampled ones.
 
-    The engine did not sample observations, which may be trained, too; its log-probs are NaN there.
+    Observations may be trained but are not sampled by the engine, whose log-probs are NaN there.
     """
     engine = minibatch.columns["rollout_logprobs"]
     num_trained = sum(sum(sample.action_mask) for sample in minibatch.samples)
@@ -157,19 +157,19 @@ def with_metric_weights(minibatch: Experience) -> Experience:
 
 
 def drop_zero_advantage(minibatch: Experience, algorithm: Algorithm) -> Experience:
-    """What of the mini-batch has a gradient: all of it if KL or entropy are in the loss, else where an advantage is.
+    """Drop samples without gradient: those with zero advantages, unless the loss has a KL or entropy term.
 
-    A group whose rewards are all equal has none, and its share of the loss is exactly zero; so it need not be computed.
-    To be asked after the loss weights were made, whose denominators count every sample.
+    Groups of equal rewards have zero advantages and contribute exactly zero to the loss. Call this after
+    `with_weights`, whose denominators count all samples.
     """
     return minibatch.rows(nonzero_advantage_rows(minibatch, algorithm))
 
 
 def nonzero_advantage_rows(minibatch: Experience, algorithm: Algorithm) -> list[int]:
-    """Which of the samples `drop_zero_advantage` keeps; all of them, too, where tokens are to be chosen among all."""
+    """Rows that `drop_zero_advantage` keeps; all if tokens are selected among all of the mini-batch."""
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
-    everywhere = in_loss or algorithm.selection is not None
-    return [row for row, each in enumerate(minibatch.columns["advantages"]) if everywhere or bool(each.any())]
+    keep_all = in_loss or algorithm.selection is not None
+    return [row for row, each in enumerate(minibatch.columns["advantages"]) if keep_all or bool(each.any())]
 
 
 def _weighted(

@@ -1,4 +1,4 @@
-"""Generation without training: over files, and in a conversation."""
+"""Generation without training: batch mode over data files, and interactive chat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl.utils.reward_score.rewards import build_rewards
 
 
 async def generate(config: GenerationConfig, console: Console) -> None:
-    """Response to every row, score the responses, write the transcripts and print the means."""
+    """Generate and score responses to all rows, write the transcripts and print mean rewards."""
     chat, lengths = load_chat_template(config.model), response_lengths(config)
     episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rewards = build_rewards(config.reward.name, config.reward.options)
@@ -56,15 +56,15 @@ async def generate(config: GenerationConfig, console: Console) -> None:
     scores = [score for group in groups for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:
-        console.print(f"not scored, left out: {fault}", markup=False)
+        console.print(f"not scored, skipped: {fault}", markup=False)
     if len(faults) > reward.max_fault_share * (len(faults) + len(scores)):
-        raise RewardFaultError(f"{len(faults)} replies could not be scored, more than reward.max_fault_share allows")
-    console.print(f"{len(scores)} replies to {len(groups)} prompts, {_means(scores)}", markup=False)
-    console.print(f"transcripts {config.output}", markup=False)
+        raise RewardFaultError(f"{len(faults)} responses could not be scored, more than reward.max_fault_share allows")
+    console.print(f"{len(scores)} responses to {len(groups)} prompts, {_format_means(scores)}", markup=False)
+    console.print(f"transcripts: {config.output}", markup=False)
 
 
-def _means(scores: Sequence[Score]) -> str:
-    """Of the rewards and of their parts, in words."""
+def _format_means(scores: Sequence[Score]) -> str:
+    """Mean reward and mean of every reward part, as text."""
     if not scores:
         return "none of them scored"
     mean = sum(score.total for score in scores) / len(scores)
@@ -76,24 +76,24 @@ def _means(scores: Sequence[Score]) -> str:
 
 
 async def chat(config: GenerationConfig, console: Console) -> None:
-    """A conversation; the first line may be a system prompt."""
+    """Interactive chat; the first line may be a system prompt."""
     console.print("starting the engine ...")
     chat = load_chat_template(config.model)
     async with standalone_engine(config, chat, config.env) as (engine, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
-        system = _asked(console, "system")
+        system = _read_line(console, "system")
         messages = [Message("system", system)] if system else []
-        while asked := _asked(console, "you"):
-            messages.append(Message("user", asked))
+        while line := _read_line(console, "you"):
+            messages.append(Message("user", line))
             (completion,) = await engine.generate(chat.prompt_ids(messages), replace(sampling, n=1))
             response = chat.response_text(completion.token_ids)
             messages.append(Message("assistant", response))
             console.print(f"[bold]model>[/] {escape(response)}")
 
 
-def _asked(console: Console, who: str) -> str:
-    """A line from the terminal; empty at its end. Nothing else happens meanwhile, so that Ctrl-C is heard."""
+def _read_line(console: Console, role: str) -> str:
+    """Read a line from the terminal; empty at end of file. It blocks the event loop, so that Ctrl-C takes effect."""
     try:
-        return console.input(f"[bold]{who}>[/] ")
+        return console.input(f"[bold]{role}>[/] ")
     except EOFError:
         return ""

@@ -103,14 +103,14 @@ class RolloutManager:
     async def take(self, step: int) -> StepGroups:
         """Groups for the step that trains the weights of version `step`, which are published.
 
-        Raises RewardFaultError where too many responses could not be scored, NoSignalError where nothing is left.
+        Raises RewardFaultError where too many responses could not be scored, NoTrainableGroupsError where nothing is left.
         """
         n, waited = self.settings.rollouts_per_prompt, 0.0
         min_group_size = 2 if n > 1 and self.algorithm.needs_group else 1
-        collected = StepGroups(self.algorithm, min_group_size, depth=self.depth.now)
+        collected = StepGroups(self.algorithm, min_group_size, depth=self.depth.steps_ahead)
         self._use_again(collected, step)
         wanted = left = self.settings.prompts_per_step - len(collected.reused)
-        await self._draw(wanted + self.depth.now * self._fresh_per_step - len(self._slots), step)
+        await self._draw(wanted + self.depth.steps_ahead * self._fresh_per_step - len(self._slots), step)
         while left > 0:
             asked = self.clock()
             slot = await self._landed(step, left)
@@ -125,7 +125,7 @@ class RolloutManager:
         if faults := self._faults(collected):
             _log.warning("%s", self._told(step, collected, faults))
         if self.algorithm.max_resample_rounds > 1 and len(collected.fresh) < wanted:
-            told = (step + 1, len(collected.fresh), wanted, collected.draws)
+            told = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)
             _log.warning("step %d: %d groups of %d after %d draws", *told)
         return collected
 
@@ -135,7 +135,7 @@ class RolloutManager:
         await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
         self._left[:0] = [slot.draw for slot in self._slots]
         self._slots, self._used, self._failed = [], [], None
-        self.depth.begin_again()
+        self.depth.reset()
 
     async def close(self) -> None:
         """End what is in flight, and what the episodes share."""
@@ -267,14 +267,14 @@ class RolloutManager:
         return {
             "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
             "pending": [{"drawn": list(draw.drawn), "round": draw.attempt} for draw in pending],
-            "depth": self.depth.now,
+            "depth": self.depth.steps_ahead,
             "shaping": dict(self.shaping_state),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
         self._left = [Draw(**draw) for draw in state["pending"]]
-        self.depth.now = min(state["depth"], self.depth.most)
+        self.depth.steps_ahead = min(state["depth"], self.depth.max_steps_ahead)
         self.shaping_state = state["shaping"]
 
 
