@@ -296,7 +296,7 @@ PROBES = (
         "never",
     ),
     Probe(
-        "seccomp listener that nobody answers",
+        "seccomp listener without a reader",
         "call('seccomp', 1, 8, struct.pack('HP', 1, ctypes.addressof(ctypes.create_string_buffer(8))))",
         "never",
     ),
@@ -341,7 +341,7 @@ PROBES = (
         "print('BLOCKED')",
         "never",
     ),
-    Probe("input for whoever reads a terminal", "fcntl.ioctl(0, 0x5412, b'x')", "never"),
+    Probe("input to a terminal", "fcntl.ioctl(0, 0x5412, b'x')", "never"),
     Probe(
         "a core file for the host's program",
         "for bound in ((0, 0), (0, 1), (-1, -1)):\n"
