@@ -78,8 +78,8 @@ class Sink:
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         pass
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
-        self._receiver.receive(layout, offers)
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        self._receiver.receive(layout, handles)
 
     async def end_weights(self, version: int) -> None:
         pass
@@ -167,16 +167,16 @@ def in_process(arguments: argparse.Namespace) -> dict[str, float]:
     dtype = getattr(torch, arguments.dtype)
     named = list(load_causal_lm(arguments.model, dtype).named_parameters(remove_duplicate=False))
     weights = {name: weight.detach() for name, weight in named}
-    layouts, outlet = plan(named, dtype, arguments.bucket_mib * 2**20), SharedMemory()
+    layouts, sender = plan(named, dtype, arguments.bucket_mib * 2**20), SharedMemory()
 
     def publish() -> float:
         started = time.perf_counter()
         llm.collective_rpc(WeightReceiver.begin_weights.__name__)
         for layout in layouts:
-            flat = outlet.buffer(layout)
+            flat = sender.buffer(layout)
             for piece, view in layout.unpack(flat):
                 view.copy_(weights[piece.names[0]])
-            bucket = pickle.dumps((layout, [outlet.offer(layout, flat)]))
+            bucket = pickle.dumps((layout, [sender.send(layout, flat)]))
             llm.collective_rpc(WeightReceiver.load_bucket.__name__, args=(bucket,))
         assert llm.collective_rpc(WeightReceiver.end_weights.__name__) == [[]]
         return time.perf_counter() - started

@@ -142,7 +142,7 @@ def test_windows_by_hand() -> None:
     ],
 )
 def test_what_packs_do_not_compute_is_refused_by_name(option: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"Module asks for {named}: training computes causal attention"):
+    with pytest.raises(ConfigError, match=f"Module needs {named}: training supports only causal attention"):
         packed_attention(nn.Module(), *random_inputs(torch.float32), None, 0.3, segments=PACK, **option)
 
 

@@ -185,7 +185,7 @@ def test_the_loss_of_three_policies_by_hand() -> None:
         name.removeprefix("correction_"): float(fact) for name, fact in facts.items() if name.startswith("correction_")
     }
     k3 = (1.5 - math.log(1.5) - 1.0 + 8.0 - math.log(8.0) - 1.0) / 2
-    assert told.pop("mismatch_kl") == pytest.approx(k3)
+    assert told.pop("engine_kl") == pytest.approx(k3)
     assert told == pytest.approx(
         {"weight_mean": 0.75, "weight_square": 1.125, "weight_max": 1.5, "truncated": 0.5, "masked": 0.5}
     )

@@ -64,31 +64,31 @@ def test_attention_gives_what_the_cpu_gives(dtype: torch.dtype, window: int | No
 READER = """
 import pickle, sys, torch
 from verl.transfer.bucket import Receiver
-layout, offer = pickle.loads(bytes.fromhex(sys.stdin.readline()))
-print(float(Receiver(torch.device("cuda:0")).receive(layout, [offer]).double().sum()))
+layout, handle = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+print(float(Receiver(torch.device("cuda:0")).receive(layout, [handle]).double().sum()))
 """
 
 
 def test_another_process_takes_a_bucket_from_the_same_device() -> None:
     (layout,) = plan([("weight", torch.empty(1000, 1000))], torch.bfloat16, 10**9)
-    outlet = CudaIpc()
-    flat = outlet.buffer(layout).normal_()
+    sender = CudaIpc()
+    flat = sender.buffer(layout).normal_()
     assert digest(flat) == digest(flat.cpu())
-    offer = outlet.offer(layout, flat)
-    sent = pickle.dumps((layout, offer)).hex()
+    handle = sender.send(layout, flat)
+    sent = pickle.dumps((layout, handle)).hex()
     command = [sys.executable, "-c", READER]
     read = subprocess.run(command, input=sent, cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(read.stdout) == float(flat.double().sum())
-    outlet.release()
+    sender.release()
 
 
 def test_a_bucket_on_another_device_is_not_taken() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     (layout,) = plan([("weight", torch.empty(100))], torch.bfloat16, 10**9)
-    outlet = CudaIpc()
-    offer = outlet.offer(layout, outlet.buffer(layout).normal_())
-    assert offer.take(layout, Receiver(torch.device("cuda:1"))) is None
+    sender = CudaIpc()
+    handle = sender.send(layout, sender.buffer(layout).normal_())
+    assert handle.take(layout, Receiver(torch.device("cuda:1"))) is None
 
 
 def train(dtype: str, num_gpus: int, more: list[str], tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def test_a_dead_process_is_named_and_nothing_waits_for_the_others(
     name: str, processes: dict[str, psutil.Process]
 ) -> None:
     with Guard(processes, 30.0) as guard:
-        assert guard.look() is None
+        assert guard.check() is None
         processes[name].kill()
-        assert f"the {name} (process {processes[name].pid}) of this machine died" in wait_for_problem(guard)
+        assert f"the {name} (process {processes[name].pid}) on this machine died" in wait_for_problem(guard)
         assert all(each.status() == psutil.STATUS_ZOMBIE for each in processes.values())
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_a_debugger_holds_is_left_alone(processes: dict[str, psut
 
     with Guard({"raylet": Held(processes["raylet"].pid)}, 0.0) as guard:
         time.sleep(0.1)
-        assert guard.look() is None
+        assert guard.check() is None
 
 
 def test_a_process_that_goes_on_within_its_deadline_costs_nothing(processes: dict[str, psutil.Process]) -> None:
@@ -79,7 +79,7 @@ def test_a_process_that_goes_on_within_its_deadline_costs_nothing(processes: dic
         for _ in range(2):
             processes["raylet"].send_signal(signal.SIGSTOP)
             time.sleep(1.5)
-            assert guard.look() is None
+            assert guard.check() is None
             processes["raylet"].send_signal(signal.SIGCONT)
             time.sleep(0.1)
-        assert guard.look() is None
+        assert guard.check() is None

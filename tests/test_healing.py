@@ -28,7 +28,7 @@ from verl.trainer.build import built, load_inputs
 from verl.trainer.loop import TrainingRun
 
 pytestmark = pytest.mark.slow
-STOPPED = "does not answer since 3 s; its process is stopped"
+STOPPED = "has not responded for 3 s; its process is stopped"
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(model: Path, tmp_path: Path) -
     started = time.monotonic()
     with pytest.raises(
         WorkerError,
-        match=r"trainer rank 0 of 1 \(process \d+ on .*\) does not answer since 3 s; its process is stopped",
+        match=r"trainer rank 0 of 1 \(process \d+ on .*\) has not responded for 3 s; its process is stopped",
     ):
         trained(words, signal.SIGSTOP, "rank")
     assert time.monotonic() - started < 300

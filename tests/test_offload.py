@@ -49,7 +49,7 @@ def test_a_part_moves_only_when_it_is_elsewhere() -> None:
     part.bring()
     assert not moves
     for _ in range(2):
-        part.put_away()
+        part.offload()
     for _ in range(2):
         part.bring()
     assert moves == [HOST, GPU]
@@ -59,7 +59,7 @@ def test_a_part_moves_only_when_it_is_elsewhere() -> None:
 def test_nothing_moves_unless_it_is_wanted_and_there_is_a_device(device: torch.device, wanted: bool) -> None:
     moves: list[torch.device] = []
     part = Offloadable(moves.append, device, wanted)
-    part.put_away()
+    part.offload()
     part.bring()
     assert not moves
 
@@ -86,7 +86,7 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         worker.begin_weight_sync()
         assert moved() == ["states to cpu"]
         for layout in layouts:
-            worker.offer(layout.number)
+            worker.send(layout.number)
         worker.score(PACKS)  # the canary
         assert not moves
         worker.end_weight_sync()
@@ -149,4 +149,4 @@ def test_on_a_cpu_nothing_moves(group: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     engine = FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), offload=Offload(True, True))
     engine.offload_all()
-    assert not engine._params._away and not engine._states._away
+    assert not engine._params._offloaded and not engine._states._offloaded

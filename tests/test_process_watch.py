@@ -29,7 +29,7 @@ def test_only_what_is_stopped_at_every_look_for_so_long_is_lost() -> None:
     for at, seen, lost in looks:
         now = at
         assert watch.lost(seen) == lost
-    assert watch.reason == "does not answer since 30 s; its process is stopped"
+    assert watch.reason == "has not responded for 30 s; its process is stopped"
 
 
 def test_a_stopped_process_is_seen_as_such() -> None:

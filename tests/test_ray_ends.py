@@ -50,13 +50,13 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("name", "number", "problem"),
     [
-        ("raylet", 9, "the raylet (process {}) of this machine died"),
-        ("gcs_server", 9, "the control service of Ray (process {}) of this machine died"),
-        ("raylet", 19, "the raylet (process {}) of this machine has been stopped"),
+        ("raylet", 9, "the raylet (process {}) on this machine died"),
+        ("gcs_server", 9, "the control service of Ray (process {}) on this machine died"),
+        ("raylet", 19, "the raylet (process {}) on this machine has been stopped"),
         (
             "gcs_server",
             19,
-            "the control service of Ray (process {}) of this machine has been stopped",
+            "the control service of Ray (process {}) on this machine has been stopped",
         ),
     ],
 )

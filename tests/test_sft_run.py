@@ -160,4 +160,4 @@ def test_a_model_that_packs_do_not_compute_is_refused_before_anything_starts(
     words = [f"model.path={folder}", f"data.train_files=[{MINI / 'sft.parquet'}]", "trainer.device=cpu"]
     assert main([*words, "data.train_batch_size=4", f"trainer.default_local_dir={tmp_path}"]) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "model.path: Gemma2" in said and "asks for softcap=50.0" in said
+    assert "model.path: Gemma2" in said and "needs softcap=50.0" in said

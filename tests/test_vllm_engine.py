@@ -434,7 +434,7 @@ def test_a_killed_process_fails_pending_and_later_requests_and_leaves_nothing_be
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
         (signal.SIGTERM, "was killed by SIGTERM"),
-        (signal.SIGSTOP, "does not answer since 1 s; its process is stopped"),
+        (signal.SIGSTOP, "has not responded for 1 s; its process is stopped"),
     ],
 )
 def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: int, said: str) -> None:
@@ -486,7 +486,7 @@ def test_a_process_that_stays_stopped_is_lost_and_does_not_keep_the_engine_from_
     try:
         reason, error = runner(stop_meanwhile())
         assert reason is FinishReason.LENGTH and isinstance(error, EngineLostError)
-        assert f"vLLM process {process.pid} does not answer since 3 s; its process is stopped" in str(error)
+        assert f"vLLM process {process.pid} has not responded for 3 s; its process is stopped" in str(error)
     finally:
         started = time.monotonic()
         runner.close()

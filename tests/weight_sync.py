@@ -18,17 +18,17 @@ async def sync(
     weights: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 2**14,
-    outlet: BucketSender | None = None,
+    sender: BucketSender | None = None,
 ) -> None:
     """All of `weights`, in many buckets unless another size is asked for."""
-    named, outlet = list(weights), outlet or SharedMemory()
+    named, sender = list(weights), sender or SharedMemory()
     layouts = plan(named, dtype, bucket_bytes)
     await engine.begin_weights(layouts)
     tensors = dict(named)
     for layout in layouts:
-        flat = outlet.buffer(layout)
+        flat = sender.buffer(layout)
         for piece, view in layout.unpack(flat):
             view.copy_(tensors[piece.names[0]].detach())
-        offer: BucketHandle = outlet.offer(layout, flat)
-        await engine.load_bucket(layout, offer)
+        handle: BucketHandle = sender.send(layout, flat)
+        await engine.load_bucket(layout, handle)
     await engine.end_weights(version)

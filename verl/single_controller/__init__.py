@@ -1,1 +1,1 @@
-"""Calling functions on workers. Knows nothing of reinforcement learning."""
+"""Remote calls on groups of workers. Independent of reinforcement learning."""

@@ -1,4 +1,4 @@
-"""What a group of workers is: the same object on every rank, called from one place."""
+"""The interface of a worker group: the same object on every rank, called by the controller."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from verl.errors import VerlError
 
 
 class WorkerError(VerlError, RuntimeError):
-    """A worker died, raised, or did not answer in time; says which one, and what it was doing."""
+    """A worker died, raised, or timed out; the message names the worker and its task."""
 
 
 class WorkerLostError(WorkerError):
-    """The worker's process is gone, or what it holds works no more: only another in its place can be asked again."""
+    """The worker's process is gone, or its object is unusable: only a replacement can serve further calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A worker's place among its group, and where the group meets."""
+    """A worker's rank in its group, and the group's rendezvous address."""
 
     rank: int
     size: int
-    host: str = "127.0.0.1"  # of rank 0
-    port: int = 0  # free on rank 0's machine
+    host: str = "127.0.0.1"  # rank 0's
+    port: int = 0  # a free port of rank 0's machine
     devices: tuple[str, ...] = ()  # accelerators that this worker may use
 
 
 class WorkerGroup(Protocol):
     """Runs functions whose first argument is the rank's worker object.
 
-    `call_ref` leaves results where they are and gives references to them, which the other verbs accept as arguments:
-    what is large travels once, from worker to worker.
+    `call_ref` leaves results on the workers and returns references, which the other methods accept as arguments: large
+    data is transferred once, from worker to worker.
     """
 
     @property
@@ -46,18 +46,18 @@ class WorkerGroup(Protocol):
         """`function(worker, shard, *args)` with one shard for each rank; the results in rank order."""
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `call`, but references to the results, once all are there."""
+        """As `call`, but returns references to the results, once all are ready."""
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """`function(worker, *args)` on one rank, awaited while others run; coroutine functions run side by side."""
+        """`function(worker, *args)` on one rank, awaited while others run; coroutine functions run concurrently."""
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A group seen through one attribute of its workers: one set of processes, several things that live in it."""
+    """A group viewed through one attribute of its workers: several components share one set of processes."""
 
     group: WorkerGroup
     name: str
@@ -91,7 +91,7 @@ def _on_member_shard(worker: Any, shard: Any, name: str, function: Callable[...,
 
 
 def task_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """What a call is called in messages."""
+    """The name of a call in messages."""
     if function in (_on_member, _on_member_shard):
         function = next(each for each in args if callable(each))
     return str(function.__qualname__)

@@ -1,4 +1,4 @@
-"""Do Ray's own processes on this machine run? Ray reports the death of one late, as that of a worker, or never."""
+"""Liveness of Ray's own processes on this machine: Ray reports their death late, as a worker's death, or never."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 class Guard:
-    """Watches processes by name, while it is used as a context. Where one has died or has been stopped for too long,
-    `problem` says so, all are ended so that no call waits for them, and the futures that are awaited are cancelled."""
+    """Context manager that watches processes by name. If one dies or stays stopped for too long, sets `problem`, kills
+    all of them so that no call waits for them, and cancels the awaited futures."""
 
     def __init__(self, processes: Mapping[str, psutil.Process], stopped_s: float) -> None:
-        """stopped_s: how long a process may be stopped (SIGSTOP)"""
+        """stopped_s: timeout of a stopped process (SIGSTOP)"""
         self.problem: str | None = None
         self._processes = dict(processes)
         self._stops = StopWatch(stopped_s)
@@ -37,18 +37,18 @@ class Guard:
         self._closed.set()
         self._thread.join()
 
-    def look(self) -> str | None:
-        """The problem, found now or before."""
+    def check(self) -> str | None:
+        """The problem, found now or earlier; None if there is none."""
         with self._lock:
             if self.problem is None and not self._closed.is_set():
-                self.problem = self._found()
+                self.problem = self._find_problem()
                 if self.problem is not None:
-                    self._end_all()
+                    self._kill_all()
             return self.problem
 
     @contextmanager
     def cancelling(self, future: asyncio.Future[object]) -> Iterator[None]:
-        """Cancel a future that is awaited meanwhile, once there is a problem."""
+        """Cancel a future that is awaited in this context if a problem occurs."""
         with self._lock:
             self._awaited.add(future)
         try:
@@ -60,28 +60,28 @@ class Guard:
                 self._awaited.discard(future)
 
     def _watch(self) -> None:
-        while self.look() is None and not self._closed.wait(_PERIOD_S):
+        while self.check() is None and not self._closed.wait(_PERIOD_S):
             pass
 
-    def _found(self) -> str | None:
+    def _find_problem(self) -> str | None:
         statuses = {name: _status(process) for name, process in self._processes.items()}
         for name, status in statuses.items():
             if status in _ENDED:
-                return f"{self._who(name)} died: killed from outside, or by the kernel for want of memory"
+                return f"{self._describe(name)} died: killed by another process, or by the kernel (out of memory)"
         for name in self._stops.lost(statuses):
             limit = f"{self._stops.timeout_s:g} s (trainer.health_timeout_s)"
-            return f"{self._who(name)} has been stopped for more than {limit}"
+            return f"{self._describe(name)} has been stopped for more than {limit}"
         return None
 
-    def _who(self, name: str) -> str:
-        return f"the {name} (process {self._processes[name].pid}) of this machine"
+    def _describe(self, name: str) -> str:
+        return f"the {name} (process {self._processes[name].pid}) on this machine"
 
-    def _end_all(self) -> None:
+    def _kill_all(self) -> None:
         for process in self._processes.values():
             with suppress(psutil.Error):
                 process.kill()
         for future in self._awaited:
-            with suppress(RuntimeError):  # its loop has ended
+            with suppress(RuntimeError):  # its loop is closed
                 future.get_loop().call_soon_threadsafe(future.cancel)
 
 

@@ -1,4 +1,4 @@
-"""One worker in this very process: for tests, and for runs too small to need more."""
+"""One worker in this process: for tests and small runs."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ class LocalGroup:
         return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No-op."""

@@ -1,4 +1,4 @@
-"""Processes that are stopped (SIGSTOP): whoever waits for one waits for ever, and nothing ever fails."""
+"""Detection of stopped processes (SIGSTOP): without it, waiting for one would hang without an error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def machine() -> str:
-    """Where process ids mean the same: one boot of one machine, and one container of it."""
+    """Identifies a process-id namespace: one boot of one machine, and one container on it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def statuses(pids: Iterable[int]) -> dict[int, str]:
-    """psutil's word for the state of each process of this machine that exists."""
+    """psutil's status of each process on this machine that exists."""
     found = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -31,9 +31,9 @@ def statuses(pids: Iterable[int]) -> dict[int, str]:
 
 
 def end_of_child(pid: int) -> str:
-    """How a child of this process has ended, once it has; empty where somebody else was first to ask for it.
+    """How a child of this process ended; waits for its end. Empty if the child was already reaped.
 
-    It is left to be collected by whoever started it.
+    Does not reap the child.
     """
     try:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -46,7 +46,7 @@ def end_of_child(pid: int) -> str:
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the kernel of this machine has killed for lack of memory since it started; 0 if it tells none."""
+    """Number of processes that the kernel has killed out of memory since boot; 0 if not available."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -55,9 +55,9 @@ def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 
 class StopWatch:
-    """Tells processes that stay stopped from those that go on within `timeout_s`.
+    """Finds processes that stay stopped for `timeout_s`.
 
-    One that a debugger holds is in another state and is left alone.
+    A process under a debugger is in another state and is ignored.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +66,7 @@ class StopWatch:
         self._since: dict[Hashable, float] = {}
 
     def lost(self, statuses: Mapping[_Key, str]) -> list[_Key]:
-        """Those that were stopped at every look for `timeout_s`. statuses: of all processes that are watched"""
+        """Processes that were stopped at every call for `timeout_s`. statuses: of all watched processes"""
         now = self._clock()
         stopped = [key for key, status in statuses.items() if status == psutil.STATUS_STOPPED]
         self._since = {key: self._since.get(key, now) for key in stopped}
@@ -74,5 +74,5 @@ class StopWatch:
 
     @property
     def reason(self) -> str:
-        """What is said of one that is lost."""
-        return f"does not answer since {self.timeout_s:g} s; its process is stopped"
+        """Message for a lost process."""
+        return f"has not responded for {self.timeout_s:g} s; its process is stopped"

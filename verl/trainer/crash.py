@@ -63,14 +63,14 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _write_report(folder: Path, error: Exception) -> str:
-    from verl.single_controller.ray import last_words  # imports Ray
+    from verl.single_controller.ray import log_tails  # imports Ray
 
     path = folder / LOGS / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     parts = [
         f"command: {' '.join(sys.argv)}",
         *getattr(error, "__notes__", ()),
         "".join(traceback.format_exception(error)),
-        last_words(str(error)),
+        log_tails(str(error)),
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Policy and critic as the controller sees them: score samples, update on experience."""
+"""Policy and critic on the controller's side: score samples, update on experience."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PackSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Samples in packs; the column "place" says where each trained token lies among all tokens."""
+    """Samples in packs; the column "place" holds the index of each trained token among all tokens."""
 
     shards: list[list[PackedBatch]]  # [rank][pack]
     lengths: tuple[int, ...]  # [B] tokens of each sample
@@ -60,28 +60,28 @@ class ShardedModel:
         return [packs[rank :: self.workers.size] for rank in range(self.workers.size)]
 
     def pack_for_scoring(self, samples: Sequence[Sample]) -> ScoringBatch:
-        """The samples packed once, for every model that is to score them."""
+        """The samples packed once, for all models that score them."""
         lengths = tuple(len(sample.token_ids) for sample in samples)
         places = torch.arange(sum(lengths)).split(lengths)
         return ScoringBatch(self.packs(Experience(samples, {"place": places})), lengths)
 
     def scored(self, function: Callable[..., Any], layout: ScoringBatch) -> list[Tensor]:
-        """[B][L] what `function` says of the trained tokens, zero elsewhere."""
+        """[B][L] the values of `function` at the trained tokens, zero elsewhere."""
         return layout.unpacked(self.workers.scatter(function, layout.shards))
 
 
 @dataclass(frozen=True)
 class Policy(ShardedModel):
-    """The model that acts."""
+    """The model that generates responses."""
 
     def score(self, layout: ScoringBatch) -> list[Tensor]:
         """[B][L] log-probs of the trained tokens, zero elsewhere."""
         return self.scored(PolicyWorker.score, layout)
 
     def update(self, minibatch: Experience, algorithm: Algorithm) -> dict[str, float]:
-        """One optimizer step. Samples without a signal weigh in the loss's denominators, but are not computed.
+        """One optimizer step. Samples with zero advantage count in the loss's denominators, but are not computed.
 
-        The metrics are token means over what was computed; of nothing there are none.
+        The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
         """
         weighted = with_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
@@ -92,43 +92,43 @@ class Policy(ShardedModel):
         return {**metrics, "computed_share": len(computed.samples) / len(minibatch.samples)}
 
     def sft_step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer step of supervised learning: the mean of -log p over all trained tokens."""
+        """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens."""
         shards = self.packs(with_weights(Experience(samples, {}), Aggregation.TOKEN_MEAN))
         metrics: dict[str, float] = self.workers.scatter(PolicyWorker.sft_step, shards)[0]
         return metrics
 
-    def connect(self, outlets: Sequence[OpenSender], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
-        """Get ready for publications; their buckets. outlets: by rank"""
-        layouts: list[BucketLayout] = self.workers.scatter(PolicyWorker.connect, outlets, dtype, bucket_bytes)[0]
+    def connect(self, senders: Sequence[OpenSender], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
+        """Prepare weight sync; returns its buckets. senders: by rank"""
+        layouts: list[BucketLayout] = self.workers.scatter(PolicyWorker.connect, senders, dtype, bucket_bytes)[0]
         return layouts
 
-    def offers(self, number: int) -> list[Any]:
-        """What every rank offers of a bucket, or references to it where the workers are elsewhere."""
-        return self.workers.call_ref(PolicyWorker.offer, number)
+    def send_bucket(self, number: int) -> list[Any]:
+        """Every rank's handle of a bucket, or a reference to it where the workers are remote."""
+        return self.workers.call_ref(PolicyWorker.send_bucket, number)
 
     def begin_weight_sync(self) -> None:
-        """Updates are over; the engines will want memory."""
+        """Offload the optimizer state: updates are over and the engines need the memory."""
         self.workers.call(PolicyWorker.begin_weight_sync)
 
     def end_weight_sync(self) -> None:
-        """All engines have all weights, and nothing is asked of the policy for a while."""
+        """All engines have all weights: offload the policy until it is used again."""
         self.workers.call(PolicyWorker.end_weight_sync)
 
 
 @dataclass(frozen=True)
 class Critic(ShardedModel):
-    """The model that foresees returns."""
+    """The model that predicts returns."""
 
     def score(self, layout: ScoringBatch) -> list[Tensor]:
         """[B][L] values of the states before the trained tokens, zero elsewhere."""
         return self.scored(CriticWorker.score, layout)
 
     def update(self, minibatch: Experience) -> dict[str, float]:
-        """One optimizer step on all trained tokens alike; the metrics are token means over the mini-batch."""
+        """One optimizer step, all trained tokens weighted equally; the metrics are token means over the mini-batch."""
         shards = self.packs(with_weights(minibatch, Aggregation.TOKEN_MEAN))
         metrics: dict[str, float] = self.workers.scatter(CriticWorker.update, shards)[0]
         return metrics
 
     def offload(self) -> None:
-        """The step's updates are over."""
+        """Called when the step's updates are over."""
         self.workers.call(CriticWorker.offload)

@@ -1,4 +1,4 @@
-"""Where rollout and training meet: the policy's weights go to the engines, and a canary proves that they arrived."""
+"""Weight sync: the policy's weights are sent to the engines, and a canary checks that they arrived."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from verl.types import Completion
 
 
 class StaleEngineError(VerlError, RuntimeError):
-    """The rollout engine does not hold the weights that were published."""
+    """The rollout engine does not hold the weights of the last weight sync."""
 
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Publishes weights and probes the engines after each publication.
+    """Sends weights to the engines and probes them after each weight sync.
 
-    What the ranks are asked is waited for in a thread, because episodes may go on meanwhile.
+    Calls to the ranks run in a thread, because episodes may be in flight.
 
-    probes: prompts to which the engines write a few tokens, whose log-probs the trainer then computes itself
-    tolerance: largest mean gap between the two, in nats; a stale engine stops the run
+    probes: prompts that each engine continues by a few tokens; the trainer recomputes their log-probs
+    tolerance: maximum mean abs(logp_engine - logp_trainer), in nats; above it the run fails
     """
 
     policy: Policy
     engine: RolloutEngine
-    layouts: Sequence[BucketLayout]  # of the buckets in which the policy's weights travel
+    layouts: Sequence[BucketLayout]  # buckets of one weight sync
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
-    ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by whoever uses the trainer ranks
+    ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the trainer ranks are in use
 
     async def sync(self, version: int) -> float:
-        """Hand over the weights as `version`. Returns the canary's mean gap. To be called with `ranks` held.
+        """Send the weights as `version`. Returns the canary's mean log-prob difference. The caller holds `ranks`.
 
-        Raises StaleEngineError if it is too wide.
+        Raises StaleEngineError if the difference exceeds the tolerance.
         """
         pool = self.engine if isinstance(self.engine, EnginePool) else None
         if pool is not None:
             await pool.make_lost()
         with pool.paused() if pool is not None else nullcontext():
             await self.push(version)
-            gaps = await self._canary(self.engine, version)
+            diffs = await self._canary(self.engine, version)
         if pool is not None:
-            gaps += await self._to_lost(pool, version)
+            diffs += await self._to_lost(pool, version)
         await run_in_daemon_thread(self.policy.end_weight_sync)
-        return self._checked(gaps, version)
+        return self._checked(diffs, version)
 
     async def restore(self) -> None:
-        """Replace engines that are lost, and hand them the weights that the others have, once the ranks are free."""
+        """Replace lost engines and send them the weights that the others have, once the ranks are free."""
         assert isinstance(self.engine, EnginePool)
         async with self.ranks:
-            if self.engine.version is None:  # the first publication is still to come
+            if self.engine.version is None:  # before the first weight sync
                 await self.engine.make_lost()
-            elif self.engine.lost:  # else a publication came first
-                gaps = await self._to_lost(self.engine, self.engine.version)
+            elif self.engine.lost:  # else a weight sync has replaced them
+                diffs = await self._to_lost(self.engine, self.engine.version)
                 await run_in_daemon_thread(self.policy.end_weight_sync)
-                self._checked(gaps, self.engine.version)
+                self._checked(diffs, self.engine.version)
 
     def losses(self) -> dict[str, float]:
-        """Metrics of engines that were replaced, since the last call."""
+        """Metrics of engine restarts since the last call."""
         pool = self.engine
         if not isinstance(pool, EnginePool):
             return {}
@@ -78,61 +78,60 @@ class WeightSync:
         return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
 
     async def push(self, version: int) -> None:
-        """Hand over the weights without looking whether they arrived."""
-        await self._deliver(self.engine, version)
+        """Send the weights without the canary check."""
+        await self._push_to(self.engine, version)
 
     async def _to_lost(self, pool: EnginePool, version: int) -> list[Tensor]:
-        """Replace lost engines and publish to them, until none is lost. The canary's gaps."""
-        gaps: list[Tensor] = []
+        """Replace lost engines and sync their weights, until none is lost. Returns the canary's differences."""
+        diffs: list[Tensor] = []
         while ranks := await pool.make_lost():
             some = pool.only(ranks)
             with pool.paused():
-                await self._deliver(some, version)
-                gaps += await self._canary(some, version)
-        return gaps
+                await self._push_to(some, version)
+                diffs += await self._canary(some, version)
+        return diffs
 
-    async def _deliver(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
+    async def _push_to(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
         await run_in_daemon_thread(self.policy.begin_weight_sync)
         await engines.begin_weights(self.layouts)
         await self._load(engines)
         await engines.end_weights(version)
 
-    def _checked(self, gaps: Sequence[Tensor], version: int) -> float:
-        """The mean of the gaps of all tokens. Raises StaleEngineError if it is too wide."""
-        gap = float(torch.cat([*gaps]).mean())
-        if not gap <= self.tolerance:
+    def _checked(self, diffs: Sequence[Tensor], version: int) -> float:
+        """Mean over all tokens. Raises StaleEngineError if it exceeds the tolerance."""
+        diff = float(torch.cat([*diffs]).mean())
+        if not diff <= self.tolerance:
             raise StaleEngineError(
-                f"after the publication of version {version} the engine's log-probs are {gap:.3g} nats from the "
-                f"trainer's on average, more than {self.tolerance:.3g}: it generates with other weights, or computes "
-                "another model"
+                f"weight sync check failed at version {version}: mean abs(logp_engine - logp_trainer) = {diff:.3g} > "
+                f"{self.tolerance:.3g} nats; the engine has stale weights or different numerics"
             )
-        return gap
+        return diff
 
     async def _load(self, engines: RolloutEngine | EngineSubset) -> None:
-        """Every bucket; one is gathered while the engines load the one before."""
+        """Send every bucket; one is gathered while the engines load the previous one."""
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
             for layout in self.layouts:
-                gathering = asyncio.create_task(run_in_daemon_thread(self.policy.offers, layout.number))
+                gathering = asyncio.create_task(run_in_daemon_thread(self.policy.send_bucket, layout.number))
                 await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
                 if loading.done():
-                    loading.result()  # an engine that failed is told without waiting for the ranks
-                offers = await gathering
+                    loading.result()  # raise an engine's failure without waiting for the ranks
+                handles = await gathering
                 await loading
-                loading = asyncio.create_task(engines.load_bucket(layout, *offers))
+                loading = asyncio.create_task(engines.load_bucket(layout, *handles))
             await loading
         finally:
             loading.cancel()
 
     async def _canary(self, engines: RolloutEngine | EngineSubset, version: int) -> list[Tensor]:
-        """[sample][A] gaps of the log-probs of trained tokens; none where all engines were lost meanwhile."""
+        """[sample][A] abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
         written = [
             (prompt, completions[0]) for prompt in self.probes for completions in await self._from_each(engines, prompt)
         ]
         stale = {completion.weight_version for _, completion in written} - {version}
         if stale:
             raise StaleEngineError(
-                f"the engine answers with version {sorted(stale)} after version {version} was published"
+                f"weight sync check failed: the engine answers with version {sorted(stale)} after the sync of {version}"
             )
         samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
         if not samples:

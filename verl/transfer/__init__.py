@@ -1,1 +1,1 @@
-"""How weights travel from trainer ranks to rollout engines: in buckets, over one of several transports."""
+"""Weight sync from trainer ranks to rollout engines: in buckets, over one of several transports."""

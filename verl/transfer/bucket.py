@@ -1,7 +1,7 @@
-"""Weights in buckets: what lies where, what is told of each, and how one is taken on the other side.
+"""Weight buckets: their layout, the handles that describe them, and how an engine receives one.
 
-A publication is a sequence of buckets, so that neither side holds more of the model than two of them besides its own
-copy: the trainer gathers the next while an engine loads the last. A bucket is one flat tensor of weights end to end.
+A weight sync is a sequence of buckets, so that neither side holds more than two of them besides its own copy of the
+model: the trainer gathers the next one while an engine loads the last. A bucket is one flat tensor of weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from verl.errors import EngineError
 
 NUM_SLOTS = 2  # buckets alive at once
-_WORD = 8  # bytes; of what the digest sums
-_ROW = 64  # words
+_INT_BYTES = 8  # the digest sums int64
+_ROW = 64  # of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """What lies where in one bucket."""
+    """The tensors of one bucket and their offsets."""
 
-    number: int  # of the bucket in its publication
+    number: int  # position of the bucket in its weight sync
     dtype: torch.dtype
-    pieces: tuple[TensorSlice, ...]
-    numel: int  # whole rows of the digest; what is behind the last piece means nothing
+    slices: tuple[TensorSlice, ...]
+    numel: int  # a multiple of the digest's row; elements after the last slice are padding
 
     @property
     def num_bytes(self) -> int:
@@ -46,27 +46,27 @@ class BucketLayout:
 
     @property
     def slot(self) -> int:
-        """Which of the memories that are used in turn."""
+        """Index of its buffer; buffers are used in turn."""
         return self.number % NUM_SLOTS
 
     def unpack(self, flat: Tensor) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Every piece as a view of `flat` [numel]."""
-        for piece in self.pieces:
-            yield piece, flat[piece.start : piece.start + prod(piece.shape)].view(piece.shape)
+        """Every slice as a view of `flat` [numel]."""
+        for each in self.slices:
+            yield each, flat[each.start : each.start + prod(each.shape)].view(each.shape)
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view of `flat`) of every weight, tied aliases included."""
-        for piece, view in self.unpack(flat):
-            for name in piece.names:
+        for each, view in self.unpack(flat):
+            for name in each.names:
                 yield name, view
 
 
 def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
-    """Buckets of at most `bucket_bytes` in the order given; a weight that is larger has one of its own.
+    """Buckets of at most `bucket_bytes` in the order given; a larger weight has its own bucket.
 
-    named: (name, tensor); the same tensor under several names is held once
+    named: (name, tensor); a tensor with several names is stored once
     """
-    named = list(named)  # a tensor that nobody holds could leave its id to the next
+    named = list(named)  # keeps the tensors alive: the id of a freed one could be reused
     names: dict[int, list[str]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for name, tensor in named:
@@ -82,27 +82,27 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
         buckets[-1].append(TensorSlice(tuple(names[key]), shape, end))
         end += prod(shape)
     return [
-        BucketLayout(number, dtype, tuple(pieces), _whole_rows(pieces, dtype)) for number, pieces in enumerate(buckets)
+        BucketLayout(number, dtype, tuple(slices), _whole_rows(slices, dtype)) for number, slices in enumerate(buckets)
     ]
 
 
 def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
-    """The names of all weights of a publication."""
-    return [name for layout in layouts for piece in layout.pieces for name in piece.names]
+    """The names of all weights of a weight sync."""
+    return [name for layout in layouts for each in layout.slices for name in each.names]
 
 
-def _whole_rows(pieces: Sequence[TensorSlice], dtype: torch.dtype) -> int:
-    end = max((piece.start + prod(piece.shape) for piece in pieces), default=0)
-    row = _ROW * _WORD // dtype.itemsize
+def _whole_rows(slices: Sequence[TensorSlice], dtype: torch.dtype) -> int:
+    end = max((each.start + prod(each.shape) for each in slices), default=0)
+    row = _ROW * _INT_BYTES // dtype.itemsize
     return -(-end // row) * row
 
 
 def digest(flat: Tensor) -> str:
-    """A hash of a bucket, computed where it lies, and the same on every device.
+    """Checksum of a bucket, computed on its device, and the same on every device.
 
-    Integer sums of rows of 512 bytes, then a hash of the sums: one pass at the speed of memory, and a GPU hands out
-    1/64 of the bucket instead of all of it. It finds any fault that changes a row's sum: flipped bits, lost, stale and
-    misplaced blocks. It does not withstand someone who alters weights on purpose.
+    Integer sums of rows of 512 bytes, then a hash of the sums: one pass at memory bandwidth, and a GPU copies 1/64 of
+    the bucket to the host instead of all of it. Detects any fault that changes a row's sum: flipped bits, lost, stale
+    and misplaced blocks. Does not protect against deliberate tampering.
     """
     sums = flat.view(torch.int64).view(-1, _ROW).sum(1).cpu()
     return blake3(sums.numpy().tobytes()).hexdigest()
@@ -110,55 +110,51 @@ def digest(flat: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Receiver:
-    """An engine's end, in the process that loads the weights.
+    """An engine's end of the transport, in the process that loads the weights.
 
-    kept: what outlives a bucket (mapped memory, a communicator), under keys of the offers' own
+    kept: resources that outlive a bucket (mapped memory, a communicator), by a key that the handle's class chooses
     """
 
     device: torch.device
     kept: dict[str, Any] = field(default_factory=dict)
 
-    def receive(self, layout: BucketLayout, offers: Sequence[BucketHandle]) -> Tensor:
-        """The bucket as it was sent; its memory is used again soon, so whoever keeps a part of it must copy.
+    def receive(self, layout: BucketLayout, handles: Sequence[BucketHandle]) -> Tensor:
+        """The bucket as it was sent. Its memory is reused soon, so the caller must copy what it keeps.
 
-        Raises EngineError if it was altered on its way, or if no offer can be taken on this device.
+        Raises EngineError if the checksum differs, or if no handle is meant for this device.
         """
-        for offer in offers:
-            flat = offer.take(layout, self)
+        for handle in handles:
+            flat = handle.take(layout, self)
             if flat is not None:
-                if digest(flat) != offer.digest:
+                if digest(flat) != handle.digest:
                     names = all_names([layout])
-                    raise EngineError(
-                        f"bucket {layout.number} of the weights ({names[0]} to {names[-1]}) is not as it was sent"
-                    )
+                    raise EngineError(f"checksum mismatch in weight bucket {layout.number} ({names[0]} .. {names[-1]})")
                 return flat
-        raise EngineError(f"bucket {layout.number} of the weights was not offered to device {self.device}")
+        raise EngineError(f"weight bucket {layout.number}: no handle for device {self.device}")
 
 
 class BucketHandle(Protocol):
-    """A bucket on its way to an engine. Small and picklable, unless the transport is to carry tensors themselves."""
+    """A bucket in transit to an engine. Small and picklable, unless the transport carries the tensors themselves."""
 
     @property
     def digest(self) -> str:
-        """Of the bucket as it was sent."""
+        """Checksum of the bucket as it was sent."""
 
     def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
-        """[numel] the bucket; None if it is meant for another device than the receiver's."""
+        """[numel] the bucket; None if the handle is meant for another device than the receiver's."""
 
 
 class BucketSender(Protocol):
     """A trainer rank's end of a transport."""
 
     def buffer(self, layout: BucketLayout) -> Tensor:
-        """[numel] where to put the bucket; the bucket `NUM_SLOTS` before it is overwritten."""
+        """[numel] memory to fill with the bucket; overwrites the bucket `NUM_SLOTS` before it."""
 
-    def offer(self, layout: BucketLayout, flat: Tensor) -> BucketHandle:
-        """Offer what `buffer` gave, now that it is filled."""
+    def send(self, layout: BucketLayout, flat: Tensor) -> BucketHandle:
+        """Send the filled `buffer`."""
 
     def release(self) -> None:
-        """The publication is over: give back what the next one need not find warm."""
+        """The weight sync is over: free the memory that the next one can allocate again."""
 
 
-OpenSender = (
-    Callable[[], BucketSender] | None
-)  # makes a rank's outlet, in its process; None for a rank that offers nothing
+OpenSender = Callable[[], BucketSender] | None  # makes a rank's sender, in its process; None: the rank sends nothing

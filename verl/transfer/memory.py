@@ -1,4 +1,4 @@
-"""Transports through the memory of CPUs: shared between processes of one machine, or carried by the worker group."""
+"""Transports through CPU memory: shared between processes of one machine, or carried by the worker group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.transfer.bucket import NUM_SLOTS, BucketLayout, Receiver, digest
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """An offer that is the bucket itself."""
+    """A handle that holds the bucket itself."""
 
     flat: Tensor
     digest: str
@@ -25,26 +25,26 @@ class InMemory:
 
 
 class ByReference:
-    """Buckets as plain tensors, each with memory of its own: the worker group carries them to wherever the engines are,
-    and nobody here knows when they have arrived."""
+    """Buckets as plain tensors, each with its own memory: the worker group carries them to the engines, and the sender
+    does not learn when they have arrived."""
 
     def buffer(self, layout: BucketLayout) -> Tensor:
         return torch.empty(layout.numel, dtype=layout.dtype)
 
-    def offer(self, layout: BucketLayout, flat: Tensor) -> InMemory:
+    def send(self, layout: BucketLayout, flat: Tensor) -> InMemory:
         return InMemory(flat, digest(flat))
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """No-op: nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """An offer in memory that another process of this machine has written."""
+    """Handle of a bucket in shared memory, written by another process of this machine."""
 
     path: str
-    owner: str  # the writer's own mark, because the path of a file that is gone may come again
-    num_bytes: int  # of the file
+    owner: str  # unique id of the writer, because the path of a deleted file may be reused
+    num_bytes: int  # size of the file
     digest: str
 
     def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
@@ -58,14 +58,14 @@ class SharedFile:
 
 
 class SharedMemory:
-    """Buckets in files without a name, which live in memory and vanish with their last process, even a killed one.
+    """Buckets in anonymous memory files, which vanish with the last process that uses them, even a killed one.
 
-    Other processes of the machine open them through /proc. Both sides keep them from one publication to the next:
-    touching fresh memory costs several times as much as copying into it.
+    Other processes of the machine open them through /proc. Both sides keep them from one weight sync to the next:
+    the first touch of fresh memory costs several times as much as the copy.
     """
 
     def __init__(self) -> None:
-        self._mark = secrets.token_hex(8)
+        self._id = secrets.token_hex(8)
         self._files = [os.memfd_create("verl-weights") for _ in range(NUM_SLOTS)]
         self._memory = [torch.empty(0, dtype=torch.uint8)] * NUM_SLOTS
 
@@ -75,15 +75,15 @@ class SharedMemory:
             self._memory[layout.slot] = map_file(self._path(layout.slot), layout.num_bytes)
         return self._memory[layout.slot][: layout.num_bytes].view(layout.dtype)
 
-    def offer(self, layout: BucketLayout, flat: Tensor) -> SharedFile:
-        return self.pass_on(layout, digest(flat))
+    def send(self, layout: BucketLayout, flat: Tensor) -> SharedFile:
+        return self.relay(layout, digest(flat))
 
-    def pass_on(self, layout: BucketLayout, sent_digest: str) -> SharedFile:
-        """Offer a copy of a bucket that others have sent, under their digest."""
-        return SharedFile(self._path(layout.slot), self._mark, len(self._memory[layout.slot]), sent_digest)
+    def relay(self, layout: BucketLayout, sent_digest: str) -> SharedFile:
+        """Send a copy of a bucket from another sender, with that sender's digest."""
+        return SharedFile(self._path(layout.slot), self._id, len(self._memory[layout.slot]), sent_digest)
 
     def release(self) -> None:
-        """The files stay warm."""
+        """No-op: the files are kept for the next weight sync."""
 
     def __del__(self) -> None:
         for file in self._files:
@@ -94,11 +94,11 @@ class SharedMemory:
 
 
 def map_file(path: str, num_bytes: int) -> Tensor:
-    """[num_bytes] the file's content, shared. Raises EngineError if it cannot be opened from here."""
+    """[num_bytes] the file's content, shared. Raises EngineError if this process cannot open it."""
     try:
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise EngineError(
-            f"shared weights cannot be opened ({error}); trainer and engine must run on one machine, in one container "
-            "and as one user"
+            f"cannot open the shared memory of the weights ({error}); trainer and engine must run on one machine, "
+            "in one container and as one user"
         ) from error

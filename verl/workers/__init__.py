@@ -1,1 +1,1 @@
-"""What runs on the training ranks: the model over packs, its sharding, its optimizer."""
+"""Code that runs on the training ranks: the model over packs, its sharding, its optimizer."""

@@ -1,16 +1,16 @@
 """Attention over packs: one function, registered with transformers' attention interface.
 
 A segment attends to itself causally and to all of its prefix segment, in a layer with a sliding window of W tokens to
-the last W positions of both. Positions of a segment go on from its prefix's, wherever the two lie in the pack. Anything
-else that a model asks of its attention is refused by name. Three kernels compute that:
+the last W positions of both. Positions of a segment continue those of its prefix, wherever the two lie in the pack. Any
+other attention option is rejected by name. Three kernels compute this:
 
     by_segments   a call of scaled-dot-product attention per segment: CPU, any precision
     by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
                   GPU in half precision (flash-attn where it is installed, else torch's own)
     by_flex       flex attention with a block mask: GPU in full precision
 
-Neither of the last two has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in the place of
-its own, and by_flex without gradients.
+Neither of the last two has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in place of its
+own, and by_flex without gradients.
 Shape legend: H query heads, K key heads, T packed tokens, U gathered keys, D head size, S segments.
 """
 
@@ -35,8 +35,8 @@ from verl.errors import ConfigError
 
 PACKED = "verl_packed"
 
-_UNLIMITED = -1  # flash attention's value for a window without a bound on this side
-# Options that transformers' layers pass and that do not change the attention of a pack.
+_UNLIMITED = -1  # flash attention: no window bound on this side
+# Options of transformers' layers that do not change the attention of a pack.
 _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]
@@ -55,11 +55,11 @@ def packed_attention(
     segments: Sequence[Segment],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within segments and their prefixes, over the last `sliding_window` positions where it is given.
+    """Causal attention within segments and their prefixes, limited to the last `sliding_window` positions if given.
 
     query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]. Masks are not used: segments and window define them.
 
-    Raises ConfigError for every other option that has a value: soft caps, sinks, dropout, bidirectional attention.
+    Raises ConfigError for any other option that is set: soft caps, sinks, dropout, bidirectional attention.
     """
     assert attention_mask is None, "packs carry no mask"
     refused = {name: value for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT}
@@ -67,8 +67,8 @@ def packed_attention(
     refused |= {"is_causal": False} if not getattr(module, "is_causal", True) else {}
     if refused:
         raise ConfigError(
-            f"{type(module).__name__} asks for {', '.join(map(_shown, refused.items()))}: training computes causal "
-            "attention, with or without a sliding window, and nothing else (docs/training.md)"
+            f"{type(module).__name__} needs {', '.join(map(_format_option, refused.items()))}: training supports only "
+            "causal attention, with or without a sliding window (docs/training.md)"
         )
     compute = by_segments
     if query.device.type == "cuda":
@@ -76,13 +76,13 @@ def packed_attention(
     return compute(query, key, value, tuple(segments), scaling, sliding_window), None
 
 
-def _shown(option: tuple[str, Any]) -> str:
+def _format_option(option: tuple[str, Any]) -> str:
     name, value = option
     return f"{name}={value}" if isinstance(value, bool | int | float | str) else name
 
 
 def register() -> None:
-    """Make the function known to transformers under PACKED; harmless to repeat."""
+    """Register the function with transformers as PACKED. Idempotent."""
     AttentionInterface.register(PACKED, packed_attention)
 
 
@@ -94,9 +94,9 @@ def by_segments(
     scaling: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """One call per segment; the keys of its prefix are copied in front of its own.
+    """One call per segment; the keys of its prefix are concatenated in front of its own.
 
-    The pack is split once: the gradient of a slice would be as long as the pack, and there is one for each segment.
+    The pack is split once: slicing would allocate a gradient as long as the pack for every segment.
     """
     lengths = [segment.end - segment.start for segment in segments]
     queries, own_keys, own_values = (each.split(lengths, dim=2) for each in (query, key, value))
@@ -119,20 +119,20 @@ def by_segments(
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[queries, keys] whether a query sees a key: the last query is at the position of the last key."""
+    """[queries, keys] whether a query attends to a key; the last query is at the position of the last key."""
     of_key = torch.arange(keys, device=device)
     of_query = of_key[keys - queries :, None]
     return (of_key <= of_query) & (of_key > of_query - window)
 
 
 def window_size(window: int | None) -> tuple[int, int]:
-    """(keys before a query's own position that it sees, keys after it), as flash attention takes them."""
+    """(keys visible before the query's position, keys visible after it), in flash attention's format."""
     return (_UNLIMITED if window is None else window - 1), 0
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Where each segment's queries and keys lie: queries in the pack, keys in what is gathered from it."""
+    """Offsets of each segment's queries in the pack and of its keys among the gathered keys."""
 
     gathered: Tensor  # [U] packed index of every key, prefix before own
     query_ends: Tensor  # [S + 1] int32, cumulative
@@ -141,9 +141,9 @@ class VarlenPlan:
     longest_key: int
 
 
-@lru_cache(maxsize=2)  # every layer of a pass asks for the same one
+@lru_cache(maxsize=2)  # shared by all layers of a pass
 def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPlan:
-    """The plan of a pack, whose segments lie end to end."""
+    """The plan of a pack, whose segments are contiguous."""
     keys = []
     for segment in segments:
         before = () if segment.prefix is None else (segments[segment.prefix],)
@@ -172,7 +172,7 @@ def by_varlen(
     window: int | None = None,
     kernel: VarlenKernel | None = None,
 ) -> Tensor:
-    """All segments in one call of a kernel that aligns causal mask and window with the ends of queries and keys."""
+    """All segments in one kernel call; causal mask and window are aligned with the ends of queries and keys."""
     plan = varlen_plan(segments, query.device)
     keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
     compute = kernel or _varlen_kernel()
@@ -216,7 +216,7 @@ def _torch_varlen(
     scale: float | None,
     window: tuple[int, int],
 ) -> Tensor:
-    """Key heads are repeated here: releases of torch differ in how they are told of fewer key than query heads."""
+    """Key heads are repeated here: the argument for grouped-query attention differs between torch releases."""
     repeats = query_THD.shape[1] // keys_UKD.shape[1]
     output: Tensor = importlib.import_module("torch.nn.attention.varlen").varlen_attn(
         query_THD,
@@ -227,7 +227,7 @@ def _torch_varlen(
         plan.longest_query,
         plan.longest_key,
         scale=scale,
-        window_size=window,  # causal by its second number
+        window_size=window,  # its second number makes it causal
     )
     return output
 
@@ -240,7 +240,7 @@ def by_flex(
     scaling: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """One call with a mask that knows whose prefix is whose; compiled on a GPU, where it would be slow otherwise."""
+    """One call with a block mask over segments and prefixes; compiled on a GPU, where eager mode is slow."""
     plain: Callable[..., Any] = flex_attention
     compute = _compiled_flex() if query.device.type == "cuda" else plain
     mask = flex_mask(segments, query.device, window)
@@ -255,12 +255,12 @@ def _compiled_flex() -> Callable[..., Any]:
     return compiled
 
 
-@lru_cache(maxsize=4)  # a model has at most a layer without a window and one with
+@lru_cache(maxsize=4)  # a model has at most two kinds of layers, with and without a window
 def flex_mask(segments: tuple[Segment, ...], device: torch.device, window: int | None = None) -> BlockMask:
-    """The mask of a pack: own segment causally, prefix segment, both as far as the window reaches."""
+    """The mask of a pack: own segment causally, prefix segment, both within the window."""
     lengths = torch.tensor([segment.end - segment.start for segment in segments])
-    nobody = len(segments)
-    prefixes = torch.tensor([nobody if segment.prefix is None else segment.prefix for segment in segments])
+    no_prefix = len(segments)
+    prefixes = torch.tensor([no_prefix if segment.prefix is None else segment.prefix for segment in segments])
     before = torch.tensor([0 if segment.prefix is None else int(lengths[segment.prefix]) for segment in segments])
     segment_T = torch.arange(len(segments)).repeat_interleave(lengths).to(device)
     prefix_T = prefixes.repeat_interleave(lengths).to(device)
@@ -268,10 +268,10 @@ def flex_mask(segments: tuple[Segment, ...], device: torch.device, window: int |
     position_T = position_T.to(device)
     reach = int(lengths.sum()) if window is None else window
 
-    def sees(batch: Tensor, head: Tensor, asking: Tensor, asked: Tensor) -> Tensor:
-        own = (segment_T[asking] == segment_T[asked]) & (asking >= asked)
-        related = own | (prefix_T[asking] == segment_T[asked])
-        return related & (position_T[asking] - position_T[asked] < reach)
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (segment_T[query] == segment_T[key]) & (query >= key)
+        related = own | (prefix_T[query] == segment_T[key])
+        return related & (position_T[query] - position_T[key] < reach)
 
     length = int(lengths.sum())
     return create_block_mask(sees, None, None, length, length, device=device.type)

@@ -1,4 +1,4 @@
-"""What one training rank does with a critic: value packs, update on packs."""
+"""The critic on one training rank: value packs, update on packs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from verl.workers.fsdp_engine import FSDPEngine
 
 @dataclass(frozen=True, slots=True)
 class CriticWorker:
-    """A sharded critic, and how far one update may move a value."""
+    """A sharded critic and its value clip range."""
 
     engine: FSDPEngine
     clip: float
 
     def score(self, packs: Sequence[PackedBatch]) -> list[Tensor]:
-        """[A] values of every pack: of the state before each trained token."""
+        """[A] values of every pack, for the state before each trained token."""
         return self.engine.score(packs, lambda critic, packed: critic(packed))
 
     def update(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
@@ -32,11 +32,11 @@ class CriticWorker:
             values_A = critic(packed)
             loss_A, clipped_A = clipped_value_loss(values_A, column["values"], column["returns"], self.clip)
             weight_A = column["weight"]
-            facts = {"clip_fraction": (clipped_A * weight_A).sum(), "values_mean": (values_A * weight_A).sum().detach()}
-            return (loss_A * weight_A).sum(), facts
+            metrics_A = {"clip_fraction": clipped_A, "values_mean": values_A.detach()}
+            return (loss_A * weight_A).sum(), {name: (each_A * weight_A).sum() for name, each_A in metrics_A.items()}
 
         return self.engine.update(packs, loss)
 
     def offload(self) -> None:
-        """The step's updates are over; the next that is asked is a score."""
+        """Offload after the step's updates."""
         self.engine.offload_all()

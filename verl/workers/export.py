@@ -1,4 +1,4 @@
-"""A policy as a folder that transformers and vLLM load as it is."""
+"""Export of a policy to a folder that transformers and vLLM load directly."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def export_hf(
 ) -> None:
     """Write the policy's weights, configuration, generation configuration and tokenizer into `folder`.
 
-    Collective; rank 0 writes, and holds the whole model in `dtype` in the CPU's memory meanwhile.
+    Collective; rank 0 writes, and holds the whole model in `dtype` in CPU memory meanwhile.
     model: the folder or hub name that the policy was loaded from; its generation configuration is copied
-    tokenizer: likewise for the tokenizer, if it is another; its files are copied, for a tokenizer that is written anew
-        by one version of transformers is not always read by another
+    tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
+        one version of transformers cannot always be read by another
     Raises DataError on rank 0 if there is no tokenizer or the folder cannot be written.
     """
     policy = engine.module
@@ -59,11 +59,11 @@ def export_hf(
     except SafetensorError as error:
         raise DataError(f"cannot be written ({error})", hint="Free some space", file=str(folder)) from error
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise DataError("holds no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
+        raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
 
 
 def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what a file of weights holds: a tied weight once, under its first name."""
+    """(name, tensor) of the weights to store: a tied weight once, under its first name."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -72,10 +72,10 @@ def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_model(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Saved by a model without weights: the dtype that is written belongs to the file, not to the one that trains."""
+    """Saved through a model on the meta device, so that the file's dtype does not change the trained model's config."""
     with torch.device("meta"):
         shell = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    # How the names in the file differed from the module's; vLLM reads the file's.
+    # Maps the module's names to those of the original file, which vLLM expects.
     shell._weight_conversions = getattr(model, "_weight_conversions", None)
     shell.save_pretrained(folder, state_dict=weights)
 

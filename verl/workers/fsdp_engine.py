@@ -1,4 +1,4 @@
-"""The training engine: FSDP2 around a policy or a critic. The only file that knows FSDP.
+"""The training engine: FSDP2 around a policy or a critic. The only file that uses FSDP.
 
 Parameters are DTensors on every device, one rank included: float32 masters, sharded one unit per decoder layer,
 computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums whose weights already hold the global
@@ -31,9 +31,9 @@ from verl.workers.rng import get_random_state, set_random_state
 
 PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
 
-_INDEX = ".metadata"  # torch's file of what a checkpoint holds, and where
+_INDEX = ".metadata"  # torch's index of a checkpoint
 
-# One entry for each parameter and not one for the whole optimizer: what resharding needs.
+# One entry per parameter rather than one for the whole optimizer: needed for resharding.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -49,11 +49,11 @@ class FSDPEngine:
         compute_dtype: torch.dtype = torch.float32,
         offload: Offload = NO_OFFLOAD,
     ) -> None:
-        """Shard `module` in place over the mesh, each of `layers` as a unit; without `optimizer` it is only scored."""
+        """Shard `module` in place over the mesh, each layer as a unit. Without `optimizer` the model is frozen."""
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        alone = mesh.shape[-1] == 1  # then a layer given back before the backward would only be copied once more
+        alone = mesh.shape[-1] == 1  # then resharding before the backward would only cost another copy
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
         self.module = module
@@ -75,53 +75,53 @@ class FSDPEngine:
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
         self._reshard()
-        if self._optimizer is None:  # nobody but `score` uses such an engine
+        if self._optimizer is None:  # a frozen model is used by `score` only
             self.offload_all()
-        self._give_back_memory()
+        self._empty_cache()
         return scores
 
     def update(self, packs: Sequence[PackedBatch], loss: PackLoss) -> dict[str, float]:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
 
         loss: (module, pack) -> (the pack's share of the global loss, further sums to report)
-        Returns the sums over all packs and ranks (of a fact whose name ends in "_max", the largest value), with "loss",
-        "grad_norm" (before clipping) and "lr".
+        Returns the sums over all packs and ranks (the maximum for names that end in "_max"), with "loss", "grad_norm"
+        (before clipping) and "lr".
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
-        self._bring_all()
+        self._load_all()
         self.module.train()
         totals: dict[str, Tensor] = {}
         for packed in packs:
-            value, facts = loss(self.module, packed.to(self._device))
+            value, metrics = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
-            for name, fact in ((name, each.detach().double()) for name, each in {"loss": value, **facts}.items()):
-                so_far = totals.get(name)
-                totals[name] = fact if so_far is None else _together(name)(so_far, fact)
+            for name, metric in ((name, each.detach().double()) for name, each in {"loss": value, **metrics}.items()):
+                total = totals.get(name)
+                totals[name] = metric if total is None else _together(name)(total, metric)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        self._give_back_memory()
+        self._empty_cache()
         return {**_over_ranks(totals), "grad_norm": float(grad_norm), "lr": float(lr)}
 
-    def _give_back_memory(self) -> None:
-        """What a rollout engine on the same device will want to have."""
+    def _empty_cache(self) -> None:
+        """Return cached memory to the device, for a rollout engine on it."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def put_away_optimizer(self) -> None:
-        """No update comes for a while; before the next one its state is brought back."""
-        self._states.put_away()
-        self._give_back_memory()
+    def offload_optimizer(self) -> None:
+        """Offload the optimizer state; `update` loads it again."""
+        self._states.offload()
+        self._empty_cache()
 
     def offload_all(self) -> None:
-        """Nothing is asked of the engine for a while; before it is, what that needs is brought back."""
-        self._params.put_away()
-        self.put_away_optimizer()
+        """Offload parameters and optimizer state; each method loads what it needs."""
+        self._params.offload()
+        self.offload_optimizer()
 
-    def _bring_all(self) -> None:
+    def _load_all(self) -> None:
         self._params.load()
         self._states.load()
 
@@ -136,9 +136,9 @@ class FSDPEngine:
                     state[name] = value.to(device)
 
     def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, one at a time, in the order given; a collective, so every rank must go through all of it.
+        """Full tensors, one at a time, in the order given. Collective: every rank must exhaust the iterator.
 
-        A tensor that is whole already is no copy.
+        A tensor that is not sharded is not copied.
         """
         self._params.load()
         for name, tensor in named:
@@ -149,14 +149,14 @@ class FSDPEngine:
 
     @property
     def rank(self) -> int:
-        """This process's place among all ranks."""
+        """Rank of this process."""
         return dist.get_rank()
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks see.
+        """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks share.
 
-        Collective; what waits in host memory is written from there. An engine without optimizer writes nothing: its
-        weights come from the model's own files.
+        Collective; offloaded tensors are written from host memory. A frozen model writes nothing: its weights come from
+        the model's own files.
         Raises DataError, on all ranks, if any of them cannot write.
         """
         if self._optimizer is None or self._scheduler is None:
@@ -165,23 +165,23 @@ class FSDPEngine:
         dist.all_gather_object(random_states, get_random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
         state = {**self._sharded_state(), "host": host}
-        with _data_errors("cannot be written", "Free some space or name another place", folder):
+        with _data_errors("cannot be written", "Free some space or choose another folder", folder):
             save(state, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Take up where the engine that was saved in `folder` stood, bit for bit on as many ranks as then.
+        """Resume from the checkpoint in `folder`, bit-exact on the same number of ranks.
 
-        Collective. On another number of ranks weights and optimizer are dealt anew, and a rank that was not there gets
-        a random state derived from rank 0's. Learning rate, betas and weight decay are those saved; the shape of the
-        schedule is this engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this
-        one is then half loaded and of no use.
+        Collective. On another number of ranks weights and optimizer are resharded, and an additional rank gets a random
+        state derived from rank 0's. Learning rate, betas and weight decay are the saved ones; the shape of the schedule
+        is this engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this one is then
+        partially loaded and unusable.
         """
         if self._optimizer is None or self._scheduler is None:
             return
         self._check_visible(folder)
-        self._bring_all()
+        self._load_all()
         state = {**self._sharded_state(), "host": None}
-        with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was made with", folder):
+        with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was saved with", folder):
             load(state, checkpoint_id=folder)
         set_state_dict(
             self.module,
@@ -195,22 +195,22 @@ class FSDPEngine:
         set_random_state(random_states, self.rank)
 
     def _check_visible(self, folder: Path) -> None:
-        """Every checkpoint has an index, whose absence some releases of torch report as a failed assertion."""
+        """Check for the index of the checkpoint: if it is missing, some releases of torch fail with an assertion."""
         found: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(found, (folder / _INDEX).is_file())
         if not all(found):
             raise DataError(
-                f"cannot be loaded: rank {found.index(False)} finds no {_INDEX} there",
-                hint="Use another checkpoint, in a folder that all ranks see",
+                f"cannot be loaded: {_INDEX} not found on rank {found.index(False)}",
+                hint="Use another checkpoint, in a folder that all ranks share",
                 file=str(folder),
             )
 
     def _sharded_state(self) -> dict[str, Any]:
-        """Weights, tied ones once, and optimizer state by name; what is written into it in place, the engine has."""
+        """Weights, tied ones once, and optimizer state by name; in-place writes change the engine."""
         assert self._optimizer is not None
         untouched = not self._optimizer.state
         module, optimizer = get_state_dict(self.module, self._optimizer, options=_FLAT)
-        if untouched:  # to make the state torch takes a step without gradients, and counts it
+        if untouched:  # torch initializes the state by a step without gradients, which it counts
             for state in self._optimizer.state.values():
                 state["step"].zero_()
         names = {name for name, _ in self.module.named_parameters()} | {name for name, _ in self.module.named_buffers()}
@@ -222,7 +222,7 @@ class FSDPEngine:
         return {**state, **{name: state[first[parameter]] for name, parameter in every}}
 
     def _reshard(self) -> None:
-        """Give back what a pass without gradients leaves gathered, in the compute dtype."""
+        """Free the full parameters (compute dtype) that a pass without gradients leaves gathered."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
@@ -230,7 +230,7 @@ class FSDPEngine:
 
 @contextmanager
 def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
-    """Turn a failure of any rank, which torch raises as a bare BaseException on all, into a DataError."""
+    """Convert a failure of any rank, which torch raises as a bare BaseException on all, into a DataError."""
     try:
         yield
     except CheckpointException as error:

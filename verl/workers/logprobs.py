@@ -1,10 +1,10 @@
-"""Log-probs and entropy of trained tokens from their hidden states, never a full [A, V] tensor.
+"""Log-probs and entropy of trained tokens from their hidden states, without materializing the [A, V] logits.
 
-The forward goes over the tokens in chunks and keeps one number per token, the log of the softmax's denominator. With it
-the backward can go over the vocabulary in slices: each slice's gradient of the head is written once and for all, and
+The forward iterates over chunks of tokens and keeps one number per token, the log-normalizer of the softmax. With it
+the backward can iterate over slices of the vocabulary: each slice's gradient of the head is written exactly once, and
 only the small gradient of the hidden states is accumulated.
 
-Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S words of a slice.
+Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: a CPU wants them in its cache, a GPU few launches
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: to fit a CPU's cache, to need few launches on a GPU
 
 
 def token_logprobs(
@@ -38,45 +38,45 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_AE.dtype, torch.float32)
         logprobs_A = hidden_AE.new_empty(len(hidden_AE), dtype=dtype)
-        entropy_A, normaliser_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
+        entropy_A, normalizer_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
         for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
             logits_CV = (hidden_AE[rows] @ head_VE.T).to(dtype).div_(temperature)
-            normaliser_C = logits_CV.logsumexp(-1)
-            logprobs_A[rows] = logits_CV.gather(-1, target_A[rows, None]).squeeze(-1) - normaliser_C
-            normaliser_A[rows] = normaliser_C
+            normalizer_C = logits_CV.logsumexp(-1)
+            logprobs_A[rows] = logits_CV.gather(-1, target_A[rows, None]).squeeze(-1) - normalizer_C
+            normalizer_A[rows] = normalizer_C
             if with_entropy:
-                logits_CV -= normaliser_C[:, None]
+                logits_CV -= normalizer_C[:, None]
                 entropy_A[rows] = -(logits_CV.exp() * logits_CV).sum(-1)
-        ctx.save_for_backward(hidden_AE, head_VE, target_A, normaliser_A, entropy_A)
+        ctx.save_for_backward(hidden_AE, head_VE, target_A, normalizer_A, entropy_A)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # an entropy without a gradient (only logged) costs nothing in the backward
         return logprobs_A, entropy_A
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_AE, head_VE, target_A, normaliser_A, entropy_A = ctx.saved_tensors
+        hidden_AE, head_VE, target_A, normalizer_A, entropy_A = ctx.saved_tensors
         of_logprobs_A, of_entropy_A = grads
         if of_logprobs_A is None:
-            of_logprobs_A = torch.zeros_like(normaliser_A)
-        grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normaliser_A.dtype)
+            of_logprobs_A = torch.zeros_like(normalizer_A)
+        grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normalizer_A.dtype)
         grad_head_VE = torch.zeros_like(head_VE)
-        for words in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
-            grad_AS = (hidden_AE @ head_VE[words].T).to(normaliser_A.dtype).div_(ctx.temperature)
-            grad_AS -= normaliser_A[:, None]  # log p, which now turns into the gradient of the logits in place
+        for entries in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
+            grad_AS = (hidden_AE @ head_VE[entries].T).to(normalizer_A.dtype).div_(ctx.temperature)
+            grad_AS -= normalizer_A[:, None]  # log p, which now turns into the gradient of the logits in place
             if of_entropy_A is None:
                 grad_AS.exp_().mul_(-of_logprobs_A[:, None])
             else:
                 factor_AS = (grad_AS + entropy_A[:, None]).mul_(-of_entropy_A[:, None]).sub_(of_logprobs_A[:, None])
                 grad_AS.exp_().mul_(factor_AS)
-            here = ((target_A >= words.start) & (target_A < words.stop)).nonzero().squeeze(-1)
-            grad_AS[here, target_A[here] - words.start] += of_logprobs_A[here]
+            here = ((target_A >= entries.start) & (target_A < entries.stop)).nonzero().squeeze(-1)
+            grad_AS[here, target_A[here] - entries.start] += of_logprobs_A[here]
             narrow_AS = grad_AS.div_(ctx.temperature).to(hidden_AE.dtype)
-            grad_hidden_AE += narrow_AS @ head_VE[words]
-            torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[words])
+            grad_hidden_AE += narrow_AS @ head_VE[entries]
+            torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[entries])
         return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None
 
 
 def _slices(length: int, width: int, device: torch.device) -> list[slice]:
-    """Cuts of `length` so that a piece times `width` stays within what is computed at once."""
+    """Slices of `length` such that slice * `width` is at most LOGITS_AT_ONCE."""
     size = max(1, LOGITS_AT_ONCE[device.type] // max(1, width))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -1,6 +1,6 @@
-"""The models that are trained, over packs: a policy that gives log-probs and a critic that gives values.
+"""The trained models over packs: a policy that returns log-probs and a critic that returns values.
 
-Each is one module whose forward does everything, so that FSDP gathers what the forward needs, the output head included.
+Each is one module whose forward does everything, so that FSDP gathers all parameters in use, the output head included.
 Shape legend: A trained tokens.
 """
 
@@ -21,10 +21,10 @@ from verl.workers.logprobs import token_logprobs
 
 
 class PolicyOutput(NamedTuple):
-    """What the policy says of each trained token."""
+    """Log-prob and entropy of each trained token."""
 
     logprobs: Tensor  # [A]
-    entropy: Tensor | None  # [A], where it was asked for
+    entropy: Tensor | None  # [A], if requested
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "model.path") -> PreTrainedModel:
@@ -34,11 +34,11 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "mo
 
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
-    """[A, E] the last hidden states from which the trained tokens are predicted."""
+    """[A, E] the last hidden states that predict the trained tokens."""
     output = decoder(
         input_ids=packed.token_ids[None],
         position_ids=packed.position_ids[None],
-        use_cache=False,  # with a cache transformers would take the pack for one sequence
+        use_cache=False,  # with a cache, transformers would treat the pack as one sequence
         segments=packed.segments,
     )
     states_TE: Tensor = output.last_hidden_state[0]
@@ -59,7 +59,7 @@ class PackedPolicy(nn.Module):
 
 
 class PackedCritic(nn.Module):
-    """The same decoder with a value head that starts at zero: [A] the value of the state before each trained token."""
+    """The same decoder with a zero-initialized value head: [A] the value of the state before each trained token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -73,22 +73,22 @@ class PackedCritic(nn.Module):
 
 
 def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
-    """The layers that are sharded one by one. Raises ConfigError for a model that is built another way."""
+    """The layers to shard one by one. Raises ConfigError for a model without `layers`."""
     decoder: Any = module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
     if not hasattr(decoder, "layers"):
-        raise ConfigError(f"{type(decoder).__name__} is not supported: a decoder needs its layers under `layers`")
+        raise ConfigError(f"{type(decoder).__name__} is not supported: a decoder needs an attribute `layers`")
     return list(decoder.layers)
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Width of one attention head; heads together may be wider or narrower than the hidden states."""
+    """Width of one attention head; all heads together may be wider or narrower than the hidden states."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
 
-def published_names(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in transformers' and vLLM's spelling, parameter), aliases of tied weights included.
+def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name as in transformers and vLLM, parameter), aliases of tied weights included.
 
-    An engine that is not told of a tied head keeps the old one without a word, so every alias is named.
+    Every alias is listed: an engine that does not receive a tied head silently keeps the stale one.
     """
     yield from policy.model.named_parameters(remove_duplicate=False)

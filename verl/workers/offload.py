@@ -1,4 +1,4 @@
-"""Parts of an engine that wait in host memory while the device is needed for something else.
+"""Offload of parameters and optimizer state to host memory while the device is needed for something else.
 
 Never run on a GPU so far. On a CPU nothing moves.
 """
@@ -15,7 +15,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What waits in host memory between its uses."""
+    """Tensors that are offloaded to host memory between uses."""
 
     params: bool = False
     optimizer: bool = False
@@ -25,23 +25,23 @@ NO_OFFLOAD = Offload()
 
 
 class Offloadable:
-    """One part, and where it is."""
+    """A group of tensors that is on the device or in host memory."""
 
     def __init__(self, move: Callable[[torch.device], None], device: torch.device, wanted: bool) -> None:
-        """wanted: it may be put away; ignored where the device's memory is the host's"""
+        """wanted: whether to offload; ignored on CPU"""
         self._move = move
         self._device = device
-        self._may_leave = wanted and device != _HOST
-        self._away = False
+        self._enabled = wanted and device != _HOST
+        self._offloaded = False
 
     def load(self) -> None:
-        """To the device, unless it is there."""
-        if self._away:
+        """Move to the device, unless already there."""
+        if self._offloaded:
             self._move(self._device)
-            self._away = False
+            self._offloaded = False
 
-    def put_away(self) -> None:
-        """To host memory, if it may wait there."""
-        if self._may_leave and not self._away:
+    def offload(self) -> None:
+        """Move to host memory, if enabled."""
+        if self._enabled and not self._offloaded:
             self._move(_HOST)
-            self._away = True
+            self._offloaded = True

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW with decoupled weight decay; the learning rate warms up linearly, then stays or falls along a cosine."""
+    """AdamW with decoupled weight decay; linear warm-up, then a constant or cosine learning rate."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -22,18 +22,18 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine"] = "constant"
-    total_steps: int = 0  # where the cosine ends; used by it alone
-    min_lr_ratio: float = 0.0
+    total_steps: int = 0  # end of the cosine; unused by "constant"
+    min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and its scheduler, to be stepped together."""
+    """The optimizer and its scheduler; step both."""
     optimizer = AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(settings, step))
 
 
 def learning_rate_factor(settings: OptimizerSettings, step: int) -> float:
-    """Share of the learning rate used by the update after `step` updates; the first of a warm-up is not zero."""
+    """Multiplier of lr for the update after `step` updates; the first warm-up step is not zero."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":

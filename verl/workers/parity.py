@@ -1,8 +1,8 @@
-"""Whether a model gives in packs the log-probs that it gives for single sequences.
+"""Checks that a model computes the same log-probs in packs as for single sequences.
 
-A model whose attention, layers or output head compute more than training does would give other log-probs without an
-error. So every architecture is tried before it is trained: a small random copy scores one pack with a shared prompt,
-and the same sequences one by one through transformers' own forward with eager attention.
+A model whose attention, layers or output head do more than training implements would silently get wrong log-probs. So
+every architecture is checked before training: a small random copy scores one pack with a shared prompt, and the same
+sequences one by one through transformers' own forward with eager attention.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from verl.workers.model import PackedPolicy, decoder_layers, head_size
 _PROMPT, _RESPONSES = (3, 4, 5, 6, 7, 8, 9, 10, 11), ((12, 13, 14, 15, 16), (17, 18, 19, 20, 21, 22, 23))
 _SIZES = {
     "vocab_size": 32,
-    "pad_token_id": 0,  # transformers warns of special tokens beyond the vocabulary
+    "pad_token_id": 0,  # transformers warns about special tokens beyond the vocabulary
     "bos_token_id": 0,
     "eos_token_id": 0,
     "moe_intermediate_size": 16,
-    "sliding_window": 4,  # shorter than the prompt and than the responses, as is the next
+    "sliding_window": 4,  # this and the next: shorter than the prompt and the responses
     "attention_chunk_size": 4,
 }
-_TOLERANCE = 1e-3  # nats; rounding in float32 makes 1e-5 of them
-# What transformers' models apply outside of the call of attention, with the values that have no effect.
+_TOLERANCE = 1e-3  # nats; float32 rounding accounts for 1e-5
+# Settings that transformers' models apply outside the attention function, with their neutral values.
 _NAMED = {
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
@@ -45,9 +45,9 @@ _NAMED = {
 
 
 def check_packs(path: str, longest: int, key: str = "model.path") -> None:
-    """Raises ConfigError, naming the reason, for a model whose log-probs in packs would not be its own.
+    """Raises ConfigError, with the reason, for a model whose log-probs in packs would be wrong.
 
-    longest: tokens of the longest sequence; key: the configuration key that gives `path`
+    longest: tokens of the longest sequence; key: the configuration key of `path`
     """
     config = read_model_config(path, key)
     refused = f"{key}: {next(iter(config.architectures or [type(config).__name__]))} cannot be trained"
@@ -56,24 +56,24 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
         gap = packing_gap(small_copy(config, **_SIZES))
     except ConfigError as error:
         raise ConfigError(f"{refused}: {error}") from error
-    except Exception as error:  # architectures of other kinds fail in ways of their own
+    except Exception as error:  # unsupported architectures fail in many ways
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ConfigError(f"{refused}: a small copy of it could not be tried in a pack ({reason})") from error
+        raise ConfigError(f"{refused}: a small copy of it failed on a pack ({reason})") from error
     if not gap <= _TOLERANCE:  # NaN included
         named = [each for each, without in _NAMED.items() if getattr(config, each, without) != without]
         raise ConfigError(
-            f"{refused}: a small copy's log-probs in a pack differ by {gap:.2g} nats from those of its own forward"
+            f"{refused}: log-probs of a small copy differ by {gap:.2g} nats between a pack and its own forward"
             f"{''.join(f'; it has {each}={getattr(config, each)}' for each in named)} (docs/training.md)"
         )
 
 
 def _first_line(error: Exception) -> str:
-    """Without the list of all models, or the advice on upgrades, that transformers adds."""
+    """Drops the list of all models, or the upgrade advice, that transformers appends."""
     return next(iter(str(error).splitlines()), "")
 
 
 def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
-    """transformers chooses rotary factors for a whole pass, by its longest sequence: they depend on what is packed."""
+    """transformers chooses rotary factors per forward pass, by its longest sequence: they depend on the packing."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = each.get("rope_type")
@@ -88,9 +88,9 @@ def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
 
 
 def packing_gap(config: PretrainedConfig) -> float:
-    """The largest difference, in nats, between log-probs in a pack and those of single sequences, of a random model.
+    """Max abs difference, in nats, between the log-probs of a random model in a pack and on single sequences.
 
-    The pack is computed as in an update, so dropout shows as well.
+    The pack is computed in training mode, so dropout is detected as well.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def packing_gap(config: PretrainedConfig) -> float:
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model for packs, with weights so large that what is left out shows, biases and sinks included."""
+    """A model for packs, with weights large enough to expose anything left out, biases and sinks included."""
     attention.register()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED)
     for parameter in model.float().parameters():
@@ -131,14 +131,13 @@ def _own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The same architecture with few heads of the same size, and one layer of each kind that its per-layer settings
-    distinguish.
+    """The same architecture with few heads of the same size, and one layer of each kind in its per-layer settings.
 
-    changes: new values of settings, as far as the configuration has them
-    Raises ConfigError for a model of more than text, whose configuration has parts.
+    changes: new values of settings; those that the configuration does not have are ignored
+    Raises ConfigError for a multimodal model, whose configuration is nested.
     """
     if config.get_text_config() is not config:
-        raise ConfigError(f"{config.model_type} is a model of more than text, and only text models are")
+        raise ConfigError(f"{config.model_type} is multimodal, and only text models are supported")
     heads = min(2, config.num_attention_heads)
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
     sizes = {

@@ -33,15 +33,15 @@ _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What every rank builds. Picklable, because ranks live in other processes."""
+    """The models that every rank builds. Picklable, because ranks live in other processes."""
 
     model_path: str
     compute_dtype: torch.dtype
     temperature: float
     optimizer: OptimizerSettings
     with_reference: bool = False
-    tokenizer_path: str | None = None  # for exported models; beside the model if left out
-    critic_path: str | None = None  # no critic if left out
+    tokenizer_path: str | None = None  # for exported models; default: model_path
+    critic_path: str | None = None  # None: no critic
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
     gradient_checkpointing: bool = False
@@ -49,10 +49,21 @@ class RankSpec:
     reference_offload: Offload = NO_OFFLOAD
     critic_offload: Offload = NO_OFFLOAD
     device: str = "cpu"
-    ranks_per_node: int | None = None  # shard within nodes and copy across them (HSDP); over all ranks if left out
-    num_threads: int = 1  # of a CPU rank
+    ranks_per_node: int | None = None  # HSDP: shard within nodes, replicate across them; None: shard over all ranks
+    num_threads: int = 1  # per CPU rank
     seed: int = 0
-    timeout_s: float = 1800.0  # of a collective
+    timeout_s: float = 1800.0  # per collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A rank's device, and the policy's sizes for FLOP counts."""
+
+    device: str
+    parameters: int  # without embeddings and head
+    layers: int
+    attention_width: int  # of all query heads
+    head_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class TrainingRank:
     critic: CriticWorker | None
 
     def save(self, folder: Path) -> None:
-        """Everything needed to go on (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
+        """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
         self.policy.engine.save(folder / "actor")
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
@@ -73,35 +84,37 @@ class TrainingRank:
         self.policy.engine.offload_all()
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Resume from the checkpoint that `save` wrote."""
         self.policy.engine.load(folder / "actor")
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
             self.critic.offload()
         self.policy.engine.offload_all()
 
-    def model_info(self) -> tuple[str, int, int, int, int]:
-        """Name of the device, and of the policy: parameters without embeddings and head, layers, width of attention,
-        parameters of the head."""
+    def model_info(self) -> ModelInfo:
         policy = self.policy.engine.module
         assert isinstance(policy, PackedPolicy)
         shape = policy.model.config
         embeddings = {policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight}
         embedding = max(each.numel() for each in embeddings)
-        parameters = sum(each.numel() for each in policy.parameters()) - embedding * len(embeddings)
-        device = torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu"
-        return device, parameters, shape.num_hidden_layers, shape.num_attention_heads * head_size(shape), embedding
+        return ModelInfo(
+            device=torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu",
+            parameters=sum(each.numel() for each in policy.parameters()) - embedding * len(embeddings),
+            layers=shape.num_hidden_layers,
+            attention_width=shape.num_attention_heads * head_size(shape),
+            head_parameters=embedding,
+        )
 
     def memory_gib(self) -> float:
-        """Peak memory of the device since the start; on CPU, of the process's resident set."""
+        """Peak device memory since the start; on CPU, the process's peak resident set size."""
         if self.spec.device == "cuda":
             return float(torch.cuda.max_memory_allocated()) / _GIB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT / _GIB
 
 
-def build_rank(spec: RankSpec, seat: WorkerContext) -> TrainingRank:
-    """Join the group and load the models. Raises ConfigError if there is no model at the path."""
-    mesh = join(spec, seat)
+def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
+    """Join the process group and load the models. Raises ConfigError if there is no model at the path."""
+    mesh = join(spec, context)
     checkpointing = spec.gradient_checkpointing
     engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, checkpointing, spec.policy_offload)
     policy = PolicyWorker(engine, spec.temperature)
@@ -116,43 +129,42 @@ def build_rank(spec: RankSpec, seat: WorkerContext) -> TrainingRank:
     return TrainingRank(spec, policy, reference, critic)
 
 
-def _store(seat: WorkerContext, timeout: timedelta) -> TCPStore:
-    """Where the ranks meet. On one machine rank 0 listens on loopback alone; torch would on every address."""
+def _store(context: WorkerContext, timeout: timedelta) -> TCPStore:
+    """The rendezvous store. On one machine rank 0 listens on loopback only; torch would listen on every address."""
     listening = None
-    if seat.rank == 0 and seat.host in ("127.0.0.1", "::1"):
-        family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
+    if context.rank == 0 and context.host in ("127.0.0.1", "::1"):
+        family = socket.AF_INET6 if ":" in context.host else socket.AF_INET
         try:
-            listening = socket.create_server((seat.host, seat.port), family=family).detach()
+            listening = socket.create_server((context.host, context.port), family=family).detach()
         except OSError as error:
-            message = f"port {seat.port} of {seat.host}, where the ranks meet, has been taken by another program"
+            message = f"rendezvous port {context.port} of {context.host} was taken by another program"
             raise OSError(error.errno, f"{message} ({error.strerror}); start the run again") from error
-    return TCPStore(
-        seat.host, seat.port, seat.size, seat.rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening
-    )
+    address = (context.host, context.port, context.size, context.rank == 0, timeout)
+    return TCPStore(*address, wait_for_workers=False, master_listen_fd=listening)
 
 
-def join(spec: RankSpec, seat: WorkerContext) -> DeviceMesh:
-    """Threads, seeds, the process group and the mesh over it."""
-    torch.manual_seed(spec.seed + seat.rank)
-    np.random.seed(spec.seed + seat.rank)
-    random.seed(spec.seed + seat.rank)
+def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
+    """Set threads and seeds, join the process group, build the device mesh."""
+    torch.manual_seed(spec.seed + context.rank)
+    np.random.seed(spec.seed + context.rank)
+    random.seed(spec.seed + context.rank)
     if spec.device == "cpu":
         torch.set_num_threads(spec.num_threads)
     else:
-        torch.cuda.set_device(0)  # Ray shows each rank its own device alone
+        torch.cuda.set_device(0)  # Ray makes only its own device visible to each rank
     timeout = timedelta(seconds=spec.timeout_s)
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=_store(seat, timeout),
-        rank=seat.rank,
-        world_size=seat.size,
+        store=_store(context, timeout),
+        rank=context.rank,
+        world_size=context.size,
         timeout=timeout,
     )
     per_node = spec.ranks_per_node
-    if per_node is None or per_node >= seat.size:
-        return init_device_mesh(spec.device, (seat.size,))
+    if per_node is None or per_node >= context.size:
+        return init_device_mesh(spec.device, (context.size,))
     names = ("replicate", "shard")
-    return init_device_mesh(spec.device, (seat.size // per_node, per_node), mesh_dim_names=names)
+    return init_device_mesh(spec.device, (context.size // per_node, per_node), mesh_dim_names=names)
 
 
 def _engine(
@@ -164,7 +176,7 @@ def _engine(
     checkpointing: bool,
     offload: Offload = NO_OFFLOAD,
 ) -> FSDPEngine:
-    """A sharded model; one that is never updated is held in the dtype it computes in."""
+    """A sharded model; a frozen one is held in its compute dtype."""
     key = "model.path" if path == spec.model_path else "critic.path"
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
     if checkpointing:

@@ -1,4 +1,4 @@
-"""The random generators of one process, taken down and put back: torch (all its devices), numpy and Python."""
+"""Save and restore the random generators of one process: torch (all its devices), numpy and Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def get_random_state() -> dict[str, Any]:
-    """The state of every generator that a library may draw from without being given one."""
+    """The state of every global generator."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
@@ -22,7 +22,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
-    """Put this rank's state back; a rank beyond those saved is seeded from rank 0's state and its own number."""
+    """Restore this rank's state; a rank beyond the saved ones is seeded from rank 0's state and its own number."""
     if rank >= len(states):
         _seed(states[0]["torch"], rank)
         return
