@@ -68,11 +68,11 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ((*FENCE, "env.tools=[{name: python, print_last: maybe}]"), "'print_last' must be of type bool"),
         ((*FENCE, "env.tools=[{name: python, limits: {wall_s: abc}}]"), "wall_s must be a positive number, not 'abc'"),
         ((*FENCE, "env.tools=[{name: python, limits: 5}]"), "limits of code must be"),
-        (("recipe=torl", "env.tools=[calculator]"), r"calls python\(code\) alone, but env.tools offers calculator"),
+        (("recipe=torl", "env.tools=[calculator]"), r"calls only python\(code\), but env.tools offers calculator"),
         ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
         ((*FENCE, "env.tool_call_format=hermess"), "did you mean 'hermes'"),
         ((*FENCE, "env.tool_call_format_options={limitt: 5}"), "did you mean 'limit'"),
-        ((*OTHER, "env.tools=[calculator]"), "env.name=shop brings its own"),
+        ((*OTHER, "env.tools=[calculator]"), "env.name=shop has its own tools"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
         (

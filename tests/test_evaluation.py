@@ -365,7 +365,7 @@ def test_faults_are_counted_by_task_and_against_all_of_a_category(
         faults, _ = run(tool_call_format, model, tmp_path, category(), n=2)
         assert len(faults) == 1
         check_faults("toy/all", faults, 8, 1 / 8, Console(file=io.StringIO()))
-    with pytest.raises(RewardFaultError, match="1 of 8 could not be judged"):
+    with pytest.raises(RewardFaultError, match="1 of 8 tasks failed"):
         check_faults("toy/all", faults, 8, 0.1, Console(file=io.StringIO()))
 
 
@@ -401,7 +401,7 @@ def test_the_limits_of_a_reward_can_be_set(
     rows = [row for path in tmp_path.glob("*/answers/*.jsonl") for row in _lines(path)]
     exceeded = "the reward took longer than 0.5 s (reward_timeout_s)"
     assert [json.loads(row)["exceeded"] for row in rows] == ([exceeded] if policy == "policy" else [])
-    assert ("not answered, left out" in capsys.readouterr().out) == (policy == "infrastructure")
+    assert ("not answered, skipped" in capsys.readouterr().out) == (policy == "infrastructure")
 
 
 def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,13 +574,13 @@ def test_the_base_has_a_table_of_its_own_and_all_tell_of_a_limit(model: Path, tm
     assert of_base["model"] == str(base) and of_base["categories"] == json.loads(ours.read_text())["categories"]
     (comparison,) = ours.parent.glob("test.parquet-against-base-*.json")
     for found in (of_base, json.loads(comparison.read_text())):
-        assert found["notes"][0] == "limit=6: no more than the first 6 rows of each"
+        assert found["notes"][0] == "limit=6: at most the first 6 rows per category"
 
 
 def test_sampling_that_cannot_be_repeated_is_told() -> None:
     config = EvalConfig(temperature=1.0, n=2, device="cpu")
     (told,) = caveats(config)
-    assert "no seeds" in told
+    assert "ignores sampling seeds" in told
     assert caveats(replace(config, engine="hf")) == caveats(replace(config, temperature=0.0, n=1)) == ()
 
 

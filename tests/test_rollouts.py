@@ -357,7 +357,7 @@ def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
         with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
             await source.take(1)
         source.settings = replace(source.settings, max_fault_share=1.0)
-        with pytest.raises(NoTrainableGroupsError, match="all 2 groups were filtered out: none has 2 or more"):
+        with pytest.raises(NoTrainableGroupsError, match="all 2 groups filtered out: none has 2 or more"):
             await source.take(1)
 
     asyncio.run(trained())

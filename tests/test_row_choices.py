@@ -321,7 +321,7 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTem
 def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatTemplate) -> None:
     setting = episode_runner(chat, "recipe=torl", "sandbox.isolation=none")
     with pytest.raises(
-        DataError, match=r"'tools': cannot be listed: env.tool_call_format writes calls of one tool alone"
+        DataError, match=r"'tools': cannot be listed: env.tool_call_format supports one tool only"
     ):
         prompt_fn(setting, chat)(task(tools=[CALCULATOR]))
 

@@ -1,4 +1,4 @@
-"""From a configuration to what the policy acts in: format, environment, tools, sandbox."""
+"""Builds the environment side of rollouts: tool-call format, environment, tools, sandbox."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from verl.sandbox.base import Limits, Sandbox
 from verl.types import Message, Task, ToolSpec
 from verl.utils.reward_score.rewards import Rewards
 
-SHARE_OF_DEADLINE = (
-    0.8  # of a call's, in which a sandbox that is gone is noticed: later it is a time-out of the policy's
-)
+# Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
+_HEALTH_SHARE = 0.8
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
-# Assistant turns without a call where the environment answers them, too: as many as a BFCL scenario has at most.
-_MESSAGES = 8
+# Assistant turns without a call in environments with a simulated user: the maximum of the BFCL scenarios.
+_TURNS_WITHOUT_CALL = 8
 
 
 def build_episode_runner(
@@ -49,27 +48,26 @@ def build_episode_runner(
     prompt_template: str | None,
     health_timeout_s: float = 30.0,
 ) -> EpisodeRunner | None:
-    """What episodes of several turns need; None where an episode is a prompt and one response.
+    """The runner of multi-turn episodes; None for single-turn ones: a prompt and one response.
 
-    health_timeout_s: how long a server of sandboxes or environments may be silent before it counts as gone
+    health_timeout_s: time without answer after which a sandbox or environment server counts as dead
 
-    Raises ConfigError for names and options that cannot be. To be closed in the event loop that uses it.
+    Raises ConfigError for invalid names and options. Close it in the event loop that uses it.
     """
     if env.tool_call_format is None:
         return None
     tool_call_format = _build_format(env, prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
-    silent_s = min(health_timeout_s, SHARE_OF_DEADLINE * env.tool_timeout_s)
-    box = build_sandbox(sandbox, silent_s) if any(_runs_code(each) for each in env.tools) else None
-    if box is None and sandbox != SandboxConfig():
+    sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
+    pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
+    if pool is None and sandbox != SandboxConfig():
         raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
-    num_places = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
-    envs = _build_envs(env, tool_call_format, box, num_places, health_timeout_s)
+    max_runs = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
+    envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s)
     observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
-    observations.answer_ids(
-        (Message("tool", "7", tool="any"),), "", ended=True
-    )  # a chat template may have no such turns
+    # Fails early if the chat template has no tool turns.
+    observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
     if isinstance(envs, ToolEnvFactory):
         check_tools(chat, tool_call_format, envs.specs)
     return EpisodeRunner(
@@ -87,18 +85,18 @@ def build_episode_runner(
             retries=env.retries,
             feedback_on_parse_error=env.on_parse_error == "tell",
         ),
-        box,
+        pool,
     )
 
 
 def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
-    """Raises ConfigError where the format leaves it to a chat template to list the tools, which does not do it."""
+    """Raises ConfigError if the format needs a chat template that lists the tools, but this one does not."""
     if tool_call_format.template_tools:
         chat.check_tools((Message("user", "a"),), tools)
 
 
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
-    """Raises ConfigError for what is named wrongly, before anything heavy is imported for `build_episode_runner`."""
+    """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
     if env.tool_call_format is None:
         return
     turn_limit(env, _build_format(env, prompt_template))
@@ -109,57 +107,57 @@ def check_names(env: EnvConfig, prompt_template: str | None) -> None:
 
 
 def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
-    """Assistant turns of an episode: env.max_turns, or what env.max_tool_calls takes in the format's format.
+    """Max assistant turns of an episode: env.max_turns, or those needed for env.max_tool_calls.
 
-    Raises ConfigError for an env.max_turns in which so many calls could not be made.
+    Raises ConfigError if env.max_turns is too small for env.max_tool_calls.
     """
     in_sequence = env.max_tool_calls * tool_call_format.turns_per_call
     if env.max_turns is None:
-        return in_sequence + (1 if env.name in ("tool", "single_turn") else _MESSAGES)
+        return in_sequence + (1 if env.name in ("tool", "single_turn") else _TURNS_WITHOUT_CALL)
     at_once = min(env.max_tool_calls, 1) * tool_call_format.turns_per_call
     needed = (at_once if tool_call_format.parallel_calls else in_sequence) + 1
     if env.max_turns < needed:
         raise ConfigError(
             f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
-            f"env.tool_call_format={env.tool_call_format} they take {needed} assistant turns, the answer included; "
-            "leave env.max_turns out, or lower env.max_tool_calls"
+            f"env.tool_call_format={env.tool_call_format} they need {needed} assistant turns, including the answer; "
+            "unset env.max_turns, or lower env.max_tool_calls"
         )
     return env.max_turns
 
 
 def _build_format(env: EnvConfig, prompt_template: str | None) -> ToolCallFormat:
     assert env.tool_call_format is not None
-    told = {} if prompt_template is None else {"prompt_template": prompt_template}
-    return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **told})
+    template = {} if prompt_template is None else {"prompt_template": prompt_template}
+    return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **template})
 
 
 def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
-    """Task -> the tokens of its prompt and tools, or of the task's messages where only a started episode knows more.
+    """The function task -> tokens of its initial observation, or of its messages if that needs a started episode.
 
-    Raises DataError for a task that its environment, or a row that the prompt, has no place for; ConfigError where the
-    policy would not learn of its tools.
+    It raises DataError for a task that its environment or prompt template cannot represent; ConfigError if the tools
+    would not be listed.
 
-    reward: of tasks that name none, where they are to be scored
+    reward: name of the default reward, for tasks that are scored
     """
     if episode_runner is None:
-        return partial(_lone_prompt, chat)
+        return partial(_single_turn_prompt, chat)
     envs, observations = episode_runner.envs, episode_runner.observations
     assert isinstance(envs, TaskEnvs)
 
-    def opening(task: Task) -> Sequence[int]:
+    def prompt_ids(task: Task) -> Sequence[int]:
         if task.tools and isinstance(observations.tool_call_format, InlineFormat):
-            raise DataError("cannot be listed: env.tool_call_format writes calls of one tool alone", field="tools")
+            raise DataError("cannot be listed: env.tool_call_format supports one tool only", field="tools")
         envs.check_judged(task, reward)
         known = envs.known_initial_observation(task)
         return chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
 
-    return opening
+    return prompt_ids
 
 
 def truncating(
     truncation: str, max_prompt_length: int, chat: ChatTemplate, episode_runner: EpisodeRunner | None
 ) -> tuple[ChatTemplate, EpisodeRunner | None]:
-    """What makes the prompts of episodes: with truncation=left none is longer than `max_prompt_length` tokens."""
+    """Both with prompt truncation: truncation=left cuts prompts to the last `max_prompt_length` tokens."""
     if truncation != "left":
         return chat, episode_runner
     chat = replace(chat, max_prompt_tokens=max_prompt_length)
@@ -168,11 +166,11 @@ def truncating(
     return chat, episode_runner
 
 
-def _lone_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
-    """The prompt of an episode that is one response."""
+def _single_turn_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
+    """The prompt tokens of a single-turn episode."""
     if task.env not in (None, "single_turn"):
         raise DataError(
-            f"{task.env!r} needs env.tool_call_format, the format of its calls",
+            f"{task.env!r} needs env.tool_call_format",
             hint="Set env.tool_call_format (docs/tool_call_formats.md)",
             field="env",
         )
@@ -182,22 +180,22 @@ def _lone_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
 
 
 def services_of_rows(episode_runner: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
-    """What rows name, once they have been read: it may need services beside those of the run's own parts."""
+    """Environments and rewards named in data rows, which may need more services than the run's own."""
     envs = episode_runner.envs.named if episode_runner and isinstance(episode_runner.envs, TaskEnvs) else ()
     return [*envs, *rewards.all_of(tasks)[1:]]
 
 
 def prompt_record(episode_runner: EpisodeRunner | None) -> dict[str, str]:
-    """The prompt template's digest, for the run's record; empty where there is none."""
+    """The hash of the prompt template for the run record; empty if there is none."""
     tool_call_format = episode_runner.observations.tool_call_format if episode_runner else None
     prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
     return {"prompt_sha256": prompt.sha256} if prompt else {}
 
 
 def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sandbox:
-    """Servers where URLs are given, else a pool on this machine.
+    """A client of remote servers if URLs are set, else a local pool.
 
-    health_timeout_s: for which no server may answer; less than the deadline of a call, which is the policy's time-out
+    health_timeout_s: time without answer after which a server counts as dead; below the deadline of a call
     """
     limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
     if config.urls:
@@ -208,7 +206,7 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
 
     return LocalSandbox(
         _workers(config),
-        config.isolation,  # type: ignore[arg-type]  # checked before
+        config.isolation,  # type: ignore[arg-type]  # validated by SandboxConfig
         limits=limits,
         require_cgroup=config.require_cgroup,
     )
@@ -224,34 +222,34 @@ def _runs_code(tool: str | Mapping[str, Any]) -> bool:
 
 
 def _build_envs(
-    env: EnvConfig, tool_call_format: ToolCallFormat, sandbox: Sandbox | None, num_places: int, health_timeout_s: float
+    env: EnvConfig, tool_call_format: ToolCallFormat, sandbox: Sandbox | None, max_runs: int, health_timeout_s: float
 ) -> EnvFactory:
-    """num_places: pieces of code that run at a time"""
+    """max_runs: concurrent sandbox executions"""
     if env.name != "tool":
         if env.tools:
-            raise ConfigError(f"env.tools are for env.name=tool; env.name={env.name} brings its own")
-        silence = {"health_timeout_s": health_timeout_s} if env.name == "remote" else {}
-        return build_env_factory(env.name, {**silence, **env.options})
+            raise ConfigError(f"env.tools needs env.name=tool; env.name={env.name} has its own tools")
+        defaults = {"health_timeout_s": health_timeout_s} if env.name == "remote" else {}
+        return build_env_factory(env.name, {**defaults, **env.options})
     if env.options:
-        raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool takes its tools from env.tools")
+        raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")
     if not env.tools:
-        raise ConfigError(f"env.tools is empty: env.name=tool needs one at least; known: {', '.join(sorted(TOOLS))}")
+        raise ConfigError(f"env.tools is empty: env.name=tool needs at least one; known: {', '.join(sorted(TOOLS))}")
     limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
-    # A call that has to wait for the sandbox waits before its deadline begins.
-    few = replace(limits, max_concurrent=min(limits.max_concurrent, num_places))
+    # Waiting for a free sandbox does not count against the deadline of a call.
+    code_limits = replace(limits, max_concurrent=min(limits.max_concurrent, max_runs))
     tools: list[Tool | EpisodeTool] = []
-    of_code: dict[str, ToolLimits] = {}
+    tool_limits: dict[str, ToolLimits] = {}
     for each in env.tools:
-        made = build_tools([each], sandbox)
-        tools += made
-        of_code |= {tool.spec.name: few for tool in made} if _runs_code(each) else {}
+        built = build_tools([each], sandbox)
+        tools += built
+        tool_limits |= {tool.spec.name: code_limits for tool in built} if _runs_code(each) else {}
     if isinstance(tool_call_format, InlineFormat):
-        _check_tool_of(tool_call_format, env.tool_call_format, tools)
-    return ToolEnvFactory(tools, ToolRunner(limits, of_code))
+        _check_inline_tool(tool_call_format, env.tool_call_format, tools)
+    return ToolEnvFactory(tools, ToolRunner(limits, tool_limits))
 
 
-def _check_tool_of(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
-    """Raises ConfigError if all that such a format can call is not there."""
+def _check_inline_tool(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
+    """Raises ConfigError if the one tool that the format can call is missing."""
     for tool in tools:
         if tool.spec.name == tool_call_format.tool and tool_call_format.argument in tool.spec.parameters.get(
             "properties", {}
@@ -259,7 +257,6 @@ def _check_tool_of(tool_call_format: InlineFormat, name: str | None, tools: Sequ
             return
     offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
     raise ConfigError(
-        f"env.tool_call_format={name} calls {tool_call_format.tool}({tool_call_format.argument}) alone, but env.tools "
-        f"offers {offered}; offer it, or name what there is with "
-        "env.tool_call_format_options={tool: .., argument: ..}"
+        f"env.tool_call_format={name} calls only {tool_call_format.tool}({tool_call_format.argument}), but env.tools "
+        f"offers {offered}; add it, or select another with env.tool_call_format_options={{tool: .., argument: ..}}"
     )

@@ -19,7 +19,7 @@ from verl.errors import ConfigError, EngineError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.pool import close_engine, join_broadcast
 from verl.single_controller.group import WorkerContext, WorkerError
-from verl.single_controller.ray import Bundle, Cluster, Pool, RayGroup, joins
+from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.trainer.build_algorithm import needs_reference
 from verl.trainer.policy import Policy
 from verl.trainer.threads import threads_of
@@ -167,7 +167,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
 
 def start_ranks(
     config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int
-) -> tuple[RayGroup, Pool, list[int]]:
+) -> tuple[RayGroup, PlacementGroup, list[int]]:
     """(trainer ranks, their placement group with slots for colocated engines, each rank's bundle index in it)."""
     gpus, per_node = (1.0 if device == "cuda" else 0.0), config.trainer.n_gpus_per_node
     slots = 2.0 if config.rollout.colocated else 1.0

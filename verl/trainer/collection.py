@@ -63,9 +63,7 @@ class StepGroups:
         """Raises NoTrainableGroupsError if no group is kept, or if all rollouts of this step failed."""
         if self.kept and any(group.trajectories for group in self.drawn):
             return
-        message = (
-            f"all {len(self.drawn)} groups were filtered out: none has {self.min_group_size} or more scored responses"
-        )
+        message = f"all {len(self.drawn)} groups filtered out: none has {self.min_group_size} or more scored responses"
         if self.dropped.total():
             counts = ", ".join(f"{name} dropped {count}" for name, count in self.dropped.items())
             message += (
