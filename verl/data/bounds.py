@@ -1,6 +1,6 @@
-"""Bounds on what a chat template may cost: it is a program that comes with a model.
+"""Time and size limits for chat templates, which are programs shipped with a model.
 
-It runs in Jinja's sandbox, which keeps it from the interpreter, but lets it loop and write for as long as it likes.
+Jinja's sandbox keeps a template from the interpreter, but does not bound its run time or output.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.timer import raising_after
 
-RENDER_S = 10.0  # for one rendering; templates that are in use take a millisecond
+RENDER_S = 10.0  # per rendering; real templates take a millisecond
 FREE_CHARS = 1_000_000
-GROWTH = 20  # characters of the text for one of what it is made of
+GROWTH = 20  # maximum output characters per input character
 
 
 class RenderTimeoutError(Exception):
-    """A template was still at work at its deadline."""
+    """Rendering a template took too long."""
 
 
 @contextmanager
 def render_deadline(seconds: float = RENDER_S) -> Iterator[None]:
-    """Raises RenderTimeoutError inside of the block. In the main thread alone, where a signal can break off a loop."""
-    with raising_after(seconds, lambda: RenderTimeoutError(f"it did not end within {seconds:g} s")):
+    """Raises RenderTimeoutError inside the block; only in the main thread, where a signal can interrupt a loop."""
+    with raising_after(seconds, lambda: RenderTimeoutError(f"rendering took longer than {seconds:g} s")):
         yield
 
 
 def check_growth(text: str, source: Sequence[Any], where: str) -> None:
-    """Raises ConfigError for a text that is much longer than what it was made of; tokenizers abort on some of them.
+    """Raises ConfigError if the text is much longer than its source; some of these make tokenizers abort.
 
-    where: whose template it is
+    where: the template's owner, for the message
     """
     if len(text) > FREE_CHARS and len(text) > FREE_CHARS + GROWTH * (given := len(json.dumps(source))):
-        raise ConfigError(f"{where} makes {len(text)} characters of {given}; name another with model.tokenizer_path")
+        raise ConfigError(
+            f"{where} renders {len(text)} characters from {given}; set model.tokenizer_path to another tokenizer"
+        )

@@ -1,6 +1,6 @@
-"""Prompts that are too long are cut, left out or an error; prompts that the chat template refuses are bad rows.
+"""Overlong prompts are truncated, dropped or an error; prompts that the chat template rejects are bad rows.
 
-What counts is the observation that the policy gets first: `prompt_ids` gives its tokens before any cut
+The length is that of the initial observation: `prompt_ids` returns its tokens before truncation
 (verl.trainer.build_env.prompt_fn).
 """
 
@@ -23,9 +23,9 @@ class RowPolicy:
     """Which rows of a file are used.
 
     max_prompt_length: in tokens
-    truncation: of longer prompts: "left" keeps their last tokens (`ChatTemplate.max_prompt_tokens` does so wherever a
-        prompt is used), "drop" leaves them out, "error" raises
-    max_bad_share: the largest share of a file's rows that may be left out because they cannot be used
+    truncation: for longer prompts: "left" keeps their last tokens (applied by `ChatTemplate.max_prompt_tokens` wherever
+        a prompt is used), "drop" drops them, "error" raises
+    max_bad_share: maximum share of unusable rows in a file
     """
 
     max_prompt_length: int
@@ -49,15 +49,15 @@ class TaskSubset(Sequence[Task]):
 
 
 def read_tasks(source: str, prompt_ids: PromptIds, policy: RowPolicy) -> tuple[Sequence[Task], RowReport]:
-    """The tasks of a file that are used, and what became of its rows. Raises DataError as `TaskSet` and `fitting`."""
+    """(the usable tasks of a file, the report on its rows). Raises DataError like `TaskSet` and `fitting`."""
     tasks = TaskSet(source, policy.max_bad_share)
     return fitting(tasks, prompt_ids, policy, tasks.report), tasks.report
 
 
 def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, report: RowReport) -> Sequence[Task]:
-    """The tasks whose prompts the chat template takes and that have room for them, counted in `report`.
+    """The tasks whose prompts the chat template accepts and that fit; the others are counted in `report`.
 
-    Raises DataError for a prompt that is too long where `policy.truncation` is "error", for more refused prompts than
+    Raises DataError for an overlong prompt if `policy.truncation` is "error", for more rejected prompts than
     `policy.max_bad_share` allows, and if no task is left.
     """
     numbers = []

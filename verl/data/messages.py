@@ -1,7 +1,7 @@
-"""Chat messages and tools of a row, in OpenAI's form: read whole, or refused with the field that cannot be used.
+"""Parses chat messages and tools of a row in OpenAI's format; errors name the field that cannot be used.
 
-One reader for prompts of reinforcement learning, demonstrations and whatever else holds chat messages. `as_openai` is
-the way back: what it gives is what a chat template gets.
+The single reader for RL prompts, SFT demonstrations and all other data with chat messages. `as_openai` is the inverse:
+it produces the input of a chat template.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from verl.errors import DataError
 from verl.types import Message, ToolCall, ToolSpec
 
 _CHAT_COLUMNS = ("prompt", "messages", "tools", "reward_model")
-_UNTYPED = (".json", ".jsonl", ".gz")  # formats whose rows have the fields that were written, and no others
+_UNTYPED = (".json", ".jsonl", ".gz")  # formats without a schema: rows have only the fields that were written
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name")
 _MESSAGE = "an object {role, content}"
 _CALL = "{id, type: function, function: {name, arguments}}"
 _TOOL = "{type: function, function: {name, description, parameters}}"
-# columns of OpenAI's requests and of other trainers that change what is shown or learned: {name: (what changes nothing,
-# what to do)}
+# unsupported columns of OpenAI requests and other trainers that would change the prompt or the loss:
+# {name: (default value, which is accepted; hint)}
 _UNUSED_COLUMNS: Mapping[str, tuple[Any, str]] = {
     "functions": (None, f"Put the functions into the column tools as {_TOOL}"),
     "function_call": (None, ""),
     "tool_choice": ("auto", ""),
     "parallel_tool_calls": (True, ""),
     "response_format": ({"type": "text"}, ""),
-    "chat_template_kwargs": (None, "Set model.chat_template_options, which are of all rows"),
-    "system": (None, "Make it the first message, of the role system"),
+    "chat_template_kwargs": (None, "Set model.chat_template_options, which apply to all rows"),
+    "system": (None, "Make it the first message, with the role system"),
     "images": (None, ""),
     "videos": (None, ""),
     "audios": (None, ""),
@@ -40,10 +40,10 @@ _UNUSED_COLUMNS: Mapping[str, tuple[Any, str]] = {
 
 
 def chat_rows(source: str) -> Iterator[Any]:
-    """The rows of `read_rows`, without what their format puts where a row has nothing.
+    """The rows of `read_rows`, without the fill values of their file format.
 
-    All structs of an Arrow column have the same fields, and nulls in those that a message, schema or answer lacks. A
-    cell of a csv file that has nothing is an empty text. In JSON a null was written on purpose, and stays.
+    All structs of an Arrow column have the same fields, with nulls for those that a message, schema or answer lacks. An
+    empty csv cell is an empty text. In JSON a null was written on purpose and is kept.
     """
     suffix = Path(source).suffix
     for row in read_rows(source):
@@ -68,7 +68,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_messages(value: Any, field: str) -> tuple[Message, ...]:
-    """The messages of a column, a list or its JSON text. Raises DataError with index and field, such as
+    """The messages of a column: a list or its JSON text. Raises DataError with index and field, e.g.
     `messages[3].tool_calls[0].function.arguments`."""
     messages = _list(value, field, "a list of {role, content} messages")
     if not messages:
@@ -77,9 +77,9 @@ def read_messages(value: Any, field: str) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
-    """The tools of a column: a list of OpenAI's function schemas, or its JSON text; none where it is null.
+    """The tools of a column: a list of OpenAI function schemas, or its JSON text; empty for null.
 
-    A schema without `function` around it is taken for the function itself. Raises DataError.
+    A schema without the enclosing `function` is read as the function itself. Raises DataError.
     """
     if value is None:
         return ()
@@ -87,14 +87,14 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
     names: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.name in names:
-            problem = f"has the name {tool.name!r} a second time"
-            raise DataError(problem, "one schema a name", field=f"{field}[{number}]")
+            problem = f"repeats the name {tool.name!r}"
+            raise DataError(problem, "one schema per name", field=f"{field}[{number}]")
         names.add(tool.name)
     return tools
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
-    """Raises DataError for a column that says something of the prompt or the loss on which nothing here acts."""
+    """Raises DataError for an unsupported column that would change the prompt or the loss."""
     for name, (default, hint) in _UNUSED_COLUMNS.items():
         value = row.get(name)
         if value not in (None, "", [], {}, default):
@@ -103,9 +103,9 @@ def check_columns(row: Mapping[str, Any]) -> None:
 
 
 def as_openai(message: Message) -> dict[str, Any]:
-    """The message in OpenAI's form, as chat templates expect it; `arguments` as an object.
+    """The message in OpenAI's format, as chat templates expect it, with `arguments` as an object.
 
-    Calls that stand in the content are left out: given twice, they would be written twice.
+    Calls that are part of the content are omitted; otherwise the template would write them twice.
     """
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.calls_in_content:
@@ -127,9 +127,9 @@ def _message(value: Any, field: str) -> Message:
     role = _text(given.get("role"), f"{field}.role")
     calls = _calls(given.get("tool_calls"), f"{field}.tool_calls")
     if calls and role != "assistant":
-        raise DataError(f"is in a message of the role {role}", "calls of the assistant", field=f"{field}.tool_calls")
+        raise DataError(f"is in a message with role {role}", "role assistant", field=f"{field}.tool_calls")
     if given.get("tool_call_id") is not None and role != "tool":
-        raise DataError(f"is in a message of the role {role}", "the role tool", field=f"{field}.tool_call_id")
+        raise DataError(f"is in a message with role {role}", "role tool", field=f"{field}.tool_call_id")
     more = {key: each for key, each in given.items() if key not in _READ and each is not None}
     name = given.get("name")
     if name is not None:
@@ -137,7 +137,7 @@ def _message(value: Any, field: str) -> Message:
         if role not in ("tool", "function"):
             more["name"], name = name, None
     content = given.get("content")
-    if content is None and (calls or more):  # which templates may treat otherwise than an empty text
+    if content is None and (calls or more):  # templates may distinguish null from an empty text
         more["content"], content = None, ""
     return Message(
         role,
@@ -151,7 +151,7 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _content(value: Any, field: str) -> str:
-    """The text; of several parts of text, with line breaks between them, as vLLM serves them."""
+    """The text; several text parts are joined by line breaks, as in vLLM's server."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
@@ -168,7 +168,7 @@ def _part(value: Any, field: str) -> str:
     kind = part.get("type")
     more = sorted(key for key, each in part.items() if key not in ("type", "text") and each is not None)
     if kind != "text" or more:
-        problem = f"is of the type {kind!r}" if kind != "text" else f"has the fields {', '.join(more)}"
+        problem = f"is of type {kind!r}" if kind != "text" else f"has the fields {', '.join(more)}"
         raise DataError(problem, "{type: text, text}: only text can be used", field=field)
     text = part.get("text")
     if not isinstance(text, str):
@@ -196,7 +196,7 @@ def _call(value: Any, field: str) -> ToolCall:
 
 
 def _arguments(value: Any, field: str) -> dict[str, Any]:
-    """The object: the API gives its JSON text, templates expect itself. None: a function without parameters."""
+    """The object: the API has its JSON text, templates expect the object. None: a function without parameters."""
     if isinstance(value, str):
         value = _from_json(value, field, "an object, or its JSON text")
     return dict(_object({} if value is None else value, field, "an object, or its JSON text"))
@@ -229,7 +229,7 @@ def _tool(value: Any, field: str) -> ToolSpec:
 
 
 def read_object(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A column that holds an object, or its JSON text. Raises DataError, also where the column is missing."""
+    """A column with an object, or its JSON text. Raises DataError, also if the column is missing."""
     value = row.get(name)
     return _object(_from_json(value, name, "an object") if isinstance(value, str) else value, name, "an object")
 
@@ -246,7 +246,7 @@ def _from_json(text: str, field: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is no JSON ({error})", expected, field=field) from error
+        raise DataError(f"is not JSON ({error})", expected, field=field) from error
 
 
 def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:
@@ -257,7 +257,7 @@ def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:
 
 
 def _check_type(given: Mapping[str, Any], field: str) -> None:
-    """Of a call or a tool: OpenAI's API has functions and nothing else that could be used here."""
+    """The type of a call or a tool must be `function`, the only supported type of OpenAI's API."""
     if given.get("type") not in (None, "function"):
         raise DataError(f"is {given['type']!r}", "function", field=f"{field}.type")
 

@@ -1,4 +1,4 @@
-"""A conversation with an environment as tokens: the format says what is put before the policy, the tokenizer how."""
+"""Observations as tokens: the tool-call format renders them as text, the chat template and tokenizer encode them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _TOO_LONG = "The result is too long to be shown; ask for less of it."
 
 
 class Cut(StrEnum):
-    """What becomes of an answer that is too long."""
+    """How to truncate an observation that is too long."""
 
-    HEAD = "head"  # its beginning is kept
-    TAIL = "tail"  # its end
-    MIDDLE = "middle"  # both, without the middle
-    REFUSE = "refuse"  # a sentence that says so takes its place
+    HEAD = "head"  # keep the beginning
+    TAIL = "tail"  # keep the end
+    MIDDLE = "middle"  # keep both and drop the middle
+    REFUSE = "refuse"  # replace it with a message that it is too long
 
 
 @dataclass(frozen=True)
 class ObservationTokenizer:
-    """Every text that an environment puts before the policy is cut, formatted and tokenised here, once.
+    """Truncates, formats and tokenizes every observation, exactly once.
 
-    max_observation_tokens: of one message of the environment
+    max_observation_tokens: limit for one message of the environment
     """
 
     chat: ChatTemplate
@@ -40,8 +40,8 @@ class ObservationTokenizer:
     cut: Cut = Cut.MIDDLE
 
     def prompt_ids(self, opening: Observation) -> tuple[int, ...]:
-        """The prompt. Raises DataError for messages that the chat template refuses or that are not shown whole,
-        ConfigError where tools are not listed."""
+        """The prompt tokens. Raises DataError for messages that the chat template rejects or drops parts of,
+        ConfigError if tools are not listed."""
         if self.tool_call_format.template_tools:
             return self.chat.initial_ids(
                 self.tool_call_format.render_prompt(opening.messages, opening.tools), opening.tools
@@ -52,23 +52,23 @@ class ObservationTokenizer:
         return self.chat.initial_ids(shown)
 
     def written(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, with special tokens, which some formats are made of, but without its end token."""
+        """The response text without its end token, but with special tokens, which some formats use."""
         text: str = self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids)
         return text
 
     def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether the policy ended its turn, rather than paused at a stop string."""
+        """Whether the policy ended its turn, rather than pausing at a stop string."""
         return len(token_ids) > 0 and token_ids[-1] in self.chat.stop_token_ids
 
     def answer_ids(
         self, answers: Sequence[Message], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
     ) -> tuple[int, ...]:
-        """What goes on after `written`: the answers, and the head of the policy's next turn where it has one.
+        """The tokens after `written`: the answers and, if the policy gets a new turn, the generation prompt.
 
-        tools: that are there from now on; the prompt stands, so they are told behind the answers, and never cut
+        tools: new tools; the prompt is fixed, so they are listed after the answers, and never truncated
         """
-        told = _with_tools([self._short(answer) for answer in answers], tools)
-        shown = self.tool_call_format.observation(told, written)
+        messages = _with_tools([self._short(answer) for answer in answers], tools)
+        shown = self.tool_call_format.observation(messages, written)
         if isinstance(shown, str):
             return self.chat.continuation_ids(shown)
         return self.chat.answer_ids(shown, ended)
@@ -80,7 +80,7 @@ class ObservationTokenizer:
         return replace(answer, content=self._shortened(answer.content, spans))
 
     def _shortened(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
-        """At whole tokens, so that what is shown has at most as many as are allowed, but for the sign of the gap."""
+        """Truncate at token boundaries to `max_observation_tokens`, not counting the gap marker."""
         room = self.max_observation_tokens
         tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}
         match self.cut:
@@ -93,10 +93,10 @@ class ObservationTokenizer:
 
 
 def _with_tools(answers: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
-    """The answers and what tools were added, in the words of whoever spoke last unless that was a tool."""
+    """The answers plus the list of new tools: in a user message after a tool result, else in the last message."""
     if not tools:
         return answers
-    told = f"{_NEW_TOOLS}\n{tool_lines(tools)}"
+    listing = f"{_NEW_TOOLS}\n{tool_lines(tools)}"
     if not answers or answers[-1].role == "tool":
-        return (*answers, Message("user", told))
-    return (*answers[:-1], replace(answers[-1], content=f"{answers[-1].content}\n\n{told}"))
+        return (*answers, Message("user", listing))
+    return (*answers[:-1], replace(answers[-1], content=f"{answers[-1].content}\n\n{listing}"))

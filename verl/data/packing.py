@@ -1,9 +1,9 @@
-"""Samples to packs: token-balanced, without padding, a common prompt held once.
+"""Sequence packing: token-balanced, without padding, shared prompts stored once.
 
     samples --units--> lists of samples with one prefix --assign--> packs of at most max_tokens --pack--> PackedBatch
 
-GRPO trains n responses of one prompt; ordinary packing computes the prompt n times. Here a unit holds it once, and
-every response attends to it and to itself. Packing without sharing is the case of one sample a unit.
+GRPO trains n responses per prompt; ordinary packing computes the prompt n times. Here a unit stores it once, and every
+response attends to it and to itself. Packing without prefix sharing has one sample per unit.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from verl.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Samples (by their index in the mini-batch) that share their first `prefix` tokens."""
+    """Samples (by index in the mini-batch) that share their first `prefix` tokens."""
 
     samples: tuple[int, ...]
     prefix: int
-    num_tokens: int  # prefix once, plus what each sample has beyond it
+    num_tokens: int  # the prefix once, plus the remaining tokens of each sample
 
 
 def first_action(sample: Sample) -> int:
-    """Position of the first trained token; the length of the sample where there is none."""
+    """Position of the first trained token; the sample's length if there is none."""
     return sample.action_mask.index(True) if True in sample.action_mask else len(sample.token_ids)
 
 
 def make_units(samples: Sequence[Sample], share_prefix: bool, max_tokens: int) -> list[Unit]:
-    """One unit per group of samples with a common prefix before their first trained tokens; groups too large are split.
+    """One unit per group of samples with a common prefix before their first trained tokens; splits oversized groups.
 
     Raises ConfigError if a single sample has more than max_tokens.
     """
@@ -76,16 +76,16 @@ def _split(members: list[int], samples: Sequence[Sample], max_tokens: int) -> li
 
 
 def _common_length(rows: Sequence[tuple[int, ...]]) -> int:
-    low, high = min(rows), max(rows)  # what the first and the last in order share, all share
+    low, high = min(rows), max(rows)  # the common prefix of the first and last in sort order is common to all
     return next(
         (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
     )
 
 
 def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[list[Unit]]:
-    """Units dealt to packs of at most max_tokens, as even as largest-first allows; a multiple of num_ranks packs.
+    """Distributes units over packs of at most max_tokens, largest first; num_ranks divides the number of packs.
 
-    Every rank must run the same number of packs, because each is a collective; a pack may be empty if units are few.
+    Every rank must run the same number of packs, because each involves collectives; packs may be empty.
     """
     num_packs = max(1, math.ceil(sum(unit.num_tokens for unit in units) / max_tokens))
     num_packs = math.ceil(num_packs / num_ranks) * num_ranks
@@ -109,11 +109,11 @@ def _deal(units: Sequence[Unit], num_packs: int, max_tokens: int) -> list[list[U
 def pack(
     units: Sequence[Unit], samples: Sequence[Sample], columns: Mapping[str, Sequence[Tensor]] | None = None
 ) -> PackedBatch:
-    """Lay the units' tokens end to end.
+    """Concatenate the units' tokens.
 
     columns: per name one [L] tensor per sample of the mini-batch, aligned with its token_ids; only trained positions of
-    the pack's own samples are kept. A sample whose first token is trained has nothing to predict it from: an assertion.
-    Without units the pack is one token that trains nothing.
+    the pack's own samples are kept. Asserts that no sample trains its first token, which has no context.
+    Without units the pack is a single token without loss.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -144,7 +144,7 @@ def pack(
             source.append(torch.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)
             trained.append((index, positions_A))
     if not tokens:
-        add([0], 0, None)  # an empty pack still takes part in the ranks' collectives
+        add([0], 0, None)  # an empty pack still participates in collectives
     return PackedBatch(
         token_ids=_integers(tokens),
         position_ids=_integers(positions),
@@ -160,7 +160,7 @@ def pack(
 
 
 def mask_tensor(mask: Sequence[bool]) -> Tensor:
-    """[L] of a sample's mask; ten times faster than torch.tensor on a tuple."""
+    """[L] mask of a sample; ten times faster than torch.tensor on a tuple."""
     return torch.frombuffer(bytearray(mask), dtype=torch.bool) if mask else torch.empty(0, dtype=torch.bool)
 
 

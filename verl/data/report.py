@@ -1,4 +1,4 @@
-"""What became of the rows of a data file, in one line."""
+"""One-line report of how many rows of a data file are used, noted or dropped."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from verl.errors import DataError
 
 _SHOWN_BAD_ROWS = 3
 _SHOWN_CHARS = 100
-_CHOICES = ("reward", "env")  # columns that name code
+_CHOICES = ("reward", "env")  # columns that select code by name
 _INDEX = re.compile(r"\[\d+\]")
 
 
 @dataclass
 class RowReport:
-    """The rows of one file: those used, perhaps with a note, and those dropped, with the reason.
+    """Counts of a file's rows: used ones, perhaps with a note, and dropped ones, with the reason.
 
     num_rows: rows read
-    bad:      errors of the rows that cannot be used
-    unlisted: errors of the rows that are used although their gold answer calls a tool that the prompt does not list
-    notes:    {note: rows}, of other rows that are used
-    dropped:  {reason: rows}, of rows that could be used, but are left out
+    bad:      errors of unusable rows
+    unlisted: errors of rows that are used although their gold answer calls a tool that the prompt does not list
+    notes:    {note: number of other used rows}
+    dropped:  {reason: number of usable rows that are left out}
     """
 
     source: str
@@ -35,27 +35,27 @@ class RowReport:
 
     @property
     def num_used(self) -> int:
-        """Rows that are used."""
+        """Number of used rows."""
         return self.num_rows - self.num_dropped
 
     @property
     def num_dropped(self) -> int:
-        """Rows that are not used, for whatever reason."""
+        """Number of rows that are not used, for any reason."""
         return len(self.bad) + self.dropped.total()
 
     def add_bad(self, error: DataError, max_bad_share: float) -> None:
-        """A row that cannot be used. Raises its error where no such row is allowed, or where the row chooses a reward
-        or an environment that cannot be: a mistake in a name is never a share of bad data."""
+        """Count an unusable row. Raises its error if no bad rows are allowed, or if the row names an unknown reward or
+        environment: a wrong name is an error of the configuration, not a share of bad data."""
         if error.field in _CHOICES:
             raise error
         if max_bad_share == 0:
-            error.hint = error.hint or "Correct the row, or set max_bad_share to leave out some such rows"
+            error.hint = error.hint or "Correct the row, or set max_bad_share to skip a share of bad rows"
             raise error
         self.bad.append(error)
         self._forget(error.row)
 
     def drop(self, reason: str, row: int | None) -> None:
-        """A row that could be used, but is left out."""
+        """Count a usable row that is left out."""
         self.dropped[reason] += 1
         self._forget(row)
 
@@ -63,8 +63,8 @@ class RowReport:
         self.unlisted = [error for error in self.unlisted if error.row != row]
 
     def check(self, max_bad_share: float) -> None:
-        """Raises DataError, which names the first bad rows, if they are more than this share of the rows read."""
-        if self.bad and len(self.bad) / self.num_rows > max_bad_share:  # 29 of 100 is 0.29, but 0.29 * 100 less than 29
+        """Raises DataError, naming the first bad rows, if they exceed this share of the rows read."""
+        if self.bad and len(self.bad) / self.num_rows > max_bad_share:  # a division, because 0.29 * 100 < 29 in floats
             first = "; ".join(_without_file(error) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
                 f"{len(self.bad)} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "

@@ -1,7 +1,7 @@
 """ToolRL's row format: the parquet schema, and the text that lists the tools.
 
-A raw example is {"instruction": system text, "input": dialogue so far, "output": gold response}; a row is what the
-trainer reads. See docs/data.md.
+A raw example is {"instruction": system text, "input": dialogue so far, "output": gold response}; the trainer reads
+rows. See docs/data.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl.utils.reward_score.prompt import TOOLS_HEADING
 DATA_SOURCE = "rlla"
 RAW_FIELDS = ("instruction", "input", "output")
 
-# Field for field the schema of the published parquet files.
+# The schema of the published parquet files, field for field.
 SCHEMA = pa.schema(
     [
         ("data_source", pa.string()),
@@ -45,15 +45,15 @@ SCHEMA = pa.schema(
 
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
-# The thoughts that stand in for reasoning in ToolRL's RL rows.
+# Placeholder thoughts in ToolRL's RL rows.
 CALL_THOUGHT = "I should use the appropriate tool with proper parameters to respond to the user's need."
 RESPONSE_THOUGHT = "I should directly respond to the user's need."
 
 
 def check_example(example: Any) -> dict[str, str]:
-    """The three texts of a raw example; DataError names the field that is missing, empty or no text."""
+    """The three texts of a raw example. Raises DataError naming a field that is missing, empty or not a text."""
     if isinstance(example, DataError):
-        raise example  # a line that could not even be decoded
+        raise example  # an undecodable line
     if not isinstance(example, dict):
         raise DataError(f"is of type {type(example).__name__}", f"an object with {', '.join(RAW_FIELDS)}")
     for name in RAW_FIELDS:
@@ -63,7 +63,7 @@ def check_example(example: Any) -> dict[str, str]:
         if not example[name].strip():
             raise DataError("is empty", "a text", field=name)
         if _LONE_SURROGATE.search(example[name]):
-            raise DataError("holds half a surrogate pair, which no file can", "whole characters", field=name)
+            raise DataError("has a lone surrogate, which no file can store", "valid Unicode", field=name)
     return {name: example[name] for name in RAW_FIELDS}
 
 
@@ -91,7 +91,7 @@ class Tool:
 
 
 def tool_list(tools: Iterable[Tool]) -> str:
-    """The numbered list under ToolRL's heading, three lines a tool."""
+    """The numbered list under ToolRL's heading, three lines per tool."""
     lines = [TOOLS_HEADING, "In your response, you can use the following tools:"]
     for number, tool in enumerate(tools, 1):
         lines += [
@@ -113,9 +113,9 @@ def dialogue(turns: Iterable[str]) -> str:
 
 
 def strip_thought(output: str) -> str:
-    """A gold response with ToolRL's placeholder in place of its reasoning, as RL rows have it.
+    """A gold response with its reasoning replaced by ToolRL's placeholder, as in RL rows.
 
-    Real thoughts may mention the tags; what counts is the text after the first `</think>`.
+    Real thoughts may mention the tags; the answer is the text after the first `</think>`.
     """
     answer = output.partition(THINK_END)[2].lstrip("\n") if THINK_END in output else output
     thought = CALL_THOUGHT if TOOL_CALL in answer else RESPONSE_THOUGHT

@@ -1,6 +1,6 @@
-"""Rows of data files: read as a stream, kept on disk, fetched by number.
+"""Rows of data files: streamed, stored on disk, fetched by index.
 
-Nothing here holds a file in memory: 1,000,000 rows cost 8 MB plus one batch.
+No file is held in memory: 1,000,000 rows take 8 MB plus one batch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ from verl.errors import DataError
 
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
-_LONGEST_LINE = 1 << 26  # characters of a row; a small .gz may hold a line that no memory does
+_LONGEST_LINE = 1 << 26  # characters per row; a small .gz may contain a line that does not fit into memory
 _HALF = re.compile("[\ud800-\udfff]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:\w+)?")
-_DEEPEST = 100  # lists and objects around a value of a row; copying recurses
+_DEEPEST = 100  # maximum nesting of lists and objects in a row; copying recurses
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
 
 def read_rows(source: str) -> Iterator[Any]:
-    """Rows one by one, of a parquet, jsonl(.gz), json or csv file, of a folder, or of a data set `owner/name[:split]`.
+    """Yields the rows of a parquet, jsonl(.gz), json or csv file, of a folder, or of a data set `owner/name[:split]`.
 
-    Parquet is read by pyarrow, folders and hub names by the package datasets. JSON and csv files are not: datasets and
-    pyarrow read them into columns of one type each, where a key of one row becomes a null in all others, values of
-    several types become their JSON text, and the texts 007 and NA become 7 and nothing. All values of a csv file are
-    texts. A folder is a clone of a data set's repository, or what `save_to_disk` of datasets wrote. Where there are
-    splits and the name gives none, the split is "train".
+    Parquet is read with pyarrow, folders and hub names with the package datasets. JSON and csv are parsed here:
+    datasets and pyarrow would convert them to typed columns, where a key of one row becomes a null in all others, mixed
+    types become JSON text, and the texts 007 and NA become 7 and null. All values of a csv file are texts. A folder is
+    a clone of a data set's repository, or the output of `save_to_disk` of datasets. The default split is "train".
 
-    A line of a jsonl file that is not JSON, or of a csv file that has another number of values than columns, comes as
-    its DataError, for the reader of rows to raise or to count; so does a row that is nested too deep to be copied, or
-    holds half a surrogate pair.
+    A jsonl line that is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the
+    caller to raise or to count; so is a row that is nested too deeply to be copied, or has a lone surrogate.
 
-    Raises DataError for a file that is missing or is not what its name says.
+    Raises DataError for a file that is missing or does not have the format of its extension.
     """
     path = Path(source)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
@@ -50,13 +48,13 @@ def read_rows(source: str) -> Iterator[Any]:
     if suffix not in readers or os.path.isdir(source):  # noqa: PTH112  as below
         yield from map(_shallow, _read_dataset(source))
         return
-    if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises for a name that is too long
+    if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises if the name is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
     try:
         yield from map(_shallow, readers[suffix](path))
-    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow's are ValueErrors
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow raises ValueErrors
         raise DataError(
-            f"cannot be read as {suffix[1:]} ({_one_line(error)})", hint="Write or copy it anew", file=source
+            f"cannot be read as {suffix[1:]} ({_one_line(error)})", hint="Write or copy it again", file=source
         ) from error
 
 
@@ -64,7 +62,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # without pre-buffering, memory holds a batch; with it, the whole compressed file
+    # pre-buffering would hold the whole compressed file in memory instead of one batch
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
@@ -83,17 +81,17 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield DataError(f"line {number} is not JSON ({_one_line(error)})", "one object a line")
+                    yield DataError(f"line {number} is not JSON ({_one_line(error)})", "one object per line")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """The elements of a JSON list, decoded one by one, so that memory holds about one of them."""
+    """Yields the elements of a JSON list, decoded one at a time to save memory."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text, position, ended = file.read(_CHUNK_CHARS), 0, False
         position = _after_blanks(text, 0)
         if text[position : position + 1] != "[":
-            raise ValueError("it does not begin with [")
+            raise ValueError("it does not start with [")
         position += 1
         while True:
             position = _after_blanks(text, position)
@@ -116,16 +114,14 @@ def _read_json(path: Path) -> Iterator[Any]:
 
 
 def _shallow(row: Any) -> Any:
-    """The row, or the DataError that it comes as."""
+    """The row, or a DataError if it is nested too deeply or has a lone surrogate."""
     for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
         level, depth = [column, content], 1
         while level:
             if depth > _DEEPEST:
-                return DataError(f"has a value in more than {_DEEPEST} lists and objects", "what people nest")
+                return DataError(f"has a value nested in more than {_DEEPEST} lists and objects", "less nesting")
             if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
-                return DataError(
-                    "holds half a surrogate pair, which no tokenizer takes", "whole characters", field=column
-                )
+                return DataError("has a lone surrogate, which no tokenizer accepts", "valid Unicode", field=column)
             level, depth = [each for value in level for each in _inner(value)], depth + 1
     return row
 
@@ -157,13 +153,13 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 if len(values) == len(names):
                     yield dict(zip(names, values, strict=True))
                 elif values:
-                    yield DataError(f"line {lines.line_num} has {len(values)} values", f"{len(names)}, one a column")
+                    yield DataError(f"line {lines.line_num} has {len(values)} values", f"{len(names)}, one per column")
         except csv.Error as error:
             raise ValueError(str(error)) from error
 
 
 def _read_dataset(source: str) -> Iterator[Any]:
-    if os.path.isdir(source):  # noqa: PTH112  Path.is_dir raises for a name that is too long
+    if os.path.isdir(source):  # noqa: PTH112  Path.is_dir raises if the name is too long
         yield from _streamed(source, source)
         return
     if os.path.exists(source) or not _HUB_NAME.fullmatch(source):  # noqa: PTH110  as above
@@ -182,7 +178,7 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
         import datasets  # heavy, and not needed for files
     except ImportError as error:
         raise DataError(
-            f"is read with the package datasets, which cannot be imported ({error})",
+            f"needs the package datasets, which cannot be imported ({error})",
             hint="pip install datasets, or give the path of a file",
             file=source,
         ) from error
@@ -191,7 +187,7 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
             yield from datasets.load_from_disk(name)
         else:
             yield from datasets.load_dataset(name, split=split, streaming=True)
-    except Exception as error:  # those of the network are its HTTP client's, which changes
+    except Exception as error:  # network errors depend on the HTTP client of datasets
         raise DataError(
             f"cannot be loaded ({_one_line(error)})", hint="Check the name, the files and the network", file=source
         ) from error
@@ -204,7 +200,7 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
     except OSError as error:
         place = directory or tempfile.gettempdir()
         raise DataError(
-            f"cannot keep the rows in {place} ({error})", hint="Free some space or point TMPDIR to a larger disk"
+            f"cannot store the rows in {place} ({error})", hint="Free some space or point TMPDIR to a larger disk"
         ) from error
 
 
@@ -213,21 +209,21 @@ def _encoded(row: Any) -> bytes:
         return json.dumps(row, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"holds a value that JSON cannot ({_one_line(error)})", "texts, numbers, booleans, lists and objects"
+            f"has a value that JSON cannot store ({_one_line(error)})", "texts, numbers, booleans, lists and objects"
         ) from error
 
 
 class RowStore:
-    """JSON values on disk, in an unnamed temporary file, read back by number.
+    """JSON values on disk, in an unnamed temporary file, fetched by index.
 
-    Memory: 8 bytes a row. The file vanishes with the store; `directory` chooses its disk (default: TMPDIR).
+    Memory: 8 bytes per row. The file is deleted with the store; `directory` chooses its disk (default: TMPDIR).
     """
 
     def __init__(self, rows: Iterable[Any], directory: str | None = None) -> None:
-        """Write all rows out. Raises DataError when the disk has no room for them."""
+        """Write all rows to disk. Raises DataError if the disk is full."""
         self._starts = array("q", [0])
         with _disk_errors(directory):
-            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives as long as the store
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  closed with the store
         for row in rows:
             encoded = _encoded(row)
             with _disk_errors(directory):
@@ -246,5 +242,5 @@ class RowStore:
         return json.loads(os.pread(self._file.fileno(), end - start, start))
 
     def close(self) -> None:
-        """Give the disk space back now rather than when the store is collected."""
+        """Free the disk space now rather than at garbage collection."""
         self._file.close()

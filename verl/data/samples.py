@@ -1,4 +1,4 @@
-"""From scored trajectories to flat samples: what the engine emitted is what is trained, token for token."""
+"""Converts scored trajectories to flat samples. The tokens sampled by the engine are the trained tokens, unchanged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from verl.types import Completion, Message, Sample, TrajectoryGroup, Turn
 
-_UNKNOWN = float("nan")  # the engine's log-prob of a token that it did not sample
+_UNKNOWN = float("nan")  # the engine's log-prob of a token it did not sample
 
 
 def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: bool = False) -> list[Sample]:
-    """One sample per trajectory in which the policy wrote anything."""
+    """One sample per trajectory with at least one turn."""
     scored = zip(group.trajectories, group.rewards, strict=True)
     return [
         sample_from_turns(trajectory.turns, group_id, reward, train_on_observations)
@@ -22,9 +22,9 @@ def to_samples(group: TrajectoryGroup, group_id: int, train_on_observations: boo
 def sample_from_turns(
     turns: Sequence[Turn], group_id: int = 0, reward: float = 0.0, train_on_observations: bool = False
 ) -> Sample:
-    """The tokens of all turns in order; those of the completions are the trained ones. `reward` is the episode's.
+    """The tokens of all turns in order; completions are trained. `reward` is the episode's.
 
-    With `train_on_observations` those that the environment put in between are, too; the prompt never is.
+    With `train_on_observations` observation tokens are trained, too; the prompt never is.
     """
     token_ids: list[int] = []
     action_mask: list[bool] = []
@@ -44,5 +44,5 @@ def sample_from_turns(
 def sample_from_completion(
     prompt_ids: tuple[int, ...], completion: Completion, group_id: int = 0, reward: float = 0.0
 ) -> Sample:
-    """A prompt and what the engine wrote after it."""
+    """The sample of a prompt and its completion."""
     return sample_from_turns([Turn(prompt_ids, completion, Message("assistant", ""))], group_id, reward)

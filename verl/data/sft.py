@@ -1,9 +1,8 @@
-"""Demonstrations: from rows to samples whose trained tokens are an assistant's own words.
+"""SFT demonstrations: from rows to samples whose trained tokens are assistant turns.
 
-Every assistant turn becomes a sample of its own, in the very tokens that a rollout would see: the template up to the
-turn, then the response, then the token that ends it. A turn with tool calls, or with other fields than a text, is what
-the template writes for it. Samples of one conversation share a group, so that packing holds
-their common beginning once.
+Every assistant turn becomes its own sample with the tokens that a rollout would see: the rendered conversation so far,
+the response, the end-of-turn token. A turn with tool calls or other fields than text is rendered by the template.
+Samples of one conversation share a group, so that packing stores their common prefix once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from verl.data.report import RowReport
 from verl.errors import DataError, file_and_row
 from verl.types import Message, Sample, ToolSpec
 
-# What a tool said, where a response quotes it: never to be learned as if the policy had written it.
+# Tool output quoted inside a response: never trained as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
     r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
 )
@@ -28,22 +27,22 @@ _QUOTED_OUTPUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation whose assistant turns from `first` on are to be imitated, and the tools that its prompt lists."""
+    """A conversation whose assistant turns from `first` on are trained, and the tools that its prompt lists."""
 
     messages: tuple[Message, ...]
     first: int = 0  # index into messages
     id: str = ""  # file#row, for messages
     tools: tuple[ToolSpec, ...] = ()
-    column: str = "messages"  # that the messages were read from
+    column: str = "messages"  # the source column, for messages
 
 
 def read_demonstrations(
     source: str, max_bad_share: float = 0.0, report: RowReport | None = None
 ) -> list[Demonstration]:
-    """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows cannot be used.
+    """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows are unusable.
 
-    Rows are of one of three kinds: OpenAI's {messages: [...]}, ToolRL's SFT file {instruction, input, output}, or
-    ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools` beside it.
+    Three row formats: OpenAI's {messages: [...]}, ToolRL's SFT file {instruction, input, output}, or ToolRL's parquet
+    {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools` in addition.
     """
     found, report = [], report or RowReport(source)
     for number, row in enumerate(chat_rows(source)):
@@ -57,7 +56,7 @@ def read_demonstrations(
 
 
 def to_demonstration(row: Any) -> Demonstration:
-    """One row, checked. Raises DataError."""
+    """Validates and converts one row. Raises DataError."""
     if isinstance(row, DataError):
         raise row
     if not isinstance(row, Mapping):
@@ -73,13 +72,13 @@ def to_demonstration(row: Any) -> Demonstration:
                 raise DataError("is empty", "a text", field=f"messages[{number}].content")
         return Demonstration(messages, tools=tools)
     if "output" in row:
-        asked = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
-        asked.append(Message("user", _text(row, "input")))
-        return Demonstration((*asked, Message("assistant", _text(row, "output"))), len(asked), tools=tools)
+        prompt = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
+        prompt.append(Message("user", _text(row, "input")))
+        return Demonstration((*prompt, Message("assistant", _text(row, "output"))), len(prompt), tools=tools)
     if row.get("prompt") is not None and row.get("reward_model") is not None:
-        prompt = read_messages(row["prompt"], "prompt")
+        messages = read_messages(row["prompt"], "prompt")
         answer = Message("assistant", _text(read_object(row, "reward_model"), "ground_truth", "reward_model."))
-        return Demonstration((*prompt, answer), len(prompt), tools=tools, column="prompt")
+        return Demonstration((*messages, answer), len(messages), tools=tools, column="prompt")
     raise DataError(
         f"has the columns {sorted(row)}", "messages, or instruction, input and output, or prompt and reward_model"
     )
@@ -100,10 +99,10 @@ def to_samples(
     report: RowReport | None = None,
     first_group: int = 0,
 ) -> list[Sample]:
-    """One sample per assistant turn; turns that end beyond `max_length` tokens are left out, never cut.
+    """One sample per assistant turn; turns that end beyond `max_length` tokens are dropped, never truncated.
 
-    Raises DataError if the chat template refuses more demonstrations than `max_bad_share` allows, or leaves something
-    out of them, ConfigError for a template that leaves out the tools.
+    Raises DataError if the chat template rejects, or drops parts of, more demonstrations than `max_bad_share` allows,
+    ConfigError if it drops the tools.
     """
     samples: list[Sample] = []
     report = report or RowReport("the demonstrations", len(demonstrations))
@@ -120,7 +119,7 @@ def to_samples(
         if not fitting and turns:
             report.drop(too_long, row)
         elif len(fitting) < len(turns):
-            report.notes[f"with replies that are left out, as they are {too_long}"] += 1
+            report.notes[f"with responses dropped for being {too_long}"] += 1
     report.check(max_bad_share)
     return samples
 
@@ -153,10 +152,10 @@ def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTempla
 def _rendered_turn(
     demonstration: Demonstration, place: int, chat: ChatTemplate
 ) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
-    """(what the template writes for the assistant's turn, its tokens, the characters that each covers).
+    """(the assistant turn as rendered by the template, its tokens, the character span of each).
 
-    That is what comes between the head of the turn, where a rollout begins to write, and the token that ends it,
-    inclusive. Raises DataError where the template writes the beginning otherwise once the turn is there.
+    The text from the end of the generation prompt, where a rollout starts, to the end-of-turn token, inclusive.
+    Raises DataError if the template renders the conversation before the turn differently once the turn is added.
     """
     messages, tools, column = demonstration.messages, demonstration.tools, demonstration.column
     field = f"{column}[{place}]"
@@ -166,8 +165,8 @@ def _rendered_turn(
     if not whole.startswith(head):
         raise DataError(
             "the chat template does not continue its own prompt with this turn",
-            hint="Write the turn as a text, as the policy is to write it, or name another tokenizer with "
-            "model.tokenizer_path",
+            hint="Write the turn as plain text, as the policy should write it, or set model.tokenizer_path to another "
+            "tokenizer",
             field=field,
         )
     text = whole[len(head) :]
@@ -176,7 +175,7 @@ def _rendered_turn(
     if not ends or text[spans[ends[-1]][1] :].strip():
         raise DataError(
             f"the chat template ends this turn with {text[-20:]!r} rather than with a stop token",
-            hint="Name another tokenizer with model.tokenizer_path",
+            hint="Set model.tokenizer_path to another tokenizer",
             field=field,
         )
     return text, ids[: ends[-1] + 1], spans[: ends[-1] + 1]

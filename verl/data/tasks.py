@@ -1,6 +1,6 @@
-"""Rows to tasks: every row is checked once at the door, then drawn in a seeded, shuffled, resumable order.
+"""Rows to tasks: every row is validated once on loading, then drawn in a seeded, shuffled, resumable order.
 
-files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> tasks, for ever
+files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> endless stream of tasks
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ GROUND_TRUTH = "reward_model.ground_truth"
 
 
 def to_task(row: Any, id: str) -> Task:
-    """One checked row as a Task. Raises DataError with the field and what was expected.
+    """Validates a row and converts it to a Task. Raises DataError with the field and the expected value.
 
     Columns: data_source, prompt [OpenAI's messages], reward_model {ground_truth}; optional tools, env, reward and
-    extra_info. A ground truth that is no text becomes its JSON text. Rows of ToolRL's kind must have one that parses.
+    extra_info. A ground truth that is not a text is converted to JSON. ToolRL rows must have one that parses.
     """
     if isinstance(row, DataError):
-        raise row  # a line that could not even be decoded
+        raise row  # an undecodable line
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object with data_source, prompt and reward_model")
     check_columns(row)
@@ -55,9 +55,9 @@ def to_task(row: Any, id: str) -> Task:
 
 
 def unlisted_call(task: Task) -> DataError | None:
-    """The first gold call of a tool that a ToolRL prompt does not list, if there is one.
+    """An error for the first gold call of a tool that a ToolRL prompt does not list; None if there is none.
 
-    No policy could know of such a tool. ToolRL trains on such rows all the same.
+    The policy cannot know such a tool. ToolRL trains on these rows nevertheless.
     """
     tools = listed_tools(task.prompt)
     if tools is None:
@@ -85,8 +85,8 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
         hint = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
         raise DataError("is missing", "a list of {role, content} messages", hint, field="prompt")
     prompt = read_messages(row["prompt"], "prompt")
-    if not prompt[-1].content.strip() and prompt[-1].role != "tool":  # tools may have nothing to say
-        raise DataError("is empty", "the text that the policy replies to", field=f"prompt[{len(prompt) - 1}].content")
+    if not prompt[-1].content.strip() and prompt[-1].role != "tool":  # tool output may be empty
+        raise DataError("is empty", "the text that the policy responds to", field=f"prompt[{len(prompt) - 1}].content")
     return prompt
 
 
@@ -131,14 +131,14 @@ def _from_stored(stored: dict[str, Any]) -> Task:
 
 
 class TaskSet(Sequence[Task]):
-    """The rows of one file that can be used, in file order, on disk; `report` counts the others, with the reason."""
+    """The usable rows of one file, in file order, on disk; `report` counts the others, with the reason."""
 
     def __init__(self, source: str, max_bad_share: float = 0.0) -> None:
-        """Read and check the whole file once.
+        """Read and validate the whole file once.
 
-        source: a data file or data set as `read_rows` takes it
-        max_bad_share: the largest share of its rows that may be left out because they cannot be used; 0: none may,
-            and the first raises its own DataError. Beyond it the DataError names the first ones.
+        source: a data file or data set, as for `read_rows`
+        max_bad_share: maximum share of unusable rows; 0: the first one raises its own DataError. Above the maximum a
+            DataError names the first ones.
         """
         self.source = source
         self.report = RowReport(source)
@@ -170,9 +170,9 @@ class TaskSet(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True)
 class TaskCursor:
-    """Where a stream stands: how many tasks it has drawn from each file, and over what it was made.
+    """Position of a stream: the number of tasks drawn from each file, and a hash of the stream's settings.
 
-    Survives JSON: TaskCursor(**json.loads(json.dumps(asdict(cursor)))) is the same cursor.
+    JSON round trip: TaskCursor(**json.loads(json.dumps(asdict(cursor)))) is the same cursor.
     """
 
     drawn: Sequence[int]
@@ -180,11 +180,11 @@ class TaskCursor:
 
 
 class TaskStream:
-    """An endless, seeded, shuffled draw from several task sets.
+    """An endless, seeded, shuffled stream over several task sets.
 
-    Files are interleaved evenly by weight (the file whose next draw is due first comes next), so any stretch of the
-    stream has the mix that the weights ask for. Each file goes through all its rows before it repeats, in a new order
-    each time. Without weights each file counts by its rows, and len(stream) draws are one epoch: every task once.
+    Files are interleaved evenly by weight (the file whose next draw is due first comes next), so any section of the
+    stream has the mix given by the weights. Each file is exhausted before it repeats, in a new order each time. The
+    default weights are the numbers of rows; then len(stream) draws are one epoch: every task once.
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class TaskStream:
         cursor: TaskCursor | None = None,
         shuffle: bool = True,
     ) -> None:
-        """`cursor` resumes a stream; raises DataError if it was made over other files, weights or another seed.
+        """`cursor` resumes a stream; raises DataError if files, weights or seed differ from the cursor's.
 
-        shuffle: else every epoch has the rows in the order of their file
+        shuffle: False: file order in every epoch
         """
         if not sets:
             raise ConfigError("data.train_files names no file")
@@ -222,7 +222,7 @@ class TaskStream:
         self._drawn = list(cursor.drawn) if cursor else [0] * len(sets)
 
     def __len__(self) -> int:
-        """Tasks in all files together: the length of an epoch where weights are left alone."""
+        """Total number of tasks: the length of an epoch with the default weights."""
         return sum(self._rows)
 
     def __iter__(self) -> Self:
@@ -234,7 +234,7 @@ class TaskStream:
         return task
 
     def at(self, drawn: Sequence[int]) -> Task:
-        """The task that comes next where so many have been drawn of each file."""
+        """The next task after this number of draws from each file."""
         file = self._due(drawn)
         epoch, position = divmod(drawn[file], self._rows[file])
         task: Task = self._sets[file][int(self._order(file, epoch)[position])]
@@ -254,12 +254,12 @@ class TaskStream:
 
     @property
     def cursor(self) -> TaskCursor:
-        """The integers from which a new stream goes on exactly here."""
+        """The state from which a new stream resumes exactly here."""
         return TaskCursor(list(self._drawn), self._made_of)
 
 
 def _check_weights(weights: Sequence[float], num_sets: int) -> None:
-    expected = f"data.weights must be {num_sets} numbers between 1e-6 and 1e6, one a file"
+    expected = f"data.weights must be {num_sets} numbers between 1e-6 and 1e6, one per file"
     if not isinstance(weights, Sequence) or len(weights) != num_sets:
         raise ConfigError(f"{expected}, got {weights!r}")
     for weight in weights:

@@ -1,7 +1,7 @@
-"""Does all that a row says stand in what the chat template makes of it? Templates leave out what they do not know.
+"""Checks that a chat template drops nothing of a row: templates silently ignore fields that they do not know.
 
-Templates are rendered, not parsed: the row is rendered once more with a unique marker in every place, and all markers
-must be found. So it does not matter how a template writes, trims or quotes what it is given.
+Templates are rendered, not parsed: the row is rendered again with a unique marker in every place, and all markers must
+appear in the output. So it does not matter how a template formats, trims or quotes its input.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from verl.errors import DataError
 from verl.types import Message, ToolCall, ToolSpec
 
-Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # with the head of the assistant's turn
+Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # includes the generation prompt
 
 _QUESTION, _ANSWER = Message("user", "a"), Message("assistant", "b")
-_NOTHING: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's responses
-_MEND = "Change the row, or name a tokenizer whose chat template has it with model.tokenizer_path"
-_TOOL_MEND = (
-    "name a tokenizer whose chat template lists tools with model.tokenizer_path, or, where a codec is chosen, one that "
-    "lists them itself, such as env.tool_call_format=toolrl"
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's responses
+_HINT = "Change the row, or set model.tokenizer_path to a tokenizer whose chat template supports it"
+_TOOL_HINT = (
+    "set model.tokenizer_path to a tokenizer whose chat template lists tools, or use a tool-call format that lists "
+    "them itself, such as env.tool_call_format=toolrl"
 )
 
 
 def tools_left_out(render: Render, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[str]:
-    """What is not to be found of the tools in a rendering of these messages: names, and names of parameters."""
+    """Names of tools and of tool parameters that are missing in a rendering of these messages."""
     marked = [_marked_tool(tool, f"Tool{number}") for number, tool in enumerate(tools)]
     text = render(messages, marked)
     lacking = []
@@ -38,7 +38,7 @@ def tools_left_out(render: Render, messages: Sequence[Message], tools: Sequence[
 
 
 def _marked_tool(tool: ToolSpec, mark: str) -> ToolSpec:
-    """The tool with markers for its name and parameters, in OpenAI's form."""
+    """The tool with markers for its name and parameters, in OpenAI's format."""
     properties = {f"{mark}Parameter{number}End": {"type": "string"} for number in range(len(_parameters(tool)))}
     function = {
         "name": f"{mark}Name",
@@ -53,13 +53,13 @@ def _parameters(tool: ToolSpec) -> list[str]:
 
 
 def check_messages(render: Render, messages: Sequence[Message], tools: Sequence[ToolSpec], column: str) -> None:
-    """Raises DataError for the first message, with its index and field, of which the template leaves something out.
+    """Raises DataError, with index and field, for the first message of which the template drops a part.
 
-    column: that the messages are of
+    column: the messages' column
     """
     marked = [_marked(message, f"Row{number}") for number, message in enumerate(messages)]
     text = render(marked, tools)
-    position = 0  # templates write messages in their order, so that one pass finds many
+    position = 0  # templates usually keep the order of messages, so one pass finds most markers
     for number, (message, stand_in) in enumerate(zip(messages, marked, strict=True)):
         field = f"{column}[{number}]"
         if stand_in.content.strip():
@@ -71,16 +71,16 @@ def check_messages(render: Render, messages: Sequence[Message], tools: Sequence[
             if not all(mark in text for mark in (call.name, *call.arguments, *call.arguments.values())):
                 raise _left_out(message, f"{field}.tool_calls[{place}]")
         for key, value in message.template_fields.items():
-            if value not in _NOTHING and not _is_used(render, message.role, key, value):
+            if value not in _EMPTY and not _is_used(render, message.role, key, value):
                 raise _left_out(message, f"{field}.{key}")
 
 
 def _left_out(message: Message, field: str) -> DataError:
-    return DataError(f"is left out by the chat template (role {message.role})", hint=_MEND, field=field)
+    return DataError(f"is dropped by the chat template (role {message.role})", hint=_HINT, field=field)
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """The message with a unique marker for its content, and for the name and each argument of its calls."""
+    """The message with unique markers for its content and for the names and arguments of its calls."""
     calls = tuple(
         replace(
             call,
@@ -96,7 +96,7 @@ def _marked(message: Message, mark: str) -> Message:
 
 
 def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
-    """Whether a field makes a difference in the last message of its role: templates drop thoughts of earlier ones."""
+    """Whether the template uses a field in the last message of its role (many drop thoughts of earlier ones)."""
 
     def rendered(fields: Mapping[str, Any]) -> str:
         message = Message(role, "c", template_fields=fields)
@@ -114,6 +114,6 @@ def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
 
 
 def tool_fault(lacking: Sequence[str], where: str) -> str:
-    """The message about tools that are not listed."""
+    """Error message for tools that are not listed."""
     shown = ", ".join(lacking[:3]) + (", .." if len(lacking) > 3 else "")
-    return f"{where} lists no tools, so that the policy would never learn of {shown}; {_TOOL_MEND}"
+    return f"{where} does not list tools, so the policy would not know {shown}; {_TOOL_HINT}"
