@@ -202,7 +202,7 @@ def test_what_is_asked_together_is_sent_together_and_faults_are_their_own() -> N
     assert sent == [[0, 1, 2, 3], [6, 8]]
     assert [answers[0], answers[2], answers[4]] == [0, 20, 60]
     assert isinstance(answers[1], ValueError) and isinstance(answers[3], ValueError)
-    assert isinstance(answers[5], ServiceDownError) and "ended its answer early" in str(answers[5])
+    assert isinstance(answers[5], ServiceDownError) and "truncated response" in str(answers[5])
 
 
 def test_what_is_long_travels_in_several_requests() -> None:

@@ -181,7 +181,7 @@ print(len(tools))
             ServiceDownError,
             "does not list its tools within",
         ),
-        ({"command": [sys.executable, ODD, "schema"], "timeout_s": 60}, ServiceDownError, "not tell its tools"),
+        ({"command": [sys.executable, ODD, "schema"], "timeout_s": 60}, ServiceDownError, "not list its tools"),
         ({"command": [sys.executable, ODD, "version"], "timeout_s": 60}, ServiceDownError, "cannot be reached .*1999"),
         ({"command": [sys.executable, ODD, "id"], "timeout_s": 5}, ServiceDownError, "does not answer within"),
         ({"url": "http://127.0.0.1:9/mcp"}, ServiceDownError, "cannot be reached .ConnectError"),

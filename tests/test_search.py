@@ -24,7 +24,7 @@ from verl.envs.tools.base import ToolError
 from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.build import build_tools
 from verl.envs.tools.http_retriever import HttpRetriever
-from verl.envs.tools.search import Passage, SearchTool, told
+from verl.envs.tools.search import Passage, SearchTool, format_passages
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox import server as sandbox_server
 from verl.serving import Gate, ServingConfig
@@ -76,7 +76,7 @@ def ask(retriever: HttpRetriever, *queries: str, times: int = 1, k: int = 1) -> 
 
 def test_passages_are_told_as_search_r1_tells_them() -> None:
     passages = [Passage("0", '"Rome"\nCapital.\nOld.', 1.0), Passage("1", "Bern")]
-    assert told(passages) == 'Doc 1(Title: "Rome") Capital.\nOld.\nDoc 2(Title: Bern) \n'
+    assert format_passages(passages) == 'Doc 1(Title: "Rome") Capital.\nOld.\nDoc 2(Title: Bern) \n'
 
 
 def test_bm25_finds_what_shares_words(corpus: Path) -> None:
@@ -97,7 +97,7 @@ def test_bm25_finds_what_shares_words(corpus: Path) -> None:
         ('{"id": 1, "contents": "x"}\n{"id": 2}', "row 1: is no passage; expected"),
         ('{"id": 1, "contents": "x"}\nnonsense', "row 1: line 2 is not JSON"),
         ("[1]", "row 0: is no passage"),
-        ('{"id": 1, "contents": "?"}\n{"id": 2, "contents": "a the"}', "no passage has a word; expected"),
+        ('{"id": 1, "contents": "?"}\n{"id": 2, "contents": "a the"}', "no passage has a term; expected"),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_told_with_its_row(tmp_path: Path, rows: str, told: str) -> None:
@@ -267,7 +267,7 @@ def test_the_command_tells_of_a_corpus_without_words(tmp_path: Path, capsys: pyt
     (tmp_path / "empty.jsonl").write_text('{"id": 1, "contents": ""}')
     assert retrieval_server.main(["--corpus", str(tmp_path / "empty.jsonl")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/empty.jsonl: no passage has a word")
+    assert line.startswith(f"error: {tmp_path}/empty.jsonl: no passage has a term")
 
 
 def test_every_server_refuses_an_address_that_it_cannot_have_in_a_line(

@@ -156,7 +156,7 @@ def test_hanging_threads_are_counted_told_once_and_limited(
             await hang.call({})
 
     asyncio.run(stop_three())
-    assert len(caplog.records) == 1 and "goes on until it ends" in caplog.text
+    assert len(caplog.records) == 1 and "keeps running until it returns" in caplog.text
     threads = set(hang._abandoned)
     release.set()
     for thread in threads:

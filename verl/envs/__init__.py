@@ -1,1 +1,1 @@
-"""Environments: they speak messages, and know of no tokens, masks, templates or time limits."""
+"""Environments: messages in, messages out; tokens, masks, templates and time limits are handled elsewhere."""

@@ -1,9 +1,9 @@
-"""What an environment is: messages in, messages out. Tokens, masks, templates, time limits and budgets are not its own.
+"""The environment interface: messages in, messages out. Tokens, masks, templates and limits are handled elsewhere.
 
-A new environment is one file with one class: made for a task, `reset` says how the episode opens, `step` answers what
-the policy said, and `judge`, where the environment scores its own state, is asked once at the end. An environment
-never raises for what a policy does; verl.errors.ServiceDownError means that something it needs is broken, and ends the
-episode as an infrastructure fault.
+A new environment is one file with one class, built from a task: `reset` returns the initial observation, `step` takes
+the policy's message and returns the next observation, and the optional `judge` scores the final state once. An
+environment never raises because of the policy's actions; verl.errors.ServiceDownError means that a dependency is down
+and ends the episode as an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl.types import Message, Score, Task, ToolSpec, ToolUse
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """How an episode opens."""
+    """The initial observation of an episode."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -24,60 +24,60 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the environment answers; nothing is put before the policy once it is done."""
+    """The result of one step; after `done` the policy gets no further observation."""
 
     messages: tuple[Message, ...] = ()
     done: bool = False
     tool_uses: tuple[ToolUse, ...] = ()
-    tools: tuple[ToolSpec, ...] = ()  # that are there from now on, in addition
-    reward: float | None = None  # for this turn, besides what the episode is worth; not every algorithm takes it
+    tools: tuple[ToolSpec, ...] = ()  # tools added from this turn on
+    reward: float | None = None  # turn-level reward, in addition to the episode's; not every algorithm uses it
 
 
 class Env(Protocol):
     """One episode of one task."""
 
     async def reset(self) -> Observation:
-        """The opening; the same for every episode of a task."""
+        """The initial observation; the same for every episode of a task."""
 
     async def step(self, message: Message) -> StepResult:
-        """What comes of the policy's message. Its tool calls are in `message.tool_calls`."""
+        """Apply the policy's message. Its tool calls are in `message.tool_calls`."""
 
     async def close(self) -> None:
-        """Give back what the episode holds. Called once, however it ended."""
+        """Release the episode's resources. Called exactly once, on every outcome."""
 
 
 @runtime_checkable
 class Judge(Protocol):
-    """An environment that scores the state that an episode has left; the episodes of others are left to a reward."""
+    """An environment that scores its own final state; all others are scored by a reward function."""
 
     async def judge(self) -> Score | None:
-        """The score of the state as it is. Asked once, before `close`, at every end of an episode: the policy answered,
-        `step` said that it is done, or tokens, turns, calls or time were used up. What keeps it from a verdict is an
-        infrastructure fault. None leaves the episode to a reward, too.
+        """The score of the current state. Called once, before `close`, on every outcome: a final answer, `done` from
+        `step`, or a limit on tokens, turns, calls or time. Failing to reach a verdict is an infrastructure fault.
+        None: the reward function scores the episode.
         """
 
 
 class EnvFactory(Protocol):
-    """Makes the environments of a run and owns what they share (a sandbox, an index, a connection)."""
+    """Creates the environments of a run and owns their shared resources (a sandbox, an index, a connection)."""
 
     def __call__(self, task: Task) -> Env:
         """A fresh environment for one episode of the task."""
 
     async def close(self) -> None:
-        """End what is shared."""
+        """Release the shared resources."""
 
 
 @runtime_checkable
 class TaskChecker(Protocol):
-    """A factory, or a class of environments, that knows its own tasks; others are told before anything is started."""
+    """A factory or environment class that validates its tasks before anything is started."""
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for a task that it cannot play."""
+        """Raises DataError for a task that it cannot run."""
 
 
 @runtime_checkable
 class HasInitialObservation(Protocol):
-    """A factory, or a class of environments, that knows how the episodes of a task open without starting one."""
+    """A factory or environment class that knows the initial observation of a task without starting an episode."""
 
     def initial_observation(self, task: Task) -> Observation:
-        """What `reset` will give, as far as it is known before."""
+        """The observation that `reset` will return, as far as it is known in advance."""

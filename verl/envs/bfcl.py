@@ -1,12 +1,12 @@
 """BFCL's multi-turn simulators as an environment: eight stateful APIs (files, trading, travel ..), a scripted user.
 
-The user's turns are in the data: after a message without calls the next one follows, after the last the end. As in
-BFCL's checker, a turn is right if the policy called something, the public state of every API equals that of a second
-set on which the gold calls were made, and what the gold calls answered is among what the policy has been answered so
-far. Turns whose gold is empty are not judged.
+The user turns come from the data: a message without calls advances to the next one, and the last one ends the episode.
+As in BFCL's checker, a turn is correct if the policy made at least one call, the public state of every API equals that
+of a reference set on which the gold calls were run, and all results of the gold calls occur among the results that the
+policy has received so far. Turns with an empty gold are not judged.
 
-BFCL's own executor is not used: it evaluates texts and keeps every instance in a module's globals. Here a call is a
-name from the documented functions and arguments that fit its schema.
+BFCL's own executor is not used: it evaluates strings and keeps every instance in module globals. Here a call consists
+of the name of a documented function and arguments that satisfy its schema.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.errors import ConfigError
 from verl.types import Message, Score, Task, ToolCall, ToolSpec
 
 _SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
-_MODULES = {  # class -> module, which is the name of its documentation, too
+_MODULES = {  # class -> module, also the name of its documentation file
     "GorillaFileSystem": "gorilla_file_system",
     "MathAPI": "math_api",
     "MessageAPI": "message_api",
@@ -39,8 +39,8 @@ _MODULES = {  # class -> module, which is the name of its documentation, too
     "VehicleControlAPI": "vehicle_control",
 }
 _STATELESS = ("MathAPI",)
-MAX_STEPS = 20  # messages with calls in one turn of the user; as in BFCL, one more and it is lost, without a score
-_BOUNDS = {  # what would keep a processor busy for hours
+MAX_STEPS = 20  # messages with calls per user turn; as in BFCL, exceeding it fails the scenario
+_BOUNDS = {  # larger arguments would take hours of CPU time
     ("logarithm", "precision"): (1, 1000),
     ("square_root", "precision"): (1, 1000),
     ("round_number", "decimal_places"): (-300, 300),
@@ -50,30 +50,30 @@ _BOUNDS = {  # what would keep a processor busy for hours
 
 
 class Api:
-    """The APIs of one scenario with their state, and the answers that they have given."""
+    """The APIs of one scenario, with their state and the results so far."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         self.objects = {name: _load(name, extra) for name in extra["classes"]}
         self._owners = {name: self.objects[cls] for cls in extra["classes"] for name in _documented(cls)}
-        self.answers: list[str] = []  # as BFCL compares them
+        self.answers: list[str] = []  # in the form that BFCL compares
 
     def call(self, call: ToolCall) -> str:
-        """Call one function. What it raises is its answer: the simulators raise anything for odd arguments."""
+        """Call one function; an exception becomes its answer."""
         try:
             answer = _text(getattr(self._owners[call.name], call.name)(**copy.deepcopy(dict(call.arguments))))
-        except Exception as error:  # noqa: BLE001  the simulators are not ours, and raise anything for odd arguments
+        except Exception as error:  # noqa: BLE001  third-party simulators raise anything for odd arguments
             answer = f"Error during execution: {error}"
         self.answers.append(answer)
         return answer
 
     def bound(self, call: ToolCall) -> str:
-        """The call with the defaults of its function, as a text that tells equal calls."""
+        """The call with the defaults of its function filled in, as a string: equal for equal calls."""
         found = inspect.signature(getattr(self._owners[call.name], call.name)).bind(**call.arguments)
         found.apply_defaults()
         return json.dumps([call.name, found.arguments], sort_keys=True)
 
     def gold_call(self, gold: Mapping[str, Any]) -> ToolCall:
-        """A gold call whose positional arguments have got their names."""
+        """A gold call with its positional arguments named."""
         signature = inspect.signature(getattr(self._owners[gold["name"]], gold["name"]))
         return ToolCall(gold["name"], dict(zip(signature.parameters, gold["positional"], strict=False)) | gold["named"])
 
@@ -95,16 +95,16 @@ class BfclEnv:
         self._policy, self._gold = Api(task.extra), Api(task.extra)
         self._gold_turns = [[self._gold.gold_call(call) for call in turn] for turn in json.loads(task.answer)]
         self._turns_right: list[bool] = []
-        self._calls: list[list[ToolCall]] = [[]]  # [turn][call] those with fitting arguments
-        self._steps = 0  # of this turn
+        self._calls: list[list[ToolCall]] = [[]]  # [turn][call], valid arguments only
+        self._steps = 0  # in this turn
         self._withheld = _withheld(task)
 
     async def reset(self) -> Observation:
-        """The user's first turn and the functions that are there."""
+        """The first user turn and the available functions."""
         return _initial_observation(self._task)
 
     async def step(self, message: Message) -> StepResult:
-        """Answers calls; a message without any ends the user's turn."""
+        """Answers calls; a message without calls ends the user turn."""
         if message.tool_calls:
             self._steps += 1
             if self._steps > MAX_STEPS:
@@ -117,11 +117,11 @@ class BfclEnv:
         self._calls.append([])
         self._steps = 0
         added = tuple(spec for spec in _tools_of_turn(self._task, turn) if self._withheld.get(spec.name) == turn)
-        said = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
-        return StepResult(said or (Message("user", _functions_were_added()),), tools=added)
+        messages = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
+        return StepResult(messages or (Message("user", _functions_were_added()),), tools=added)
 
     async def close(self) -> None:
-        """Holds nothing but its objects."""
+        """No-op: no external resources."""
 
     def _call(self, call: ToolCall) -> str:
         offered = {spec.name for spec in _tools_of_turn(self._task, len(self._turns_right))}
@@ -132,7 +132,7 @@ class BfclEnv:
         return self._policy.call(call)
 
     def _turn_is_right(self) -> bool:
-        """Plays the gold of the turn that has just ended, and compares."""
+        """Runs the gold calls of the turn that has just ended and compares the results."""
         gold = self._gold_turns[len(self._turns_right)]
         answers = [self._gold.call(call) for call in gold]
         if not gold:
@@ -141,14 +141,14 @@ class BfclEnv:
         return bool(self._calls[-1]) and self._policy.state() == self._gold.state() and all_answered
 
     async def judge(self) -> Score:
-        """ARTIST (arXiv 2505.01441) pays 0.5 * share of matching state variables + 0.5 * share of matching calls.
+        """ARTIST (arXiv 2505.01441): 0.5 * share of matching state variables + 0.5 * share of matching calls.
 
-        Where a limit cut the scenario off, the turn in progress counts as ended, if anything was called in it, and the
-        turns after it are wrong: in BFCL's checker a scenario that did not come to its end is lost.
+        If a limit truncated the scenario, the turn in progress counts as ended, provided it has calls, and later turns
+        are wrong: BFCL's checker fails an incomplete scenario.
         """
         in_progress = len(self._turns_right)
         for turn in range(in_progress, len(self._gold_turns)):
-            right = self._turn_is_right()  # plays the gold, whose state the policy's is compared with
+            right = self._turn_is_right()  # runs the gold, for the state comparison below
             self._turns_right.append(right and turn == in_progress and 0 < self._steps <= MAX_STEPS)
         ours, theirs = self._policy.state(), self._gold.state()
         equal = [key in ours and ours[key] == value for key, value in theirs.items()]
@@ -165,7 +165,7 @@ class BfclEnv:
 
 
 class BfclFactory:
-    """Makes scenarios. `score` names the part that is the total: success, or artist for a graded one."""
+    """Creates scenarios. `score` selects the total: success (binary) or artist (graded)."""
 
     def __init__(self, score: Literal["success", "artist"] = "success") -> None:
         data_folder()
@@ -177,15 +177,15 @@ class BfclFactory:
         return BfclEnv(task, self._score)
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for another environment's task."""
+        """Raises DataError for a task of another environment."""
         check_task(task)
 
     def initial_observation(self, task: Task) -> Observation:
-        """How episodes of the task open."""
+        """The initial observation of the task."""
         return _initial_observation(task)
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """No-op: no shared resources."""
 
 
 def _initial_observation(task: Task) -> Observation:
@@ -199,7 +199,7 @@ def _tools_of_turn(task: Task, turn: int) -> tuple[ToolSpec, ...]:
 
 
 def _withheld(task: Task) -> dict[str, int]:
-    """The turn from which on a function is there, of those that are not from the start."""
+    """Function -> the turn at which it becomes available, for functions withheld at the start."""
     return {name: int(turn) for turn, names in task.extra["withheld"].items() for name in names}
 
 
@@ -213,7 +213,7 @@ def _load(name: str, extra: Mapping[str, Any]) -> Any:
 
 @cache
 def _documented(name: str) -> dict[str, ToolSpec]:
-    """The functions of an API that its documentation tells of, and no others."""
+    """The documented functions of an API."""
     lines = (data_folder() / "multi_turn_func_doc" / f"{_MODULES[name]}.json").read_text(encoding="utf-8").splitlines()
     return {spec.name: spec for spec in map(_spec, map(json.loads, lines))}
 
@@ -232,7 +232,7 @@ def _spec(row: Mapping[str, Any]) -> ToolSpec:
 
 
 def _text(result: Any) -> str:
-    """As BFCL writes it: JSON for a dict, where that is possible."""
+    """BFCL's formatting: JSON for a dict, if possible."""
     if not isinstance(result, dict):
         return str(result)
     try:
@@ -242,6 +242,6 @@ def _text(result: Any) -> str:
 
 
 def _functions_were_added() -> str:
-    """What BFCL's user says when functions appear that were withheld."""
+    """The message of BFCL's user when withheld functions become available."""
     prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
     return str(prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)

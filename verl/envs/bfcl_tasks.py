@@ -1,4 +1,4 @@
-"""BFCL's rows, and those of its multi-turn scenarios as tasks. They lie in the optional package `bfcl-eval`."""
+"""BFCL's rows, and its multi-turn scenarios as tasks, from the optional package `bfcl-eval`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from verl.types import Message, Task
 
 Category = Literal["base", "miss_func", "miss_param", "long_context"]
 CATEGORIES: tuple[Category, ...] = ("base", "miss_func", "miss_param", "long_context")
-TRAIN_SCENARIOS = 150  # of 200; a scenario's four variants are on the same side
+TRAIN_SCENARIOS = 150  # of 200; the four variants of a scenario are in the same split
 _INSTALL = "pip install --no-deps bfcl-eval==2026.3.23 mpmath"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 
-class Said(BaseModel):
-    """A message of the user."""
+class UserMessage(BaseModel):
+    """One user message."""
 
     role: str
     content: str
@@ -35,13 +35,13 @@ class Extra(BaseModel):
     classes: list[str]
     initial_config: dict[str, Any]
     long_context: bool
-    turns: list[list[Said]]
+    turns: list[list[UserMessage]]
     excluded: list[str]
-    withheld: dict[str, list[str]]  # turn -> functions that are not there before it
+    withheld: dict[str, list[str]]  # turn -> functions unavailable before it
 
 
 class GoldCall(BaseModel):
-    """One of the answer's calls, of which there is a list for each turn."""
+    """One gold call; the answer has a list of them per turn."""
 
     name: str
     positional: list[Any]
@@ -60,10 +60,10 @@ def bfcl_tasks(
     limit: int | None = None,
     keep_faulty: bool = False,
 ) -> list[Task]:
-    """Scenarios 0 to 149 (train) or 150 to 199 (test) of one category, without those whose gold cannot be played.
+    """Scenarios 0 to 149 (train) or 150 to 199 (test) of one category, without those whose gold cannot be executed.
 
-    Task.prompt is the user's first turn. Task.answer is JSON, for each turn a list of calls as (positional arguments,
-    named arguments). Raises ConfigError where the package is missing or the category unknown.
+    Task.prompt is the first user turn. Task.answer is JSON: per turn a list of calls as (positional arguments, named
+    arguments). Raises ConfigError if the package is missing or the category unknown.
     """
     if category not in CATEGORIES or split not in ("train", "test", "all"):
         raise ConfigError(f"no BFCL category {category!r} with split {split!r}; categories: {', '.join(CATEGORIES)}")
@@ -78,12 +78,12 @@ def bfcl_tasks(
 
 
 def check_task(task: Task) -> None:
-    """Raises DataError for what is none of these tasks."""
+    """Raises DataError for any other task."""
     check_row("bfcl", task, Extra, list[list[GoldCall]])
 
 
 def data_folder() -> Path:
-    """Where the package keeps its data. Raises ConfigError where it is not installed."""
+    """The package's data folder. Raises ConfigError if it is not installed."""
     spec = find_spec("bfcl_eval")
     if spec is None or spec.origin is None:
         raise ConfigError(f"BFCL needs the package bfcl-eval: {_INSTALL}")
@@ -91,10 +91,10 @@ def data_folder() -> Path:
 
 
 def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> list[tuple[dict[str, Any], list[Any]]]:
-    """(row, its ground truth) for every row of a category; an empty one where the category has none.
+    """(row, ground truth) for every row of a category; the ground truth is empty if the category has none.
 
-    Raises DataError that names file and row for what is not JSON, a row without one of `fields`, and a ground truth
-    that is not for these rows.
+    Raises DataError, with file and row, for invalid JSON, a row that lacks one of `fields`, and a ground truth whose
+    ids do not match the rows.
     """
     path = data_folder() / f"BFCL_v4_{category}.json"
     rows = _json_lines(path, ("id", "question", *fields))
@@ -108,7 +108,7 @@ def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> l
 
 
 def json_schema(schema: Mapping[str, Any], closed: bool = False) -> dict[str, Any]:
-    """BFCL's type names as those of JSON Schema; `any` has none. `closed`: an object with properties has no others."""
+    """BFCL's type names mapped to JSON Schema (`any`: no type). `closed`: objects allow no additional properties."""
     found = {key: value for key, value in schema.items() if (key, value) != ("type", "any")}
     if "type" in found:
         found["type"] = _JSON_TYPES.get(found["type"], found["type"])
@@ -156,7 +156,7 @@ def _task(row: Mapping[str, Any], gold: list[list[str]], category: Category) -> 
 
 
 def _call(text: str) -> dict[str, Any]:
-    """`f(1, a='x')` as {"name": "f", "positional": [1], "named": {"a": "x"}}, read as literals and never run."""
+    """`f(1, a='x')` as {"name": "f", "positional": [1], "named": {"a": "x"}}, parsed as literals, never executed."""
     node = ast.parse(text.strip(), mode="eval").body
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}

@@ -1,4 +1,4 @@
-"""The seconds of an environment. What its calls wait for a free place is the load's doing, and is not among them."""
+"""Times an environment. Time that its calls spend queued for a free slot depends on the load and is not counted."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextvars import ContextVar
 
 
 class EnvTimer:
-    """Stands still while calls of an environment wait for a place and none of them works."""
+    """A timer with a limit, paused while calls of the environment are queued and none is running."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._timeout = asyncio.timeout(None)
-        self._over = False
-        self._waiting = self._working = 0  # calls
-        self._counted_s = 0.0  # until it last stood still
-        self._since: float | None = None  # when it went on; None while it stands still
+        self._finished = False
+        self._waiting = self._working = 0  # number of calls
+        self._counted_s = 0.0  # up to the last pause
+        self._since: float | None = None  # time of the last resume; None while paused
 
     @property
     def seconds(self) -> float:
-        """Those that were counted."""
+        """The counted time."""
         return self._counted_s + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Raises TimeoutError past the limit, as asyncio.timeout does.
+        """Time the block; raises TimeoutError past the limit, like asyncio.timeout.
 
-        It hears of the calls that go through `acquire_slot` inside, also in tasks that are started there.
+        Calls made through `acquire_slot` inside the block are tracked, also in tasks started there.
         """
         token = _CURRENT.set(self)
         try:
@@ -36,50 +36,50 @@ class EnvTimer:
                 self.update()
                 yield
         finally:
-            self._over = True
+            self._finished = True
             _CURRENT.reset(token)
 
     def update(self, waiting: int = 0, working: int = 0) -> None:
-        """So many more calls wait, or work."""
+        """Change the numbers of queued and running calls by these amounts."""
         self._waiting += waiting
         self._working += working
-        still = self._waiting > 0 and self._working == 0
+        idle = self._waiting > 0 and self._working == 0
         now = asyncio.get_running_loop().time()
-        self._counted_s, self._since = self.seconds, None if still else now
-        if not (self._over or self._timeout.expired()):
-            self._timeout.reschedule(None if still else now + self._limit_s - self._counted_s)
+        self._counted_s, self._since = self.seconds, None if idle else now
+        if not (self._finished or self._timeout.expired()):
+            self._timeout.reschedule(None if idle else now + self._limit_s - self._counted_s)
 
 
-_CURRENT: ContextVar[EnvTimer | None] = ContextVar("clock of the environment", default=None)
+_CURRENT: ContextVar[EnvTimer | None] = ContextVar("environment timer", default=None)
 
 
 @asynccontextmanager
 async def paused() -> AsyncIterator[None]:
-    """Wait inside for what the policy is not to blame for: a free place, a simulated user's words."""
-    clock = _CURRENT.get()
-    if clock is None:  # outside of episodes
+    """Do not count the block: it waits for something outside the policy's control (a slot, a simulated user)."""
+    timer = _CURRENT.get()
+    if timer is None:  # outside of episodes
         yield
         return
-    clock.update(waiting=1)
+    timer.update(waiting=1)
     try:
         yield
     finally:
-        clock.update(waiting=-1)
+        timer.update(waiting=-1)
 
 
 @asynccontextmanager
-async def acquire_slot(places: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Wait for one of the places, and work there."""
-    clock = _CURRENT.get()
-    if clock is None:  # a call outside of episodes
-        async with places:
+async def acquire_slot(slots: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Hold one of the slots during the block; the wait for it is not counted."""
+    timer = _CURRENT.get()
+    if timer is None:  # a call outside of episodes
+        async with slots:
             yield
         return
     async with paused():
-        await places.acquire()
-    clock.update(working=1)
+        await slots.acquire()
+    timer.update(working=1)
     try:
         yield
     finally:
-        clock.update(working=-1)
-        places.release()
+        timer.update(working=-1)
+        slots.release()

@@ -1,6 +1,6 @@
-"""Python functions as tools of an environment: checked calls, and answers to whatever is asked.
+"""Python functions as tools of an environment, with checked calls.
 
-For simulators whose functions are fast and work on the episode's own state. What a policy does wrong is an answer.
+For simulators with fast functions over the episode's own state. A wrong call is answered with an error message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl.types import Message, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 
 class Toolbox:
-    """The only functions that may be called, with a compiled check of the arguments of each."""
+    """The functions that may be called, each with a compiled check of its arguments."""
 
     def __init__(self, specs: Iterable[ToolSpec]) -> None:
         self.specs = {spec.name: spec for spec in specs}
@@ -34,7 +34,7 @@ class Toolbox:
         return cls(read_signature(found)[0] for found in public if inspect.isfunction(found))
 
     def check(self, call: ToolCall) -> None:
-        """Raises ToolError, in words for the policy, for another function or arguments that do not fit its schema."""
+        """Raises ToolError, with a message for the policy, for an unknown function or invalid arguments."""
         spec = self.specs.get(call.name)
         if spec is None:
             raise ToolError(f"there is no function {call.name!r}; {nearest(call.name, list(self.specs))}")
@@ -42,13 +42,13 @@ class Toolbox:
             raise ToolError(problem)
 
     def call(self, target: object, call: ToolCall) -> Any:
-        """`target.name(**arguments)` after `check`. The functions raise ToolError for what is the policy's fault."""
+        """`target.name(**arguments)` after `check`. The functions raise ToolError for the policy's errors."""
         self.check(call)
         return getattr(target, call.name)(**call.arguments)
 
 
 def answer_calls(calls: Sequence[ToolCall], run: Callable[[ToolCall], Any]) -> StepResult:
-    """Run the calls in their order: a message and a record of each. A ToolError is an answer like any other."""
+    """Run the calls in order: a message and a record for each. A ToolError becomes an answer."""
     messages, uses = [], []
     for call in calls:
         start = perf_counter()
@@ -62,5 +62,5 @@ def answer_calls(calls: Sequence[ToolCall], run: Callable[[ToolCall], Any]) -> S
 
 
 def as_text(result: Any) -> str:
-    """A function's result as the policy gets to see it: a text as it is, everything else as JSON."""
+    """A function's result as the policy sees it: a string unchanged, everything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

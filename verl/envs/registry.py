@@ -1,4 +1,4 @@
-"""The environments by name, and how a name or a user's class becomes a factory."""
+"""The registry of environments: resolves a name or a user's class to a factory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVS: Mapping[str, str] = {
     "remote": "verl.envs.remote:RemoteFactory",
 }
 
-TASKS: Mapping[str, str] = {  # functions that give tasks; those of single_turn are the rows of any data file
+TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_turn are the rows of any data file
     "shop": "verl.envs.shop:shop_tasks",
     "bfcl": "verl.envs.bfcl_tasks:bfcl_tasks",
     "tau2": "verl.envs.tau2.tasks:tau2_tasks",
@@ -28,7 +28,7 @@ TASKS: Mapping[str, str] = {  # functions that give tasks; those of single_turn 
 
 @dataclass(frozen=True, slots=True)
 class ClassFactory:
-    """An environment class as a factory: every episode is `env_class(task, **options)`, and nothing is shared."""
+    """An environment class as a factory: every episode is `env_class(task, **options)`, with no shared resources."""
 
     env_class: Callable[..., Env]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,19 +37,19 @@ class ClassFactory:
         return self.env_class(task, **self.options)
 
     def check_task(self, task: Task) -> None:
-        """Where the class itself can tell (a static method of this name)."""
+        """Delegates to the class, if it has a static method of this name."""
         if isinstance(self.env_class, TaskChecker):
             self.env_class.check_task(task)
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """No-op: no shared resources."""
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:
     """The factory of the environment called `name`: one of ENVS, `package.module:Class` or `path/to/file.py:Class`.
 
-    The class is an environment (made with a task and the options) or a factory (made with the options).
-    Raises ConfigError for an unknown name or options that do not fit.
+    The class is an environment (built from a task and the options) or a factory (built from the options).
+    Raises ConfigError for an unknown name or invalid options.
     """
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
@@ -67,7 +67,7 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
 
 
 def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Task]:
-    """Tasks of an environment that brings its own. Raises ConfigError for a name or options that do not fit."""
+    """The tasks bundled with an environment. Raises ConfigError for an unknown name or invalid options."""
     if name in ENVS and name not in TASKS:
         raise ConfigError(f"environment {name!r} brings no tasks of its own: name a data file")
     make: Callable[..., Iterable[Task]] = resolve("tasks", name, TASKS)

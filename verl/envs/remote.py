@@ -1,7 +1,7 @@
-"""Environments that run in servers (server.py), used like any others.
+"""Remote environments, which run in servers (server.py) and are used like local ones.
 
-Requests of concurrent episodes travel together: what is asked within a few milliseconds is one HTTP request for each
-server, whose answers come back as they are ready. The episodes of one task are made by one request, on one server.
+Requests of concurrent episodes are batched: all calls within a few milliseconds form one HTTP request per server, and
+the answers are streamed back as they complete. The episodes of one task are created by one request, on one server.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from verl.services import check_urls, service_headers
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
-_MAX_CHARS = 1_000_000  # of a request's messages; a longer one travels alone
-_LONGEST_JUDGE_S = 86_400.0  # env.judge_timeout_s is shorter; this is for connections that are lost silently
+_MAX_CHARS = 1_000_000  # total message length per request; a longer message is sent alone
+_LONGEST_JUDGE_S = 86_400.0  # above env.judge_timeout_s; catches connections that are lost silently
 Ask = TypeVar("Ask")
 Got = TypeVar("Got")
 Answers = AsyncIterator[tuple[int, Got | Exception]]
 
 
 class Batcher(Generic[Ask, Got]):
-    """Collects what is asked within `window_s` seconds and sends it as one, or as few as servers take.
+    """Batches the requests of `window_s` seconds into as few batches as the server limits allow.
 
-    `send` gives the answers with the positions of what was asked, in any order and each as soon as it has it. An
-    answer that is an exception is raised where that one was asked; what `send` raises, wherever no answer came.
+    `send` yields (position, answer) in any order, as answers arrive. An answer that is an exception is raised for its
+    request; an exception of `send` itself is raised for all unanswered requests.
     """
 
     def __init__(
         self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float, size: Callable[[Ask], int] = lambda _: 0
     ) -> None:
-        """`size`: the characters of an item, where these matter"""
+        """`size`: the number of characters of an item, if they are limited"""
         self._send, self._window_s, self._size = send, window_s, size
         self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
-        self._flushes: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
+        self._flushes: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
 
     async def ask(self, item: Ask) -> Got:
         """The answer to one item."""
@@ -64,7 +64,7 @@ class Batcher(Generic[Ask, Got]):
     def _portions(
         self, asked: Sequence[tuple[Ask, asyncio.Future[Got]]]
     ) -> Iterator[Sequence[tuple[Ask, asyncio.Future[Got]]]]:
-        """What servers take at a time, whatever policies write."""
+        """Batches within the server limits, for any message length."""
         begin = chars = 0
         for at, (item, _) in enumerate(asked):
             size = self._size(item)
@@ -78,16 +78,16 @@ class Batcher(Generic[Ask, Got]):
         try:
             async for position, answer in self._send([item for item, _ in batch]):
                 _resolve(batch[position][1], answer)
-        except Exception as error:  # noqa: BLE001  told to everybody who waits, and raised there
+        except Exception as error:  # noqa: BLE001  re-raised in every waiting caller
             problem = error
         else:
-            problem = ServiceDownError("environment server", "ended its answer early")
+            problem = ServiceDownError("environment server", "truncated response")
         for _, future in batch:
             _resolve(future, problem)
 
 
 def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
-    if future.done():  # it has its answer, or its episode was given up
+    if future.done():  # already answered, or its episode was cancelled
         return
     if isinstance(answer, Exception):
         future.set_exception(answer)
@@ -96,12 +96,12 @@ def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
 
 
 def _chars(step: Step) -> int:
-    """About as many as it has."""
+    """The approximate size of a step."""
     return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
 
 
 class Server:
-    """One server. Raises ServiceDownError where it does not answer, or not in the protocol."""
+    """One server. Raises ServiceDownError if it does not answer or violates the protocol."""
 
     def __init__(self, url: str, timeout_s: float, window_s: float, health_timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -120,7 +120,7 @@ class Server:
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Fresh episodes of one task."""
+        """Create episodes of one task."""
         async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
             return CreateResponse.model_validate_json(await response.aread()).episodes
 
@@ -151,7 +151,7 @@ class Server:
 
     @asynccontextmanager
     async def _post(self, path: str, request: BaseModel, timeout_s: float) -> AsyncIterator[httpx2.Response]:
-        """The response while it arrives; whatever is wrong with it is a ServiceDownError."""
+        """A streaming response; every failure becomes a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
             async with (
@@ -166,25 +166,25 @@ class Server:
             raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
 
 
-Place = tuple[Server, str]  # where an episode is, and its name there
+Place = tuple[Server, str]  # the server of an episode, and the name of the episode there
 
 
 class RemoteEnv:
-    """One episode, somewhere."""
+    """One episode on a server."""
 
     def __init__(self, task: Task, factory: RemoteFactory) -> None:
         self._task, self._factory = task, factory
         self._place: Place | None = None
 
     async def reset(self) -> Observation:
-        """Make the episode, and how it opens."""
+        """Create the episode and return its initial observation."""
         server, episode = self._place = await self._factory.creations.ask(self._task)
         observation = _unpacked(server, await server.reset.ask(episode)).observation
         assert observation is not None
         return observation
 
     async def step(self, message: Message) -> StepResult:
-        """What the environment answers there. Never sent twice: a step that was lost may have been taken."""
+        """One step on the server. Never retried: a step whose response was lost may have been applied."""
         assert self._place is not None, "reset comes first"
         server, episode = self._place
         result = _unpacked(server, await server.step.ask(Step(episode=episode, message=sendable(message)))).result
@@ -192,7 +192,7 @@ class RemoteEnv:
         return result
 
     async def judge(self) -> Score | None:
-        """The verdict there; None where the environment there does not judge, or the episode was never opened."""
+        """The remote verdict; None if the environment does not judge or the episode was never created."""
         if self._place is None:
             return None
         server, episode = self._place
@@ -201,22 +201,22 @@ class RemoteEnv:
         return verdict.score
 
     async def close(self) -> None:
-        """Let it go there, too. A server that does not hear it forgets idle episodes anyway."""
+        """Close the remote episode. If the request is lost, the server closes it when idle."""
         if self._place is None:
             return
         server, episode = self._place
         try:
             await server.close.ask(episode)
         except ServiceDownError as error:
-            _log.warning("an episode was not closed: %s", error)
+            _log.warning("failed to close an episode: %s", error)
 
 
 class RemoteFactory:
-    """Environments on servers at these URLs (one, or several to share the tasks between them).
+    """Environments on servers at these URLs (one, or several that share the tasks).
 
-    timeout_s:        how long one request may take, and with it the slowest step; verdicts have env.judge_timeout_s
-    window_s:         how long a request waits for others to travel with
-    health_timeout_s: how long a server may be silent, to /health too, before what waits for it is given up
+    timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.judge_timeout_s
+    window_s:         batching window
+    health_timeout_s: time without any response, to /health too, after which requests to a server fail
     """
 
     def __init__(
@@ -228,29 +228,27 @@ class RemoteFactory:
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ConfigError(
-                f"environment 'remote': urls={urls} names no server; expected for example http://host:8100"
-            )
+            raise ConfigError(f"environment 'remote': urls={urls} names no server; expected e.g. http://host:8100")
         self._servers = [Server(url, timeout_s, window_s, health_timeout_s) for url in urls]
-        self._down: set[str] = set()  # URLs of those that did not answer when last asked for an episode
+        self._down: set[str] = set()  # URLs of servers whose last /create failed
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 
     def __call__(self, task: Task) -> RemoteEnv:
         return RemoteEnv(task, self)
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where no server answers."""
+        """Raises ServiceDownError if no server answers."""
         urls = [f"{server.url}/health" for server in self._servers]
         hint = "Start one with python -m verl.envs.server, or correct the environment's urls"
         await check_urls("environment servers", urls, hint, trust_env=False, headers=service_headers())
 
     async def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Close the connections; the servers keep running."""
         for server in self._servers:
             await server.disconnect()
 
     async def _create(self, tasks: Sequence[Task]) -> Answers[Place]:
-        """One request for each different task object, whose episodes share a server."""
+        """One request per distinct task object, whose episodes share a server."""
         groups: dict[int, list[int]] = {}
         for position, task in enumerate(tasks):
             groups.setdefault(id(task), []).append(position)
@@ -260,7 +258,7 @@ class RemoteFactory:
                 yield position, place
 
     async def _create_group(self, task: Task, count: int) -> Sequence[Place | Exception]:
-        """On the server that the task's id chooses or, where that is down, on the next."""
+        """On the server selected by a hash of the task's id or, if that is down, on the next."""
         first = zlib.crc32(task.id.encode())
         problems = []
         for offset in range(len(self._servers)):
@@ -271,7 +269,7 @@ class RemoteFactory:
                 problems.append(str(error))
                 if server.url not in self._down:
                     self._down.add(server.url)
-                    _log.warning("%s; new episodes begin on the other servers until it answers", error)
+                    _log.warning("%s; new episodes go to the other servers until it answers", error)
             else:
                 self._down.discard(server.url)
                 return made

@@ -1,4 +1,4 @@
-"""Is a row of data a task of this environment? Asked at the door, where what it was made for can still be told."""
+"""Validates that a data row is a task of its environment, before the run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.utils.versions import script
 
 
 def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
-    """Raises DataError where a task's `extra`, or the JSON of its answer, has not the form of these types."""
+    """Raises DataError if a task's `extra` or the JSON of its answer does not match these types."""
     field = "extra_info"
     try:
         TypeAdapter(extra).validate_python(dict(task.extra))

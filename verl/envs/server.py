@@ -1,8 +1,8 @@
-"""Serves any environment over HTTP, so that heavy or incompatible ones run elsewhere (wire.py has the protocol).
+"""Serves any environment over HTTP, to run heavy or incompatible ones elsewhere (protocol: wire.py).
 
     python -m verl.envs.server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
 
-Whoever can reach the port can make episodes and take steps: beyond this machine it asks for a token.
+Any client that can reach the port can create episodes and take steps: beyond localhost a token is required.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from verl.types import Message, Task
 
 Question = Callable[[Env], Awaitable[dict[str, Any]]]
 MAX_EPISODES = 65_536
-CLOSE_S = 60.0  # for an environment to close; what it still holds then is lost
+CLOSE_S = 60.0  # limit for closing an environment; its resources leak after that
 _LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Episode:
-    """One environment; a request that finds it busy waits for the one before."""
+    """One environment; its requests are serialized."""
 
     env: Env
     used: float = field(default_factory=time.monotonic)
@@ -48,11 +48,11 @@ class Episode:
 
 
 class FullError(Exception):
-    """There are as many episodes as there may be."""
+    """The maximum number of open episodes is reached."""
 
 
 class Episodes:
-    """The open episodes of a server. Those that nobody has asked anything for `idle_s` seconds are closed."""
+    """The open episodes of a server. Episodes without a request for `idle_s` seconds are closed."""
 
     def __init__(self, factory: EnvFactory, idle_s: float, max_episodes: int) -> None:
         self._factory, self._idle_s, self._max_episodes = factory, idle_s, max_episodes
@@ -62,20 +62,20 @@ class Episodes:
         return len(self._open)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Fresh episodes of one task. Those of a client that hangs up meanwhile are closed as idle ones are."""
+        """Create episodes of one task. If the client disconnects meanwhile, they are closed as idle."""
         if len(self._open) + count > self._max_episodes:
             raise FullError(f"{len(self._open)} episodes are open; --max-episodes={self._max_episodes}")
         names = []
         for _ in range(count):
             names.append(uuid.uuid4().hex)
             self._open[names[-1]] = Episode(self._factory(task))
-            await asyncio.sleep(0)  # others are answered in between
+            await asyncio.sleep(0)  # lets other requests proceed
         return names
 
     async def ask(self, questions: Sequence[tuple[str, Question]]) -> AsyncIterator[str]:
-        """The answers of different episodes, each a line of JSON as soon as it is there.
+        """The answers of different episodes, each a line of JSON, streamed as they complete.
 
-        Who stops listening cancels what is not answered yet.
+        A client that disconnects cancels the pending ones.
         """
         waiting = [
             asyncio.create_task(self._ask_one(position, name, question))
@@ -89,26 +89,26 @@ class Episodes:
                 each.cancel()
 
     async def _ask_one(self, position: int, name: str, question: Question) -> str:
-        """One episode's answer; a fault where it is not there or breaks, which leaves the others alone."""
+        """One episode's answer; a fault if the episode is unknown or raises. Other episodes are unaffected."""
         episode = self._open.get(name)
         if episode is None:
             problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
             return _fault(position, problem)
-        if question is _judge and not isinstance(episode.env, Judge):  # its step may hang, and need not be waited for
+        if question is _judge and not isinstance(episode.env, Judge):  # do not wait for a hanging step
             return Answer(position=position, verdict=Verdict(score=None)).model_dump_json()
         async with episode.turn:
             try:
                 return Answer(position=position, **await question(episode.env)).model_dump_json()
             except ServiceDownError as error:
                 return _fault(position, error.problem, error.service)
-            except Exception as error:  # noqa: BLE001  environments are anybody's code; one that breaks is one fault
-                _log.exception("an environment broke")
+            except Exception as error:  # noqa: BLE001  user code may raise anything: one fault
+                _log.exception("an environment raised")
                 return _fault(position, f"{type(error).__name__}: {error}")
             finally:
                 episode.used = time.monotonic()
 
     async def close(self, names: Sequence[str]) -> None:
-        """Close these, as far as they are open; the last questions to them come first."""
+        """Close these episodes, if open, after their pending requests."""
         await asyncio.gather(*(self._close_one(found) for name in names if (found := self._open.pop(name, None))))
 
     async def _close_one(self, episode: Episode) -> None:
@@ -116,16 +116,16 @@ class Episodes:
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await episode.env.close()
-            except Exception:  # noqa: BLE001  anybody's code; the reaper and the other episodes go on
+            except Exception:  # noqa: BLE001  user code; the reaper and other episodes continue
                 _log.exception("an environment could not be closed")
 
     async def close_all(self) -> None:
-        """Close every episode and what they share."""
+        """Close every episode and the factory."""
         await self.close(list(self._open))
         await self._factory.close()
 
     async def reap(self) -> None:
-        """Close idle episodes, for ever: a client that died closes nothing."""
+        """Close idle episodes forever: a client that died closes none."""
         while True:
             await asyncio.sleep(self._idle_s / 4)
             oldest = time.monotonic() - self._idle_s
@@ -201,15 +201,13 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 for an environment that cannot be made and an address that cannot be had."""
+    """Serve until interrupted. Returns 2 if the environment cannot be created or the address is unavailable."""
     parser = argparse.ArgumentParser(prog="python -m verl.envs.server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)
-    parser.add_argument(
-        "--idle-s", type=positive_float, default=1800.0, help="close episodes that nobody used for so long"
-    )
-    parser.add_argument("--max-episodes", type=positive_int, default=MAX_EPISODES, help="open at a time")
+    parser.add_argument("--idle-s", type=positive_float, default=1800.0, help="close episodes idle for this long")
+    parser.add_argument("--max-episodes", type=positive_int, default=MAX_EPISODES, help="max open episodes")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -1,6 +1,6 @@
-"""A shop with a cart: a small environment for tests, demonstrations and as an example of how one is written.
+"""A shop with a cart: a small environment for tests and demos, and an example of how to write one.
 
-The policy is sent shopping and must find products by their names, keep within the stock and check out.
+The policy must find products by name, stay within the stock and check out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ProductId = Annotated[str, Field(description="Id of a product, for example 'p3'"
 
 
 class Shop:
-    """The tools, over one customer's cart."""
+    """The tools, operating on one customer's cart."""
 
     def __init__(self, products: dict[str, dict[str, Any]]) -> None:
         self._products = products
@@ -60,7 +60,7 @@ _TOOLBOX = Toolbox.of(Shop)
 
 
 class Product(BaseModel):
-    """What a task tells of a product."""
+    """A product of a task."""
 
     name: str
     price: int
@@ -74,7 +74,7 @@ class ShopExtra(BaseModel):
 
 
 class ShopEnv:
-    """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} that is to be bought."""
+    """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} to buy."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -82,7 +82,7 @@ class ShopEnv:
 
     @staticmethod
     def check_task(task: Task) -> None:
-        """Raises DataError for what is no errand."""
+        """Raises DataError for a task of another environment."""
         check_row("shop", task, ShopExtra, dict[str, int])
 
     async def reset(self) -> Observation:
@@ -90,22 +90,22 @@ class ShopEnv:
         return Observation(self._task.prompt, tuple(_TOOLBOX.specs.values()))
 
     async def step(self, message: Message) -> StepResult:
-        """Answers calls; a message without any ends the errand."""
+        """Answers calls; a message without calls ends the episode."""
         if message.tool_calls:
             return answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
         return StepResult(done=True)
 
     async def judge(self) -> Score:
-        """1 if exactly what was asked for has been bought."""
+        """1 if exactly the requested products were bought."""
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return Score(bought, {"bought": bought})
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """No-op: no resources."""
 
 
 def shop_tasks(count: int = 8, seed: int = 0) -> list[Task]:
-    """Errands for one to three products, the same ones for the same seed."""
+    """Errands for one to three products, deterministic in the seed."""
     rng = random.Random(seed)
     return [_errand(rng, f"shop#{seed}.{number}") for number in range(count)]
 
@@ -118,7 +118,11 @@ def _errand(rng: random.Random, id: str) -> Task:
     wanted = {id: rng.randrange(1, 4) for id in rng.sample(sorted(products), rng.randrange(1, 4))}
     listing = ", ".join(f"{number} x {products[product]['name']}" for product, number in wanted.items())
     prompt = (
-        Message("system", "You shop for a customer with the shop's tools. Check out once, then say that you are done."),
+        Message(
+            "system",
+            "You shop for a customer with the shop's tools. "
+            "Check out once, then say that you are done.",  # words: allowed
+        ),
         Message("user", f"Please buy {listing}, and nothing else."),
     )
     return Task(id, prompt, json.dumps(wanted), data_source="shop", env="shop", extra={"products": products})

@@ -1,7 +1,7 @@
-"""One response and the episode is over: what ToolRL and Tool-N1 train on. A reward judges it.
+"""Single-turn episodes, as in ToolRL and Tool-N1: one response, scored by a reward function.
 
 Rows of these recipes describe their tools in the prompt. A task may instead hold them as data, `Task.tools` or
-`extra["tools"]`, for the format of the run to list; what the response calls is then in its message's `tool_calls`.
+`extra["tools"]`, for the run's tool-call format to list; parsed calls are then in the message's `tool_calls`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from verl.types import Message, Task
 
 
 class SingleTurnEnv:
-    """The task's prompt, and nothing after the policy's message."""
+    """The task's prompt; the policy's first message ends the episode."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     @staticmethod
     def initial_observation(task: Task) -> Observation:
-        """The prompt and the tools that the task holds. Raises DataError for two lists of them."""
+        """The prompt and the tools of the task. Raises DataError if two lists of tools are given."""
         more = read_tools(task.extra.get("tools"), "extra_info.tools")
         if more and task.tools:
             raise DataError("are given in extra_info.tools, too", "one list", field="tools")
         return Observation(task.prompt, task.tools or more)
 
     async def reset(self) -> Observation:
-        """The opening."""
+        """The initial observation."""
         return self.initial_observation(self._task)
 
     async def step(self, message: Message) -> StepResult:
-        """The end."""
+        """Ends the episode."""
         return StepResult(done=True)
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """No-op: no resources."""

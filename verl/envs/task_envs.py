@@ -1,4 +1,4 @@
-"""Each task's environment: the run's, or the one that its row names."""
+"""Per-task environments: the run's default, or the one named in the row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.types import Task
 
 
 def check_offered(task: Task, opening: Observation, env: str) -> None:
-    """Raises DataError where a row lists other tools than its episodes offer, which are the environment's own."""
+    """Raises DataError if a row lists other tools than its environment offers."""
     listed, offered = {tool.name for tool in task.tools}, {tool.name for tool in opening.tools}
     if listed and listed != offered:
         unknown, more = sorted(listed - offered), ", ".join(sorted(offered - listed))
@@ -20,9 +20,9 @@ def check_offered(task: Task, opening: Observation, env: str) -> None:
 
 
 class TaskEnvs:
-    """A factory that asks another one for each task.
+    """A factory that dispatches each task to the factory of its environment.
 
-    Rows choose by name alone: what they name has its default options, but the run's own has the run's.
+    Rows select by name only and get that environment's default options; the run's own environment has the run's.
     """
 
     def __init__(self, name: str, default: EnvFactory) -> None:
@@ -30,11 +30,11 @@ class TaskEnvs:
         self._factories = {name: default}
 
     def name_of(self, task: Task) -> str:
-        """The environment of the task."""
+        """The name of the task's environment."""
         return task.env or self._name
 
     def factory_of(self, task: Task) -> EnvFactory:
-        """Its factory, made when the first task asks for it. Raises DataError for a name that cannot be."""
+        """Its factory, created on first use. Raises DataError for an invalid name."""
         name = self.name_of(task)
         if name not in self._factories:
             try:
@@ -45,9 +45,9 @@ class TaskEnvs:
         return self._factories[name]
 
     def check_judged(self, task: Task, reward: str) -> None:
-        """Raises DataError where the verdict of an environment that gives none is the reward.
+        """Raises DataError if a task's reward is the verdict of an environment that does not judge.
 
-        reward: of tasks that name none
+        reward: the default, for tasks that name none
         """
         name, factory = self.name_of(task), self.factory_of(task)
         judges = isinstance(factory.env_class, Judge) if isinstance(factory, ClassFactory) else name != "tool"
@@ -57,18 +57,18 @@ class TaskEnvs:
 
     @property
     def named(self) -> list[EnvFactory]:
-        """The factories that rows have asked for by name, beside the run's own."""
+        """The factories selected by rows, without the run's own."""
         return [factory for name, factory in self._factories.items() if name != self._name]
 
     def known_initial_observation(self, task: Task) -> Observation | None:
-        """How its episodes open, where that is known before one starts. Raises DataError for a task that cannot be."""
+        """The initial observation, if known before an episode starts. Raises DataError for an invalid task."""
         factory, name = self.factory_of(task), self.name_of(task)
         if isinstance(factory, TaskChecker):
             factory.check_task(task)
-        teller = factory.env_class if isinstance(factory, ClassFactory) else factory
-        if not isinstance(teller, HasInitialObservation):
+        source = factory.env_class if isinstance(factory, ClassFactory) else factory
+        if not isinstance(source, HasInitialObservation):
             return None
-        opening = teller.initial_observation(task)
+        opening = source.initial_observation(task)
         check_offered(task, opening, name)
         return opening
 
@@ -76,10 +76,10 @@ class TaskEnvs:
         return self.factory_of(task)(task)
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where a service of any of them does not answer."""
+        """Raises ServiceDownError if a service of any factory does not answer."""
         await check_services(self._factories.values())
 
     async def close(self) -> None:
-        """End what each of them shares."""
+        """Close all factories."""
         for factory in self._factories.values():
             await factory.close()

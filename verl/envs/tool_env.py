@@ -1,6 +1,6 @@
-"""Episodes with tools: the policy calls, the tools answer, until it says something without a call.
+"""Multi-turn tool use: the policy calls tools until it sends a message without a call.
 
-A row may list some of the tools with its own descriptions (`Task.tools`): its episodes then have those alone.
+A row may list a subset of the tools with its own descriptions (`Task.tools`): its episodes then offer only these.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from verl.types import Message, Task, ToolSpec
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # for an episode's tool to put away what it holds
+CLOSE_S = 10.0  # time for a tool to release its resources
 
 
 class ToolEnv:
-    """One episode: opens with the task's prompt, answers calls, is done with the first message that makes none."""
+    """One episode: starts with the task's prompt, answers calls, ends with the first message without a call."""
 
     def __init__(self, task: Task, tools: Sequence[Tool | EpisodeTool], runner: ToolRunner) -> None:
         self._task = task
@@ -43,19 +43,19 @@ class ToolEnv:
             return StepResult(done=True)
         tools = {**self._shared, **self._opened}
         answers = await self._runner.run(message.tool_calls, tools, in_order=self._opened)
-        return StepResult(tuple(said for said, _ in answers), tool_uses=tuple(use for _, use in answers))
+        return StepResult(tuple(answer for answer, _ in answers), tool_uses=tuple(use for _, use in answers))
 
     async def close(self) -> None:
         await _close(self._opened)
 
 
 def initial_observation(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
-    """How every episode of a task with these tools opens."""
+    """The initial observation of a task with these tools."""
     return Observation(task.prompt, task.tools or tuple(tool.spec for tool in tools))
 
 
 class ToolEnvFactory:
-    """Makes the episodes of a run and owns its tools. Raises ConfigError for two tools of one name."""
+    """Creates the episodes of a run and owns its tools. Raises ConfigError for duplicate tool names."""
 
     def __init__(self, tools: Sequence[Tool | EpisodeTool], runner: ToolRunner) -> None:
         self._tools = {tool.spec.name: tool for tool in tools}
@@ -67,11 +67,11 @@ class ToolEnvFactory:
         self._runner = runner
 
     def initial_observation(self, task: Task) -> Observation:
-        """How episodes of the task open, without starting one. Raises DataError for tools that are not there."""
+        """The initial observation, without starting an episode. Raises DataError for unknown tools."""
         return initial_observation(task, self._offered(task))
 
     def _offered(self, task: Task) -> tuple[Tool | EpisodeTool, ...]:
-        """The tools of the task: those that its row lists, or all."""
+        """The tools of the task: the ones listed in its row, or all."""
         for listed in task.tools:
             own = self._tools.get(listed.name)
             if own is None:
@@ -88,11 +88,11 @@ class ToolEnvFactory:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """The schemas of all tools, as a policy sees them."""
+        """The schemas of all tools, as the policy sees them."""
         return tuple(tool.spec for tool in self._tools.values())
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where a service of a tool does not answer."""
+        """Raises ServiceDownError if a tool's service does not answer."""
         await check_services(self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:
@@ -103,7 +103,7 @@ class ToolEnvFactory:
 
 
 async def _close(tools: Mapping[str, Tool | EpisodeTool]) -> None:
-    """Closes all of them; one that fails or takes too long is told in the log and keeps none of the others open."""
+    """Closes all tools; one that fails or times out is logged and does not keep the others open."""
 
     async def one(name: str, tool: Tool | EpisodeTool) -> None:
         try:

@@ -1,11 +1,11 @@
-"""What an environment server and its clients send each other: the JSON forms of tasks, messages and results.
+"""The wire format between environment server and clients: tasks, messages and results as JSON.
 
-pydantic reads and writes the dataclasses of verl/types.py and verl/envs/base.py as they are.
+pydantic (de)serializes the dataclasses of verl/types.py and verl/envs/base.py directly.
 
-    POST /create  CreateRequest -> CreateReply     n episodes of one task
-    POST /reset   EpisodeList   -> Answer ..       an observation for each: a line of JSON as soon as it is there
-    POST /step    StepList      -> Answer ..       a result for each, in the same way
-    POST /judge   EpisodeList   -> Answer ..       a verdict for each, in the same way
+    POST /create  CreateRequest -> CreateResponse  n episodes of one task
+    POST /reset   EpisodeList   -> Answer ..       an observation for each, streamed as JSON lines
+    POST /step    StepList      -> Answer ..       a result for each, likewise
+    POST /judge   EpisodeList   -> Answer ..       a verdict for each, likewise
     POST /close   EpisodeList   -> Closed
     GET  /health                -> Health
 """
@@ -22,18 +22,18 @@ from verl.envs.base import Observation, StepResult
 from verl.envs.tools.text import utf8
 from verl.types import Message, Score, Task
 
-MAX_ITEMS = 1024  # episodes in one request; clients send more in several
+MAX_ITEMS = 1024  # episodes per request; clients split larger batches
 
 
 class CreateRequest(BaseModel):
-    """So many episodes of one task."""
+    """Create `count` episodes of one task."""
 
     task: Task
     count: int = Field(ge=1, le=MAX_ITEMS)
 
 
 class CreateResponse(BaseModel):
-    """Their names."""
+    """The names of the new episodes."""
 
     episodes: list[str]
 
@@ -45,39 +45,39 @@ class EpisodeList(BaseModel):
 
 
 class Step(BaseModel):
-    """What the policy says in one episode."""
+    """The policy's message in one episode."""
 
     episode: str
     message: Message
 
 
 class StepList(BaseModel):
-    """Steps of different episodes, taken side by side."""
+    """Steps of different episodes, run concurrently."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")  # as Python's json: a policy may write 1e999
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # like Python's json: a policy may write 1e999
 
     steps: list[Step] = Field(max_length=MAX_ITEMS)
 
 
 class Verdict(BaseModel):
-    """The score of an episode; None where its environment does not judge."""
+    """The score of an episode; None if its environment does not judge."""
 
     score: Score | None
 
 
 class Fault(BaseModel):
-    """Why an episode cannot go on: something is broken, and the policy is not to blame."""
+    """An infrastructure fault: why an episode cannot continue."""
 
     service: str
     problem: str
 
 
 class Answer(BaseModel):
-    """What came of one item of a request: exactly one of the four."""
+    """The outcome of one item of a request: exactly one of the four."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")  # a number that is none must not become null
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # NaN must not become null
 
-    position: int  # of the item in the request
+    position: int  # index of the item in the request
     observation: Observation | None = None
     result: StepResult | None = None
     verdict: Verdict | None = None
@@ -91,18 +91,18 @@ class Answer(BaseModel):
 
 
 class Closed(BaseModel):
-    """They are closed, if they were open."""
+    """Acknowledges /close; unknown episodes are ignored."""
 
 
 class Health(BaseModel):
-    """That the server is there, what it serves and how many episodes are open."""
+    """Liveness: the environment served and the number of open episodes."""
 
     env: str
     episodes: int
 
 
 def sendable(message: Message) -> Message:
-    """The message as UTF-8 can hold it: a policy may call a tool with half of a character ("\\ud83d")."""
+    """The message with lone surrogates replaced: a policy may call a tool with half a character ("\\ud83d")."""
 
     def clean(value: Any) -> Any:
         return json.loads(utf8(json.dumps(value, ensure_ascii=False)))

@@ -44,10 +44,10 @@ class Payment(TypedDict):
     amount: Annotated[float, Field(description="Dollars")]
 
 
-_NOW = "2024-05-15T15:00:00"  # the time of day in which the data's policy plays
+_NOW = "2024-05-15T15:00:00"  # the current time according to the data's policy
 _NEW_RESERVATIONS = ("HATHAT", "HATHAU", "HATHAV")
 _NEW_CERTIFICATES = ("certificate_3221322", "certificate_3221323", "certificate_3221324")
-_INSURANCE, _BAGGAGE = 30, 50  # dollars for each passenger; for each bag that is not free
+_INSURANCE, _BAGGAGE = 30, 50  # dollars per passenger; per paid bag
 _CITIES = {
     "SFO": "San Francisco", "JFK": "New York", "LAX": "Los Angeles", "ORD": "Chicago", "DFW": "Dallas",
     "DEN": "Denver", "SEA": "Seattle", "ATL": "Atlanta", "MIA": "Miami", "BOS": "Boston", "PHX": "Phoenix",
@@ -269,7 +269,7 @@ def _check_payments(user: Record, payments: Sequence[Payment], price: float) -> 
 
 
 def _charge(user: Record, payment: Payment) -> None:
-    """Gift cards keep what is left on them, certificates are used up."""
+    """Gift cards keep their remaining balance, certificates are used up."""
     method = user["payment_methods"].get(payment["payment_id"])
     if method is not None and method["source"] == "gift_card":
         method["amount"] -= payment["amount"]

@@ -1,4 +1,4 @@
-"""What the tools of both domains have in common."""
+"""Code shared by the tools of both domains."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 class ServiceTools:
-    """Tools over one episode's database."""
+    """Tools that operate on one episode's database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def _find(self, table: str, kind: str, key: str) -> Record:
-        """A record for reading."""
+        """A record, read-only."""
         if key not in self._database[table]:
             raise ToolError(f"{kind} {key} not found")
         return self._database[table][key]
 
 
 def calculate(expression: str) -> str:
-    """The value of numbers, + - * / and parentheses, to two places. Nothing is evaluated but its syntax tree."""
+    """Evaluates numbers, + - * / and parentheses by walking the syntax tree; rounds to two decimals."""
     try:
         if len(expression) > _LONGEST_EXPRESSION:
             raise ToolError(f"the expression is longer than {_LONGEST_EXPRESSION} characters")
@@ -47,7 +47,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value)  # type: ignore[arg-type]  # of the two types just asked for
+        return float(node.value)  # type: ignore[arg-type]  # checked above
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

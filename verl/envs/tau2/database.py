@@ -1,4 +1,4 @@
-"""A database that episodes share and each of them changes for itself: records are copied when they are edited.
+"""A copy-on-write database: episodes share the base, and records are copied when they are edited.
 
 A deep copy of the airline's data takes a quarter of a second; an episode edits a handful of records.
 """
@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 class Table(Mapping[str, Record]):
-    """Records by id. What is read must not be written to: `edit` gives a record that may be."""
+    """Records by id. Records obtained by reading are immutable by convention; `edit` returns a writable copy."""
 
     def __init__(self, base: Mapping[str, Record]) -> None:
         self._base = base
@@ -33,7 +33,7 @@ class Table(Mapping[str, Record]):
         return key in self._own or key in self._base
 
     def edit(self, key: str) -> Record:
-        """The episode's own copy of a record. Raises KeyError where there is none."""
+        """The episode's own copy of a record. Raises KeyError if there is none."""
         if key not in self._own:
             self._own[key] = copy.deepcopy(self._base[key])
         return self._own[key]
@@ -44,12 +44,12 @@ class Table(Mapping[str, Record]):
         self._own[key] = record
 
     def changes(self) -> dict[str, Record]:
-        """New records, and those that differ from what they were."""
+        """New and modified records."""
         return {key: record for key, record in self._own.items() if self._base.get(key) != record}
 
 
 class Database:
-    """Tables over one base, seen by one episode."""
+    """One episode's tables over a shared base."""
 
     def __init__(self, base: Mapping[str, Mapping[str, Record]]) -> None:
         self._tables = {name: Table(records) for name, records in base.items()}
@@ -58,5 +58,5 @@ class Database:
         return self._tables[name]
 
     def changes(self) -> dict[str, dict[str, Record]]:
-        """What differs from the base. Two databases over one base are equal if and only if this is."""
+        """The differences from the base. Two databases over one base are equal if and only if these are."""
         return {name: found for name, table in self._tables.items() if (found := table.changes())}

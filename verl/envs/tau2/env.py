@@ -1,7 +1,7 @@
-"""Customer service: an agent with a policy and tools talks to a user, and must leave the database as it should be.
+"""Customer service: an agent with a policy and tools talks to a user and must leave the database in the right state.
 
-The reward is tau2-bench's for these domains, without language models as judges: 1 if the database equals that after the
-gold actions and the agent has said everything it had to, else 0.
+The reward is tau2-bench's for these domains, without LLM judges: 1 if the database equals the one after the gold
+actions and the agent has communicated all required information, else 0.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": Airli
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """What the episodes of a domain share. Nobody writes to `base`."""
+    """The resources shared by the episodes of a domain. `base` is read-only."""
 
     tools: type[ServiceTools]
     toolbox: Toolbox
     base: dict[str, dict[str, Any]]
 
     def open(self) -> tuple[Database, ServiceTools]:
-        """A database of one's own, and the tools over it."""
+        """A private database, and the tools that operate on it."""
         database = Database(self.base)
         return database, self.tools(database)
 
@@ -48,51 +48,51 @@ class Tau2Env:
     def __init__(self, task: Task, domain: Domain, user: User, max_user_turns: int) -> None:
         self._task, self._domain, self._user, self._max_user_turns = task, domain, user, max_user_turns
         self._database, self._tools = domain.open()
-        self._said: list[Message] = []
+        self._dialogue: list[Message] = []
 
     async def reset(self) -> Observation:
-        """The policy, the user's opening and the tools."""
+        """The policy document, the user's first message and the tools."""
         opening = Message("user", await self._user.opening(self._task))
-        self._said = [opening]
+        self._dialogue = [opening]
         return Observation((self._task.prompt[0], opening), tuple(self._domain.toolbox.specs.values()))
 
     async def step(self, message: Message) -> StepResult:
-        """Answers calls; a message without any is for the user, who answers or hangs up."""
+        """Answers calls; a message without calls goes to the user, who answers or hangs up."""
         if message.tool_calls:
             return answer_calls(message.tool_calls, self._call)
-        self._said.append(replace(message, content=_visible(message.content)))
-        if len(self._said) // 2 >= self._max_user_turns:
+        self._dialogue.append(replace(message, content=_visible(message.content)))
+        if len(self._dialogue) // 2 >= self._max_user_turns:
             return StepResult(done=True)
-        answer = await self._user.answer(self._task, self._said)
+        answer = await self._user.answer(self._task, self._dialogue)
         if answer is None:
             return StepResult(done=True)
-        self._said.append(Message("user", answer))
-        return StepResult((self._said[-1],))
+        self._dialogue.append(Message("user", answer))
+        return StepResult((self._dialogue[-1],))
 
     async def close(self) -> None:
-        """Holds nothing but its changes."""
+        """No-op: no external resources."""
 
     def _call(self, call: ToolCall) -> Any:
         return self._domain.toolbox.call(self._tools, call)
 
     async def judge(self) -> Score:
-        """The database as it is and what has been said so far, also where a limit cut the conversation off."""
+        """Scores the current database and dialogue, also if a limit truncated the conversation."""
         gold = json.loads(self._task.answer)
         wanted, _ = replay(self._domain, [ToolCall(**action) for action in gold["actions"]])
-        told = [_plain(message.content) for message in self._said if message.role == "assistant"]
+        sent = [_plain(message.content) for message in self._dialogue if message.role == "assistant"]
         parts = {
             "db": float(self._database.changes() == wanted.changes()),
-            "communicate": float(all(any(_plain(info) in text for text in told) for info in gold["communicate"])),
+            "communicate": float(all(any(_plain(info) in text for text in sent) for info in gold["communicate"])),
         }
         return Score(parts["db"] * parts["communicate"], parts)
 
 
 class Tau2Factory:
-    """Makes conversations over the data in the folder `data`.
+    """Creates conversations over the data in the folder `data`.
 
     user:               scripted, or chat: an OpenAI-compatible endpoint at `user_url` that serves `user_model`
-    user_key_variable:  the environment variable that holds the endpoint's key, if it needs one
-    max_user_turns:     the user hangs up after so many of the agent's messages
+    user_key_variable:  the environment variable with the endpoint's key, if it needs one
+    max_user_turns:     the user hangs up after this many agent messages
     """
 
     def __init__(
@@ -115,33 +115,33 @@ class Tau2Factory:
         return Tau2Env(task, self.domain(task.extra["domain"]), self._user, self._max_user_turns)
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for another environment's task, ConfigError for a domain whose data are not there."""
+        """Raises DataError for a task of another environment, ConfigError for a domain without data."""
         check_task(task)
         self.domain(task.extra["domain"])
 
     def initial_observation(self, task: Task) -> Observation:
-        """How conversations of the task open with the scripted user; what a model will say is not known before."""
+        """The initial observation with the scripted user; a chat user's first message is not known in advance."""
         opening = Message("user", scripted_opening(task.extra["instructions"]))
         return Observation((task.prompt[0], opening), tuple(self.domain(task.extra["domain"]).toolbox.specs.values()))
 
     def domain(self, name: str) -> Domain:
-        """A domain's data, read when the first of its tasks is looked at."""
+        """A domain's data, loaded on first use."""
         if name not in self._domains:
             tools = _TOOLS[name]
             self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
         return self._domains[name]
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where the user is a language model that does not answer."""
+        """Raises ServiceDownError if the user is a language model that does not answer."""
         await check_services([self._user])
 
     async def close(self) -> None:
-        """End the user's connections."""
+        """Close the user's connections."""
         await self._user.close()
 
 
 def replay(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]]:
-    """The database after these actions, and what they were answered where they failed (some gold ones do)."""
+    """The database after these actions, and the errors of those that failed (some gold actions do)."""
     database, tools = domain.open()
     failures = []
     for action in actions:
@@ -153,13 +153,13 @@ def replay(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]
 
 
 def _visible(content: str) -> str:
-    """What the user hears: the message without the thought in front of it and without ToolRL's tags around it."""
-    said = content.rpartition(THINK_END)[2]
-    if RESPONSE in said:
-        said = said.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
-    return said.strip()
+    """The part of a message that the user sees: without the reasoning and without ToolRL's tags."""
+    visible = content.rpartition(THINK_END)[2]
+    if RESPONSE in visible:
+        visible = visible.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
+    return visible.strip()
 
 
 def _plain(text: str) -> str:
-    """As tau2-bench compares what was said: without case and without the commas of large numbers."""
+    """Normalize text for comparison as tau2-bench does: lower case, no thousands separators."""
     return text.lower().replace(",", "")

@@ -169,7 +169,7 @@ class RetailTools(ServiceTools):
         raise ToolError("User not found")
 
     def _order(self, order_id: str, allowed: Collection[str], done: str) -> Record:
-        """The episode's own copy of an order, whose status must be one of `allowed` if it is to be `done`."""
+        """The episode's own copy of an order. Its status must be one of `allowed` for the action `done`."""
         status = self._find("orders", "Order", order_id)["status"]
         if status not in allowed:
             raise ToolError(f"Order {order_id} is {status}: it cannot be {done}")
@@ -202,7 +202,7 @@ class RetailTools(ServiceTools):
     def _replacements(
         self, order: Record, item_ids: Sequence[str], new_item_ids: Sequence[str]
     ) -> tuple[list[Record], float]:
-        """The variants that take the items' places, and what they cost more."""
+        """The replacement variants, and the price difference."""
         _check_items(order, item_ids)
         if len(item_ids) != len(new_item_ids):
             raise ToolError("The number of items and of new items should match")
@@ -222,7 +222,7 @@ def _name_and_zip(user: Record) -> tuple[str, str, str]:
 
 
 def _paid(order: Record) -> dict[str, float]:
-    """What each method has paid for an order, refunds taken off."""
+    """Net payments for an order by method."""
     amounts: defaultdict[str, float] = defaultdict(float)
     for entry in order["payment_history"]:
         sign = 1 if entry["transaction_type"] == "payment" else -1

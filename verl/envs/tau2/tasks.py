@@ -1,4 +1,4 @@
-"""tau2-bench's tasks: of retail/ and airline/ the files policy.md, tasks.json, split_tasks.json and db.json(.gz)."""
+"""tau2-bench's tasks: policy.md, tasks.json, split_tasks.json and db.json(.gz) of retail/ and airline/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOMAINS = ("retail", "airline")
 
 
 class Instructions(BaseModel):
-    """What the user knows and wants."""
+    """The user's knowledge and goals."""
 
     reason_for_call: str | None
     known_info: str | None
@@ -41,7 +41,7 @@ class Action(BaseModel):
 
 
 class Gold(BaseModel):
-    """Task.answer, as JSON: what is to be done, and what must be said."""
+    """Task.answer as JSON: the gold actions and the information to communicate."""
 
     actions: list[Action]
     communicate: list[str]
@@ -50,10 +50,10 @@ class Gold(BaseModel):
 def tau2_tasks(
     data: str, domain: Literal["retail", "airline"] = "retail", split: Literal["train", "test", "all"] = "train"
 ) -> list[Task]:
-    """The tasks of a domain. Task.prompt: its policy, and the opening of the scripted user.
+    """The tasks of a domain. Task.prompt: its policy, and the first message of the scripted user.
 
-    Task.answer is JSON: the gold `actions` and what must be said (`communicate`).
-    Raises ConfigError where the folder lacks a file, DataError with the row and field that cannot be used.
+    Task.answer is JSON: the gold `actions` and the information to `communicate`.
+    Raises ConfigError if the folder lacks a file, DataError with row and field for invalid data.
     """
     if domain not in DOMAINS or split not in ("train", "test", "all"):
         raise ConfigError(f"tau2 has no domain {domain!r} with split {split!r}; domains: {', '.join(DOMAINS)}")
@@ -87,7 +87,7 @@ def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number
 
 
 def check_task(task: Task) -> None:
-    """Raises DataError for what is none of these tasks."""
+    """Raises DataError for any other task."""
     check_row("tau2", task, Extra, Gold)
 
 
@@ -101,7 +101,7 @@ def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
 
 
 def read_file(path: Path) -> str:
-    """A file of the data folder. Raises ConfigError where there is none."""
+    """A file of the data folder. Raises ConfigError if it is missing."""
     if not path.is_file():
         raise ConfigError(
             f"environment 'tau2': there is no file {path}; option `data` names a folder like tau2-bench's "

@@ -1,4 +1,4 @@
-"""Who the agent talks to: a script, or a language model behind an OpenAI-compatible endpoint.
+"""Simulated users: a script, or a language model behind an OpenAI-compatible endpoint.
 
 Results with the scripted user are not comparable with those of tau2-bench, whose user is a language model.
 """
@@ -20,52 +20,54 @@ from verl.types import Message, Task
 
 _GREETING = "Hello, how can I help you today?"
 _STOP = "###STOP###"
-_PAUSES_S = (0.5, 2.0)  # before an endpoint is asked again
-_CHECK_S = 8.0  # of the question at the start, below the time of all such checks
-_ROLE = """You are a customer who talks to an agent of a {domain} company. Your situation:
-{situation}
-
-Speak as that person would, a sentence or two at a time. Tell what the agent needs to know as it is asked for; where
-your situation does not say, you do not know. Do not invent anything and do not quote these lines. Say {stop} and
-nothing else as soon as all you wanted is done, you were handed over to somebody else, or the agent cannot help you."""
+_PAUSES_S = (0.5, 2.0)  # before each retry
+_CHECK_S = 8.0  # limit of the startup check, below that of all service checks together
+_ROLE = (
+    "You are a customer who talks to an agent of a {domain} company. Your situation:\n"
+    "{situation}\n\n"
+    "Speak as that person would, a sentence or two at a time. Tell what the agent needs to know"  # words: allowed
+    " as it is asked for; where\nyour situation does not say, you do not know. Do not invent"  # words: allowed
+    " anything and do not quote these lines. Say {stop} and\nnothing else as soon as all you"  # words: allowed
+    " wanted is done, you were handed over to somebody else, or the agent cannot help you."  # words: allowed
+)
 _log = logging.getLogger(__name__)
 
 
 class User(Protocol):
-    """Says what the customer says."""
+    """The customer's side of a conversation."""
 
     async def opening(self, task: Task) -> str:
-        """The first words; the same for every episode of a task."""
+        """The first message; the same for every episode of a task."""
 
-    async def answer(self, task: Task, said: Sequence[Message]) -> str | None:
-        """What comes after `said`: messages of agent and user in turns, the agent's last. None: the user hangs up."""
+    async def answer(self, task: Task, dialogue: Sequence[Message]) -> str | None:
+        """The next user message after `dialogue`, which ends with the agent's. None: the user hangs up."""
 
     async def close(self) -> None:
-        """End what it holds."""
+        """Release its resources."""
 
 
 class ScriptedUser:
-    """Tells everything at once; asked something, repeats what is known and says yes; otherwise hangs up."""
+    """Gives all information at once; answers a question with the known facts and a yes; else hangs up."""
 
     async def opening(self, task: Task) -> str:
-        """All that the task knows of the user."""
+        """All user information of the task."""
         return scripted_opening(task.extra["instructions"])
 
-    async def answer(self, task: Task, said: Sequence[Message]) -> str | None:
-        """The known facts and a yes, if the agent has asked."""
-        if "?" not in said[-1].content:
+    async def answer(self, task: Task, dialogue: Sequence[Message]) -> str | None:
+        """The known facts and a yes, if the agent asked a question."""
+        if "?" not in dialogue[-1].content:
             return None
         known = task.extra["instructions"]["known_info"] or ""
         return f"{known}\nYes, please go ahead with what I asked for.".lstrip()
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """No-op: no resources."""
 
 
 class ChatUser:
     """A language model that plays the customer.
 
-    Raises ServiceDownError where the endpoint does not answer, says nothing, or hangs up before it has said a word.
+    Raises ServiceDownError if the endpoint does not answer, returns no text, or hangs up on the greeting.
     """
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
@@ -78,34 +80,34 @@ class ChatUser:
         self._openings: dict[str, str] = {}
 
     async def opening(self, task: Task) -> str:
-        """Asked for once for a task, so that all its episodes begin alike."""
+        """Requested once per task, so that all its episodes start alike."""
         if task.id not in self._openings:
-            said = await self.answer(task, [Message("assistant", _GREETING)])
-            if said is None:
+            first = await self.answer(task, [Message("assistant", _GREETING)])
+            if first is None:
                 raise self._down(f"hangs up on {_GREETING!r}: it does not play its part")
-            self._openings.setdefault(task.id, said)
+            self._openings.setdefault(task.id, first)
         return self._openings[task.id]
 
-    async def answer(self, task: Task, said: Sequence[Message]) -> str | None:
-        """One completion, with the roles turned round: the model plays the user."""
+    async def answer(self, task: Task, dialogue: Sequence[Message]) -> str | None:
+        """One completion with swapped roles: the model plays the user."""
         situation = _situation(task.extra["instructions"])
         role = _ROLE.format(domain=task.extra["domain"], situation=situation, stop=_STOP)
         turned = [
             {"role": "user" if message.role == "assistant" else "assistant", "content": message.content}
-            for message in said
+            for message in dialogue
         ]
         text = await self._complete([{"role": "system", "content": role}, *turned])
         return None if _STOP in text else text
 
     async def check_services(self) -> None:
-        """Has the endpoint say something. Raises ServiceDownError where it does not; slow is only warned of."""
+        """Requests one completion. Raises ServiceDownError if that fails; a timeout is only logged."""
         hint = "Start it, or correct user_url, user_model and user_key_variable"
         try:
             await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
         except httpx2.ReadTimeout:
             _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            raise self._down(f"{_told(error)}. {hint}") from None
+            raise self._down(f"{_describe(error)}. {hint}") from None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -115,15 +117,15 @@ class ChatUser:
         problem = ""
         for pause_s in (0.0, *_PAUSES_S):
             try:
-                async with paused():  # it has a deadline of its own
+                async with paused():  # the endpoint has its own timeout
                     await asyncio.sleep(pause_s)
                     return await self._ask(messages)
             except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-                problem = _told(error)
+                problem = _describe(error)
         raise self._down(problem)
 
     async def _ask(self, messages: list[dict[str, str]], timeout_s: float | None = None) -> str:
-        """timeout_s: another one than in all conversations"""
+        """timeout_s: overrides the client's"""
         body = {"model": self._model, "messages": messages, "temperature": 0.0}
         timeout = self._client.timeout if timeout_s is None else timeout_s
         return completion_text(await self._client.post(self._url, json=body, timeout=timeout))
@@ -132,14 +134,14 @@ class ChatUser:
         return ServiceDownError(f"simulated user at {self._url}", problem)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def build_user(user: str, user_url: str, user_model: str, user_key_variable: str, user_timeout_s: float) -> User:
     """The user called `user`.
 
-    Raises ConfigError for an unknown one, a chat user without endpoint and model, and a scripted one with them.
+    Raises ConfigError for an unknown name, a chat user without endpoint and model, and a scripted user with either.
     """
     if user == "scripted":
         if user_url or user_model:
@@ -153,7 +155,7 @@ def build_user(user: str, user_url: str, user_model: str, user_key_variable: str
 
 
 def scripted_opening(instructions: Mapping[str, Any]) -> str:
-    """Reason, known facts and wishes, as the task words them (they address the user as `you`)."""
+    """Reason, known facts and wishes, verbatim from the task (which addresses the user as `you`)."""
     return f"My case, as it was written down for me:\n{_situation(instructions)}"
 
 

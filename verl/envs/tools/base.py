@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The tool interface."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from verl.types import Task, ToolSpec
 
 
 class ToolError(Exception):
-    """The call was at fault (bad arguments, code that raises); the text is what the policy gets to see."""
+    """The call failed through the policy (bad arguments, code that raises); the policy sees the message."""
 
 
 class ToolTimeoutError(ToolError):
-    """The call took longer than it may; the text is what the policy gets to see."""
+    """The call timed out; the policy sees the message."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Something that a policy can call. Concurrent calls of one tool must not disturb each other."""
+    """A tool that the policy can call. Concurrent calls must be independent."""
 
     @property
     def spec(self) -> ToolSpec:
-        """Name, description and parameters, as the policy is told them."""
+        """Name, description and parameters, as the policy sees them."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the policy gets to see. `arguments` fit the schema.
+        """The answer shown to the policy. `arguments` satisfy the schema.
 
-        Raises ToolError for what is the policy's fault, verl.errors.ServiceDownError for what is not. How long a
-        call may take, and how much of its answer is shown, is the caller's business.
+        Raises ToolError for the policy's errors, verl.errors.ServiceDownError for infrastructure faults. Timeouts and
+        truncation of long answers are up to the caller.
         """
 
     async def close(self) -> None:
-        """End what it holds."""
+        """Release its resources."""
 
 
 @runtime_checkable
 class EpisodeTool(Protocol):
     """A tool whose state belongs to one episode: an interpreter, a folder, a shopping cart.
 
-    It is opened for every episode, and what `open` gives is closed at the episode's end. The calls of one message to an
-    ordinary tool are made side by side; those to an opened one are made one after the other, as the policy wrote them.
+    It is opened per episode, and the opened tool is closed at the episode's end. Calls of one message to an ordinary
+    tool run concurrently; those to an opened tool run sequentially, in the order of the message.
     """
 
     @property
@@ -48,10 +48,10 @@ class EpisodeTool(Protocol):
         """Name, description and parameters; the same for every episode."""
 
     async def open(self, task: Task) -> Tool:
-        """The tool of one episode. What is dear is better made at the first call: many episodes make none."""
+        """The tool of one episode. Defer expensive setup to the first call: many episodes make none."""
 
     async def close(self) -> None:
-        """End what the episodes share."""
+        """Release shared resources."""
 
 
 @runtime_checkable
@@ -60,4 +60,4 @@ class Toolset(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Those that are there."""
+        """The available tools."""

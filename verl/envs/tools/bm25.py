@@ -1,4 +1,4 @@
-"""BM25 over a local corpus (Lu, "BM25S", arXiv 2407.03618), indexed in memory: a second for 7,000 paragraphs."""
+"""BM25 over a local corpus (Lu, "BM25S", arXiv 2407.03618), indexed in memory (7,000 paragraphs per second)."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from verl.data.rows import read_rows
 from verl.envs.tools.search import Passage
 from verl.errors import DataError
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG when it is imported
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG on import
 
 
 class Bm25Retriever:
-    """Finds passages by their words.
+    """Ranks passages by BM25.
 
-    corpus: a file that verl.data.rows.read_rows reads, such as .jsonl.gz, of objects with `id` and `contents`
+    corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`
 
-    Raises DataError for a file or row that cannot be read, and for passages without any word.
+    Raises DataError for an unreadable file or row, and for a corpus without any term.
     """
 
     def __init__(self, corpus: str) -> None:
         self._passages = list(read_corpus(corpus))
-        words = _words([passage.contents for passage in self._passages])
-        if not any(words):
-            raise DataError("no passage has a word", "words of two letters and more, no stop words", file=corpus)
+        terms = _tokenize([passage.contents for passage in self._passages])
+        if not any(terms):
+            raise DataError("no passage has a term", "terms of two or more letters, without stopwords", file=corpus)
         self._index = bm25s.BM25()
-        self._index.index(words, show_progress=False)
+        self._index.index(terms, show_progress=False)
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         return await asyncio.to_thread(self._search, queries, k)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """No-op: no resources."""
 
     def _search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """Passages that share no word with a query are not found, however many are asked for."""
-        rows, scores = self._index.retrieve(_words(queries), k=min(k, len(self._passages)), show_progress=False)
+        """Passages that share no term with a query are left out, even if fewer than k remain."""
+        rows, scores = self._index.retrieve(_tokenize(queries), k=min(k, len(self._passages)), show_progress=False)
         return [
             [
                 Passage(self._passages[row].id, self._passages[row].contents, float(score))
@@ -51,7 +51,7 @@ class Bm25Retriever:
 
 
 def read_corpus(file: str) -> Iterator[Passage]:
-    """The passages of a file. Raises DataError with the first row that is none, and for a file without any."""
+    """The passages of a file. Raises DataError for the first invalid row, and for an empty file."""
     row = -1
     for row, found in enumerate(read_rows(file)):
         if isinstance(found, DataError):
@@ -63,7 +63,7 @@ def read_corpus(file: str) -> Iterator[Passage]:
         raise DataError("the corpus is empty", "a passage in each row", file=file)
 
 
-def _words(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two letters and more, without English stop words."""
-    words: list[list[str]] = bm25s.tokenize(list(texts), return_ids=False, show_progress=False)
-    return words
+def _tokenize(texts: Sequence[str]) -> list[list[str]]:
+    """Lower-case terms of two or more letters, without English stopwords."""
+    terms: list[list[str]] = bm25s.tokenize(list(texts), return_ids=False, show_progress=False)
+    return terms

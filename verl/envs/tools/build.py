@@ -1,4 +1,4 @@
-"""Names to tools: what a configuration lists becomes what the policy can call."""
+"""Builds the tools listed in the configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TOOLS: Mapping[str, str] = {
 def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | None = None) -> list[Tool | EpisodeTool]:
     """The tools of a run.
 
-    wanted:  for each a name, or a mapping of `name` and its options: `calculator`, `{"name": "search", "corpus": ..}`.
-             A user's own is named as `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool
-             or not) or a class
-    sandbox: for those that run code
+    wanted:  names, or mappings of `name` and options: `calculator`, `{"name": "search", "corpus": ..}`. A user's own
+             tool is `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool or not) or a
+             class
+    sandbox: for tools that run code
 
-    Raises ConfigError for an unknown name, wrong options, or a package or sandbox that is missing.
+    Raises ConfigError for an unknown name, invalid options, or a missing package or sandbox.
     """
     tools: list[Tool | EpisodeTool] = []
     for one in wanted:
@@ -44,7 +44,7 @@ def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | No
 
 
 def tool_name(wanted: Any) -> str:
-    """The name in an entry of `wanted`, which somebody wrote. Raises ConfigError for what is no such entry."""
+    """The name in an entry of `wanted`, which is user input. Raises ConfigError for an invalid entry."""
     name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
     if not isinstance(name, str):
         raise ConfigError(
@@ -61,7 +61,7 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
     if isfunction(found):
-        from verl.envs.tools.function import FunctionTool  # where no function is a tool, pydantic is not needed
+        from verl.envs.tools.function import FunctionTool  # lazy: pydantic is needed for function tools only
 
         return FunctionTool(found)
     return found

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic by walking the syntax tree. Nothing is evaluated but numbers, and none can grow large."""
+"""A calculator that walks the syntax tree: numbers only, with bounded size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl.envs.tools.function import tool
 
 Number = int | float
 
-MAX_CHARS = 1000  # of an expression
-MAX_BITS = 4096  # of a whole number, about 1,200 digits
+MAX_CHARS = 1000  # per expression
+MAX_BITS = 4096  # per integer, about 1,200 digits
 MAX_FACTORIAL = 500
-MAX_DIGITS = 100  # that `round` may be asked for
+MAX_DIGITS = 100  # second argument of `round`
 
 
 def _bounded(value: Number) -> Number:
@@ -29,7 +29,7 @@ def _bounded(value: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Looks before it leaps: 9**9**9 would take years."""
+    """Bounds the result before computing it: 9**9**9 would take years."""
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > 2 * MAX_BITS:
         raise ToolError("the numbers grow too large")
     return base**exponent
@@ -103,14 +103,14 @@ def _value(node: ast.AST) -> Number:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an expression. Raises ToolError for one that has none, or whose numbers grow too large."""
+    """The value of an expression. Raises ToolError for an invalid one, or if a number grows too large."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression has more than {MAX_CHARS} characters")
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ToolError(f"this is not an expression: {error.msg}") from error
-    except (RecursionError, MemoryError) as error:  # the parser tells of deep nesting by either
+    except (RecursionError, MemoryError) as error:  # the parser raises either for deep nesting
         raise ToolError("the expression is nested too deeply") from error
     except OverflowError as error:
         raise ToolError("the numbers grow too large") from error

@@ -1,4 +1,4 @@
-"""Typed Python functions as tools: the schema comes from the type hints, the words from the docstring."""
+"""Typed Python functions as tools: the schema comes from the type hints, the descriptions from the docstring."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
 
-MAX_ABANDONED = 32  # threads of one tool that hang, before it is taken out of service
+MAX_ABANDONED = 32  # hanging threads of one tool, after which its calls fail
 
 
 class FunctionTool:
-    """A function that a policy can call. Sync ones run in a thread of their own, for every call.
+    """A function as a tool. Synchronous functions run in a new thread per call.
 
-    Raises ConfigError for a function that `read_signature` cannot tell of.
+    Raises ConfigError for a function that `read_signature` rejects.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
@@ -36,7 +36,7 @@ class FunctionTool:
         self._abandoned: set[threading.Thread] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, as if it had not been made a tool."""
+        """Calls the plain function."""
         return self.function(*args, **kwargs)
 
     @property
@@ -45,14 +45,14 @@ class FunctionTool:
 
     @property
     def num_abandoned(self) -> int:
-        """Threads that still run after their call was stopped: Python cannot end a thread."""
+        """Threads still running after their call was canceled: Python cannot kill a thread."""
         self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
         return len(self._abandoned)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The function's answer, as it is if it is a text, else as JSON."""
+        """The function's result: a string unchanged, everything else as JSON."""
         try:
-            checked = self._arguments.model_validate(dict(arguments))  # 2.0 becomes the 2 that was declared, and so on
+            checked = self._arguments.model_validate(dict(arguments))  # coerces, e.g. 2.0 to a declared int
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise ToolError(f"Wrong arguments: {'; '.join(problems)}") from error
@@ -64,10 +64,10 @@ class FunctionTool:
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """No-op: no resources."""
 
     async def _in_thread(self, given: Mapping[str, Any]) -> Any:
-        """Runs the function in a daemon thread: one that hangs keeps neither a pool's place nor the process's end."""
+        """Runs the function in a daemon thread: if it hangs, it blocks neither a thread pool nor the exit."""
         if self.num_abandoned >= MAX_ABANDONED:
             raise ServiceDownError(f"tool {self.spec.name!r}", f"{MAX_ABANDONED} of its calls hang")
         call = Daemon(f"tool {self.spec.name}", partial(self.function, **given))
@@ -79,7 +79,7 @@ class FunctionTool:
 
     def _abandon(self, thread: threading.Thread) -> None:
         if not self._abandoned:
-            log.warning("tool %r: a call was stopped, but its thread goes on until it ends by itself", self.spec.name)
+            log.warning("tool %r: a call was canceled, but its thread keeps running until it returns", self.spec.name)
         self._abandoned.add(thread)
 
 
@@ -90,9 +90,9 @@ def tool(*, name: str) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None, *, name: str | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Decorator that makes a typed function a tool: `@tool`, or `@tool(name="search")`.
+    """Decorator that turns a typed function into a tool: `@tool`, or `@tool(name="search")`.
 
-    Raises ConfigError if the function cannot be one.
+    Raises ConfigError if the function is not suitable.
     """
     if function is not None:
         return FunctionTool(function)

@@ -1,6 +1,6 @@
 """A client of Search-R1's retrieval service.
 
-It posts `{queries, topk, return_scores}` and gets `{result: [[{document: {id, contents}, score}]]}`.
+It posts `{queries, topk, return_scores}` and receives `{result: [[{document: {id, contents}, score}]]}`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 
 
 class HttpRetriever:
-    """Asks servers in turns; one that fails is passed over. Whoever calls it decides whether to try again later.
+    """Round robin over the servers; a server that fails is skipped. Retries are up to the caller.
 
-    urls:      of the whole route, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
-    timeout_s: for one request to one server
-    health_timeout_s: how long a server may be silent, to everything, before what waits for it is given up
+    urls:      full routes, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
+    timeout_s: per request and server
+    health_timeout_s: time without any response, after which requests to a server fail
 
-    Raises ConfigError for no URL.
+    Raises ConfigError if there is no URL.
     """
 
     def __init__(self, urls: str | Sequence[str], timeout_s: float = 10.0, health_timeout_s: float = 30.0) -> None:
         self._urls = [urls] if isinstance(urls, str) else list(urls)
         if not self._urls or not all(url.startswith(("http://", "https://")) for url in self._urls):
-            raise ConfigError(f"urls of a retriever: {self._urls}; expected such as http://127.0.0.1:8000/retrieve")
+            raise ConfigError(f"urls of a retriever: {self._urls}; expected e.g. http://127.0.0.1:8000/retrieve")
         self._turns = itertools.count()
         self._client = httpx2.AsyncClient(timeout=timeout_s, headers=service_headers())
         self._watches = {
-            url: HealthWatch(f"retriever {url}", url, health_timeout_s, self._client)  # any answer will do
+            url: HealthWatch(f"retriever {url}", url, health_timeout_s, self._client)  # any response counts
             for url in self._urls
         }
 
@@ -49,11 +49,11 @@ class HttpRetriever:
                 return await self._ask(url, queries, k)
             except (ServiceDownError, httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"{url}: {type(error).__name__}: {error}")
-                log.debug("retriever passed over: %s", problems[-1])
+                log.debug("retriever skipped: %s", problems[-1])
         raise ServiceDownError("retriever", "; ".join(problems))
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where no server answers."""
+        """Raises ServiceDownError if no server answers."""
         hint = "Start it (docs/tools.md), or correct the tool's urls"
         await check_urls("retriever", self._urls, hint, headers=service_headers())
 
@@ -63,10 +63,10 @@ class HttpRetriever:
         await self._client.aclose()
 
     async def _ask(self, url: str, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """Raises ServiceDownError or httpx2.HTTPError; ValueError, KeyError or TypeError for another form of answer."""
-        asked = {"queries": list(queries), "topk": k, "return_scores": True}
+        """Raises ServiceDownError or httpx2.HTTPError; ValueError, KeyError or TypeError for a malformed response."""
+        request = {"queries": list(queries), "topk": k, "return_scores": True}
         async with self._watches[url].beside():
-            response = await self._client.post(url, json=asked)
+            response = await self._client.post(url, json=request)
         answer = response.raise_for_status().json()
         found = [[_passage(one) for one in passages] for passages in answer["result"]]
         if len(found) != len(queries):
@@ -75,7 +75,7 @@ class HttpRetriever:
 
 
 def _passage(found: dict[str, Any]) -> Passage:
-    """With its score or, from servers that do not tell it, without."""
+    """A passage with its score, if the server returns one."""
     document = found.get("document", found)
     score = found.get("score")
     return Passage(str(document["id"]), str(document["contents"]), None if score is None else float(score))

@@ -1,4 +1,4 @@
-"""Python as a tool, over a sandbox: a fresh process for every call, or an interpreter of the episode's own."""
+"""Python as a tool, in a sandbox: a fresh process per call, or one interpreter per episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.errors import ConfigError
 from verl.sandbox.base import Execution, Limits, Sandbox, Session, Status
 from verl.types import Task, ToolSpec
 
-MAX_PARSED_CHARS = 20_000  # longer code is run as it is, without a look at its last line
+MAX_PARSED_CHARS = 20_000  # longer code runs unchanged: its last line is not printed
 
 CODE: Mapping[str, Any] = {
     "type": "object",
@@ -23,17 +23,17 @@ CODE: Mapping[str, Any] = {
 
 
 class PythonTool:
-    """Runs code in a process of its own and answers what it printed. An exception is answered with its traceback.
+    """Runs code in a fresh process and returns its output; for an exception, the traceback.
 
-    print_last: print the value of the last line, too, if that is an expression with another value than None
-    limits:     fields of verl.sandbox.base.Limits; the sandbox's own if left out. `wall_s` should be below the deadline
-                of calls, so that what was printed until then is answered
+    print_last: also print the value of the last line, if that is an expression whose value is not None
+    limits:     fields of verl.sandbox.base.Limits; default: the sandbox's. `wall_s` should be below the deadline of
+                calls, so that partial output is returned
 
     Raises ConfigError for unknown limits.
     """
 
     def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
-        self.spec = ToolSpec("python", f"Runs Python code. Answers {_answered(print_last)}.", CODE)
+        self.spec = ToolSpec("python", f"Runs Python code. Answers {_output_description(print_last)}.", CODE)
         self._sandbox = sandbox
         self._print_last = print_last
         self._limits = limits_of(limits)
@@ -43,15 +43,15 @@ class PythonTool:
         return answer(await self._sandbox.run(code, limits=self._limits))
 
     async def close(self) -> None:
-        """Nothing to end: the sandbox is the run's."""
+        """No-op: the sandbox belongs to the run."""
 
 
 class PythonSessions:
-    """Runs code in an interpreter of the episode's own, which keeps variables. Options as PythonTool's."""
+    """Runs code in one interpreter per episode, which keeps variables. Options as in PythonTool."""
 
     def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
-        told = f"Runs Python code; variables are kept between calls. Answers {_answered(print_last)}."
-        self.spec = ToolSpec("python", told, CODE)
+        description = f"Runs Python code; variables are kept between calls. Answers {_output_description(print_last)}."
+        self.spec = ToolSpec("python", description, CODE)
         self._sandbox = sandbox
         self._print_last = print_last
         self._limits = limits_of(limits)
@@ -60,7 +60,7 @@ class PythonSessions:
         return PythonSession(self.spec, self._sandbox, self._print_last, self._limits)
 
     async def close(self) -> None:
-        """Nothing to end: the sandbox is the run's."""
+        """No-op: the sandbox belongs to the run."""
 
 
 class PythonSession:
@@ -79,7 +79,7 @@ class PythonSession:
             self._session = await self._sandbox.session()
         try:
             return answer(await self._session.run(code, self._limits))
-        except asyncio.CancelledError:  # past its deadline: the next call finds a fresh one, not this one at work
+        except asyncio.CancelledError:  # past its deadline: the next call gets a fresh interpreter, not this busy one
             await self.close()
             raise
 
@@ -90,7 +90,7 @@ class PythonSession:
 
 
 def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
-    """Limits with these fields, None for those of the sandbox. Raises ConfigError for what is no limit."""
+    """Limits with these fields; None for the sandbox's. Raises ConfigError for an invalid limit."""
     if fields is None:
         return None
     known = ", ".join(Limits.__slots__)
@@ -106,7 +106,7 @@ def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
 
 
 def answer(execution: Execution) -> str:
-    """What was printed. Raises ToolError with the error's words, ToolTimeoutError for code that was stopped."""
+    """The printed output. Raises ToolError with the error message, ToolTimeoutError after a timeout."""
     if execution.status is Status.FINISHED:
         return execution.stdout
     printed = "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip()) if part)
@@ -116,7 +116,7 @@ def answer(execution: Execution) -> str:
 
 
 def printing_last(code: str) -> str:
-    """The code with its last line printed if that is an expression; line numbers in tracebacks stay right."""
+    """The code with its last expression printed; line numbers in tracebacks stay correct."""
     try:
         body = ast.parse(code).body if len(code) <= MAX_PARSED_CHARS else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deep nesting
@@ -133,5 +133,5 @@ def printing_last(code: str) -> str:
     return b"".join(parts).decode() + "\nif __last__ is not None:\n    print(__last__)\n"
 
 
-def _answered(print_last: bool) -> str:
+def _output_description(print_last: bool) -> str:
     return "what it printed and the value of its last line" if print_last else "what it printed"

@@ -23,7 +23,7 @@ Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
 
 class Question(BaseModel):
-    """What a client may send; SkyRL-gym's sends a single `query`."""
+    """The request body; SkyRL-gym's client sends a single `query`."""
 
     queries: list[Query] = Field([], max_length=MAX_QUERIES)
     query: Query | None = None
@@ -32,7 +32,7 @@ class Question(BaseModel):
 
 
 def application(retriever: Retriever, topk: int) -> FastAPI:
-    """The service; `topk` holds for requests that do not say theirs."""
+    """The service; `topk` is the default for requests without one."""
     app = new_app("retrieval")
 
     @app.post("/retrieve")
@@ -41,7 +41,7 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
         if not queries:
             raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
         result: list[list[dict[str, Any]]] = []
-        for query in queries:  # one after the other, so that the rest can be cancelled
+        for query in queries:  # sequentially, so that the rest can be canceled
             (passages,) = await retriever.search([query], question.topk or topk)
             documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
             scored = zip(documents, passages, strict=True)
@@ -57,18 +57,18 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 for a corpus that cannot be read and an address that cannot be had."""
+    """Serve until interrupted. Returns 2 if the corpus is unreadable or the address unavailable."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)
-    parser.add_argument("--topk", type=positive_int, default=3, help="for requests that do not say theirs")
-    words = parser.parse_args(argv)
+    parser.add_argument("--topk", type=positive_int, default=3, help="default for requests without topk")
+    arguments = parser.parse_args(argv)
     try:
-        retriever = Bm25Retriever(words.corpus)
+        retriever = Bm25Retriever(arguments.corpus)
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(application(retriever, words.topk), serving_config(words))
+    return serve(application(retriever, arguments.topk), serving_config(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the calls of a message: schemas, deadlines, retries, and the length of answers. Tools know nothing of these."""
+"""Runs the calls of a message: schema checks, deadlines, retries, truncation. Tools implement none of these."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from verl.types import Message, Task, ToolCall, ToolStatus, ToolUse
 
 log = logging.getLogger(__name__)
 
-Answer = tuple[ToolStatus, str, float]  # what came of a call, its text, the seconds it took
+Answer = tuple[ToolStatus, str, float]  # outcome, text, duration in seconds
 
-GRACE_S = 1.0  # for a call that was stopped to put away what it holds
+GRACE_S = 1.0  # for a canceled call to clean up
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """What one tool may use. Raises ConfigError for values that cannot work."""
+    """Limits per tool. Raises ConfigError for invalid values."""
 
-    deadline_s: float = 30.0  # of one attempt at a call; waiting for a free place is not counted
-    max_chars: int = 8192  # of an answer; the middle of a longer one is left out
-    max_concurrent: int = 64  # calls at a time, of all episodes together
-    retries: int = 2  # where the service is down
+    deadline_s: float = 30.0  # per attempt; time queued for a slot is not counted
+    max_chars: int = 8192  # per answer; longer ones are truncated in the middle
+    max_concurrent: int = 64  # calls in flight, over all episodes
+    retries: int = 2  # if the service is down
     backoff_s: float = 0.5  # before the first retry; doubles with each
 
     def __post_init__(self) -> None:
@@ -48,23 +48,23 @@ class ToolLimits:
 
 
 class ToolRunner:
-    """Runs calls, of any number of episodes at a time, and says for each what came of it and whose fault it was."""
+    """Runs the calls of concurrent episodes and classifies each outcome."""
 
     def __init__(self, limits: ToolLimits, per_tool: Mapping[str, ToolLimits] | None = None) -> None:
-        """`per_tool`: limits of single tools in place of `limits`."""
+        """`per_tool`: overrides of `limits` for single tools."""
         self._limits = limits
         self._per_tool = dict(per_tool or {})
-        self._places: dict[str, asyncio.Semaphore] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
         self._arguments = ArgumentChecker()
         self._abandoned: defaultdict[str, set[asyncio.Task[str]]] = defaultdict(set)
 
     @property
     def num_abandoned(self) -> int:
-        """Calls that would not end when they were stopped and still run."""
+        """Calls that ignored their cancellation and still run."""
         return sum(map(len, self._abandoned.values()))
 
     async def open(self, tool: EpisodeTool, task: Task) -> Tool:
-        """The episode's own instance. Raises ServiceDownError if it cannot be had in time."""
+        """The episode's own instance. Raises ServiceDownError if opening fails or times out."""
         service, deadline_s = f"tool {tool.spec.name!r}", self._limits_of(tool.spec.name).deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -79,12 +79,12 @@ class ToolRunner:
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], in_order: Collection[str] = ()
     ) -> list[tuple[Message, ToolUse]]:
-        """Makes the calls side by side and gives an answer for each, in their order.
+        """Runs the calls concurrently and returns the answers in order.
 
-        in_order: names of tools whose calls are made one after the other
+        in_order: names of tools whose calls run sequentially
 
-        Raises ServiceDownError when a tool's service stays down or the tool itself is broken; calls that still run are
-        then stopped.
+        Raises ServiceDownError if a tool's service stays down or the tool itself raises; pending calls are then
+        canceled.
         """
         turns: dict[str, AbstractAsyncContextManager[None]] = {name: asyncio.Lock() for name in in_order}
         running = [asyncio.create_task(self._answer(call, tools, turns)) for call in calls]
@@ -103,14 +103,14 @@ class ToolRunner:
                 status, text, seconds = await self._checked(call, tools)
         except VerlError:
             raise
-        except Exception as error:  # a tool may raise anything; a bug of its own is not the policy's fault
+        except Exception as error:  # a bug in a tool is an infrastructure fault, not the policy's
             problem = f"raised {type(error).__name__}: {error}"
             raise ServiceDownError(f"tool {call.name!r}", problem, tool=call.name) from error
         text = shortened(text, self._limits_of(call.name).max_chars)
         return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
 
     async def _checked(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
-        """What comes of a call that may be one of nonsense."""
+        """Validates and runs a call."""
         tool = tools.get(call.name)
         if tool is None:
             known = nearest(call.name, list(tools)) if tools else "there are no tools"
@@ -122,7 +122,7 @@ class ToolRunner:
     async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
         """One attempt, and more as long as the service is down."""
         limits, service = self._limits_of(call.name), f"tool {call.name!r}"
-        place = self._places.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
+        place = self._slots.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):
             try:
                 async with acquire_slot(place):
@@ -135,17 +135,17 @@ class ToolRunner:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, tool: Tool, call: ToolCall, deadline_s: float) -> Answer:
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             status, text = ToolStatus.SUCCESS, await self._within(deadline_s, tool, call)
         except ToolTimeoutError as error:
             status, text = ToolStatus.TIMEOUT, str(error)
         except ToolError as error:
             status, text = ToolStatus.USER_ERROR, str(error)
-        return status, text, time.monotonic() - begun
+        return status, text, time.monotonic() - started
 
     async def _within(self, deadline_s: float, tool: Tool, call: ToolCall) -> str:
-        """The tool's answer. Not asyncio.timeout, which waits for a call that does not end when it is cancelled."""
+        """The tool's answer. Not asyncio.timeout, which waits for calls that ignore cancellation."""
         task = asyncio.create_task(_call(tool, call))
         try:
             await asyncio.wait({task}, timeout=deadline_s)
@@ -158,15 +158,15 @@ class ToolRunner:
         raise ToolTimeoutError(f"The call of {call.name!r} was stopped after {deadline_s:g} s.")
 
     async def _stop(self, task: asyncio.Task[str], name: str) -> None:
-        """Cancels what still runs; what does not heed that is let go, and counted as long as it goes on."""
+        """Cancels a call. A call that ignores this is abandoned, and counted until it ends."""
         if task.done():
             return
         task.cancel()
-        task.add_done_callback(_heard)
+        task.add_done_callback(_retrieve_exception)
         await asyncio.wait({task}, timeout=GRACE_S)
         if not task.done():
             if name not in self._abandoned:
-                log.warning("tool %r goes on running after its calls are cancelled; it is left alone", name)
+                log.warning("tool %r ignores cancellation; abandoning its call", name)
             self._abandoned[name].add(task)
             task.add_done_callback(self._abandoned[name].discard)
 
@@ -177,14 +177,14 @@ class ToolRunner:
 async def _call(tool: Tool, call: ToolCall) -> str:
     try:
         text = await tool.call(call.arguments)
-    except SystemExit as error:  # would end the whole process
+    except SystemExit as error:  # would terminate the process
         raise RuntimeError(f"SystemExit({error.code})") from error
     if not isinstance(text, str):
         raise TypeError(f"it answered an object of {type(text).__name__} instead of a str")
     return text
 
 
-def _heard(task: asyncio.Task[str]) -> None:
-    """Takes note of a stopped call's error, or asyncio would complain that nobody did."""
+def _retrieve_exception(task: asyncio.Task[str]) -> None:
+    """Retrieves the exception of a canceled call, to avoid asyncio's `exception was never retrieved`."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Search as a tool: passages that a retriever finds, told as Search-R1 tells them (arXiv 2503.09516)."""
+"""Search as a tool: retrieved passages in Search-R1's format (arXiv 2503.09516)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.registry import resolve
 from verl.services import check_services
 from verl.types import ToolSpec
 
-MAX_QUERY_CHARS = 10_000  # time grows with the words of a query: ten million characters take minutes
+MAX_QUERY_CHARS = 10_000  # time is linear in the query: ten million characters take minutes
 RETRIEVERS: Mapping[str, str] = {
     "bm25": "verl.envs.tools.bm25:Bm25Retriever",
     "http": "verl.envs.tools.http_retriever:HttpRetriever",
@@ -22,29 +22,29 @@ RETRIEVERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a corpus; the first line of `contents` is its title. The higher the score, the better it fits."""
+    """A piece of a corpus; the first line of `contents` is its title. Higher scores are better."""
 
     id: str
     contents: str
-    score: float | None = None  # where it was asked for
+    score: float | None = None  # if requested
 
 
 class Retriever(Protocol):
-    """Finds passages."""
+    """Retrieves passages."""
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """For each query at most `k` passages, the best first. Raises ServiceDownError where that cannot be done."""
+        """Up to `k` passages per query, best first. Raises ServiceDownError on failure."""
 
     async def close(self) -> None:
-        """End what it holds."""
+        """Release its resources."""
 
 
 class SearchTool:
-    """Answers a query with the best `topk` passages.
+    """Answers a query with the top-k passages.
 
     retriever: a name of RETRIEVERS, or a user's own class, built with the other options (`corpus` or `urls`, ...)
 
-    Raises ConfigError for a name or options that cannot be, DataError for a corpus that cannot be read.
+    Raises ConfigError for an invalid name or options, DataError for an unreadable corpus.
     """
 
     def __init__(self, retriever: str = "bm25", topk: int = 3, **options: Any) -> None:
@@ -56,7 +56,7 @@ class SearchTool:
         self._topk = topk
         made_by = resolve("retriever", retriever, RETRIEVERS)
         try:
-            signature(made_by).bind_partial(**options)  # what is unknown is told before what is missing
+            signature(made_by).bind_partial(**options)  # report unknown options before missing ones
             signature(made_by).bind(**options)
         except TypeError as error:
             takes = ", ".join(f"{name}: .." for name in signature(made_by).parameters)
@@ -71,18 +71,18 @@ class SearchTool:
         if len(query) > MAX_QUERY_CHARS:
             raise ToolError(f"The query has {len(query)} characters; at most {MAX_QUERY_CHARS} are searched for.")
         (found,) = await self._retriever.search([query], self._topk)
-        return told(found) or "Nothing was found."
+        return format_passages(found) or "Nothing was found."
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where the retriever's service does not answer."""
+        """Raises ServiceDownError if the retriever's service does not answer."""
         await check_services([self._retriever])
 
     async def close(self) -> None:
         await self._retriever.close()
 
 
-def told(passages: Sequence[Passage]) -> str:
-    """Search-R1's form, a line for each: `Doc 1(Title: "Rome") Rome is ...`."""
+def format_passages(passages: Sequence[Passage]) -> str:
+    """Search-R1's format, one line per passage: `Doc 1(Title: "Rome") Rome is ...`."""
     lines = []
     for number, passage in enumerate(passages, start=1):
         title, _, text = passage.contents.partition("\n")

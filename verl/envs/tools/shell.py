@@ -1,7 +1,7 @@
-"""Bash as a tool, over a sandbox, in a folder of the episode's own that is kept between calls.
+"""Bash as a tool, in a sandbox, with one working folder per episode that is kept between calls.
 
-A sandbox forgets everything between executions. So the folder travels as a tar file: into each execution, and out of it
-again. Nobody opens it on this side.
+A sandbox keeps no state between executions. So the folder is passed in and out of each execution as a tar file, which
+is never unpacked on this side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.errors import DataError
 from verl.sandbox.base import Limits, Sandbox, Status
 from verl.types import Task, ToolSpec
 
-# The command's own end is the script's, whatever becomes of the folder; half a tar file is none.
+# The exit code is the command's, even if archiving fails; a partial tar file is removed.
 SCRIPT = """
 mkdir workspace && tar -xf before.tar --no-same-owner -C workspace && cd workspace || exit
 bash ../command.sh < /dev/null
@@ -29,31 +29,33 @@ exit $ended
 
 
 class ShellTool:
-    """Bash in a folder that an episode keeps. It opens with the files of the task (`extra["files"]`: path -> text).
+    """Bash in a per-episode folder, which starts with the files of the task (`extra["files"]`: path -> text).
 
-    limits: fields of verl.sandbox.base.Limits, the sandbox's own if left out; `file_mib` must hold the folder twice
+    limits: fields of verl.sandbox.base.Limits; default: the sandbox's. `file_mib` must hold the folder twice
 
     Raises ConfigError for unknown limits.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Mapping[str, Any] | None = None) -> None:
-        told = "Runs a bash command in your working folder. Files are kept between calls; variables and `cd` are not."
+        summary = (
+            "Runs a bash command in your working folder. Files are kept between calls; variables and `cd` are not."
+        )
         command = {"type": "string", "description": "A command or a script."}
         schema = {"type": "object", "properties": {"command": command}, "required": ["command"]}
-        self.spec = ToolSpec("shell", told, {**schema, "additionalProperties": False})
+        self.spec = ToolSpec("shell", summary, {**schema, "additionalProperties": False})
         self._sandbox = sandbox
         self._limits = limits_of(limits)
 
     async def open(self, task: Task) -> Shell:
-        """Raises DataError for files of the task that cannot be."""
+        """Raises DataError for invalid files of the task."""
         return Shell(self.spec, self._sandbox, self._limits, packed(task))
 
     async def close(self) -> None:
-        """Nothing to end: the sandbox is the run's."""
+        """No-op: the sandbox belongs to the run."""
 
 
 class Shell:
-    """One episode's folder and the commands in it."""
+    """One episode's folder, and the commands run in it."""
 
     def __init__(self, spec: ToolSpec, sandbox: Sandbox, limits: Limits | None, folder: bytes) -> None:
         self.spec = spec
@@ -62,11 +64,11 @@ class Shell:
         self._limits = limits
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the command wrote, and its exit code if that is not 0, which is no error of the call."""
+        """The command's output, and its exit code if nonzero, which is not an error of the call."""
         files = {"before.tar": self.folder, "command.sh": arguments["command"].encode(errors="replace")}
         try:
             execution = await self._sandbox.run(SCRIPT, "bash", files=files, fetch=("after.tar",), limits=self._limits)
-        except DataError as error:  # the policy wrote both; their names are ours
+        except DataError as error:  # the policy wrote the contents; the file names are ours
             raise ToolError(f"The command could not be run in its folder: {error.problem}.") from error
         if "after.tar" not in execution.files:
             lost = "\nFiles are as they were before this command."
@@ -76,15 +78,15 @@ class Shell:
                 raise type(error)(f"{error}{lost}") from error
             raise ToolError(f"The folder could not be kept: it has too much in it.{lost}")
         self.folder = execution.files["after.tar"]
-        ended = "" if execution.status is Status.FINISHED else f"[exit code {execution.return_code}]"
-        return "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip(), ended) if part)
+        exit_note = "" if execution.status is Status.FINISHED else f"[exit code {execution.return_code}]"
+        return "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip(), exit_note) if part)
 
     async def close(self) -> None:
-        """Nothing to end: no process outlives its command."""
+        """No-op: no process outlives its command."""
 
 
 def packed(task: Task) -> bytes:
-    """The files of a task as a tar file. Raises DataError for paths that lead out of the folder."""
+    """The files of a task as a tar file. Raises DataError for paths outside of the folder."""
     files: Mapping[str, str] = task.extra.get("files", {})
     folder = io.BytesIO()
     with tarfile.open(fileobj=folder, mode="w") as tar:

@@ -1,4 +1,4 @@
-"""What a policy is told of a Python function: the schema comes from the type hints, the words from the docstring."""
+"""The tool spec of a Python function: schema from the type hints, descriptions from the docstring."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from verl.types import ToolSpec
 
 
 def read_signature(function: Callable[..., Any], name: str | None = None) -> tuple[ToolSpec, type[BaseModel]]:
-    """The function as a tool called `name` (its own if left out), and a model that checks its arguments.
+    """The function as a tool called `name` (default: its own name), and a model that validates its arguments.
 
-    A parameter is described in the docstring or by Annotated[.., Field(description="..")]; those without a default are
-    required; `self` is left out. Raises ConfigError for a function without docstring, with parameters that are not
-    annotated or cannot be named, or with types that JSON cannot tell.
+    Parameters are described in the docstring or by Annotated[.., Field(description="..")]; those without a default are
+    required; `self` is skipped. Raises ConfigError for a function without a docstring, with unannotated or
+    positional-only parameters, or with types that have no JSON schema.
     """
     name = name or function.__name__
-    told = docstring_parser.parse(getdoc(function) or "")
-    if not told.description:
-        raise ConfigError(f"tool {name!r}: its function needs a docstring, which tells the policy what it does")
-    words: dict[str, dict[str, Any]] = {each.arg_name: {"description": each.description} for each in told.params}
+    doc = docstring_parser.parse(getdoc(function) or "")
+    if not doc.description:
+        raise ConfigError(f"tool {name!r}: its function needs a docstring, which describes it to the policy")
+    described: dict[str, dict[str, Any]] = {each.arg_name: {"description": each.description} for each in doc.params}
     try:
         hints = get_type_hints(function, include_extras=True)
-        fields: dict[str, Any] = {}  # numbered, because models keep some names for themselves
+        fields: dict[str, Any] = {}  # numbered, because pydantic models reserve some names
         for parameter in signature(function).parameters.values():
             if parameter.name == "self":
                 continue
@@ -37,7 +37,7 @@ def read_signature(function: Callable[..., Any], name: str | None = None) -> tup
             if parameter.name not in hints:
                 raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} needs a type hint")
             default = ... if parameter.default is parameter.empty else parameter.default
-            field = Field(default, alias=parameter.name, **words.get(parameter.name, {}))
+            field = Field(default, alias=parameter.name, **described.get(parameter.name, {}))
             fields[f"parameter_{len(fields)}"] = (hints[parameter.name], field)
         model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema(schema_generator=_Untitled)
@@ -45,11 +45,11 @@ def read_signature(function: Callable[..., Any], name: str | None = None) -> tup
         reason = str(error).splitlines()[0]
         raise ConfigError(f"tool {name!r}: its type hints have no form in JSON ({reason})") from error
     schema.pop("title")
-    return ToolSpec(name, told.description.strip(), schema), model
+    return ToolSpec(name, doc.description.strip(), schema), model
 
 
 class _Untitled(GenerateJsonSchema):
-    """Schemas without a title for every field, which would only repeat its name."""
+    """Schemas without field titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,10 +1,10 @@
-"""Texts of unknown length and origin, made fit to be shown."""
+"""Truncates and cleans text of unknown length and origin."""
 
-NOTE_CHARS = 60  # more than the note in a shortened text ever has
+NOTE_CHARS = 60  # upper bound for the note in a truncated text
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """At most so many characters of a text, taken from its start and its end, in a form that can be encoded."""
+    """The text truncated in the middle to `max_chars`, without lone surrogates."""
     if len(text) > max_chars:
         half = (max_chars - NOTE_CHARS) // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
@@ -12,5 +12,5 @@ def shortened(text: str, max_chars: int) -> str:
 
 
 def utf8(text: str) -> str:
-    """The text without lone surrogates: JSON can spell them, but neither UTF-8 nor a tokenizer can take them."""
+    """The text without lone surrogates, which JSON can encode but neither UTF-8 nor a tokenizer accepts."""
     return text.encode(errors="replace").decode()
