@@ -60,7 +60,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
             VLLMEngine.start(VLLMSettings(arguments.model, length, "float32", kv_cache_gib=KV_CACHE_GIB))
         )
         others = set(psutil.Process().children(recursive=True))
-        play = category.play
+        play = category.episode
         with ScoringPool(play.reward, play.reward_options, 1, ScoringLimits(timeout_s=60.0)) as scorer:
             sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
             rollout = GroupRollout(engine, chat, scorer, sampling)

@@ -55,8 +55,8 @@ def groups(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        episode_runner = build_episode_runner(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
-        scorer = DirectScorer(build_reward(of.play.reward, of.play.reward_options))
+        episode_runner = build_episode_runner(env_of(of.episode, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+        scorer = DirectScorer(build_reward(of.episode.reward, of.episode.reward_options))
         rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
         played = []
         for task in of.tasks() if tasks is None else tasks:
@@ -77,7 +77,7 @@ def scores(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None
 
 def foretold(of: Category, chat: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    episode_runner = build_episode_runner(env_of(of.play, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+    episode_runner = build_episode_runner(env_of(of.episode, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
     opening = prompt_fn(episode_runner, chat())
     played = groups(of, chat, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

@@ -21,7 +21,7 @@ from verl.algorithms.gigpo import gigpo
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
-from verl.algorithms.kl_cov import penalty_where_selected, largest
+from verl.algorithms.kl_cov import largest, penalty_where_selected
 from verl.algorithms.opo import opo
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.pass_at_k import pass_at_k

@@ -32,7 +32,7 @@ from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
 from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
-from verl.algorithms.kl_cov import penalty_where_selected, largest
+from verl.algorithms.kl_cov import largest, penalty_where_selected
 from verl.algorithms.opo import opo
 from verl.algorithms.pass_at_k import pass_at_k
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient

@@ -195,5 +195,5 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, changed: dict[str, A
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"level-2-api_processed.json .* ToolRL's repository"):
         api_bank(BenchmarkContext(tmp_path, tool_call_format="hermes")).categories[1].tasks()
-    with pytest.raises(ConfigError, match="calls of one tool alone"):
+    with pytest.raises(ConfigError, match="supports a single tool only"):
         api_bank(BenchmarkContext(tmp_path, tool_call_format="search_r1"))

@@ -55,14 +55,14 @@ def category(benchmark: Benchmark, name: str) -> Category:
 
 
 def figure(played: Category, trajectory: Trajectory, task: Task) -> float:
-    return build_reward(played.play.reward, played.play.reward_options).score(trajectory, task, 0).total
+    return build_reward(played.episode.reward, played.episode.reward_options).score(trajectory, task, 0).total
 
 
 def episode(played: Category, handler: str, task: Task, responses: Sequence[str]) -> Trajectory:
     """A policy that says these texts, one after the other, in the driver of training."""
     tokenizer = chat().tokenizer
     said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in responses)
-    env, limit = env_of(played.play, handler), 100_000
+    env, limit = env_of(played.episode, handler), 100_000
     episode_runner = build_episode_runner(env, SandboxConfig(), chat(), limit, limit, None)
     assert episode_runner is not None
     engine = ScriptedEngine(lambda prompt, number: next(said))
@@ -148,7 +148,7 @@ def test_functions_are_told_in_the_words_of_json_schema(tasks: dict[str, Sequenc
 
 @pytest.mark.parametrize("name", bfcl_tasks.CATEGORIES)
 def test_scenarios_are_lost_by_doing_nothing(benchmark: Benchmark, tasks: dict[str, Sequence[Task]], name: str) -> None:
-    played, found = category(benchmark, f"multi_turn_{name}").play, tasks[f"multi_turn_{name}"]
+    played, found = category(benchmark, f"multi_turn_{name}").episode, tasks[f"multi_turn_{name}"]
     factory = build_env_factory(played.env, dict(played.options))
     assert max(len(json.loads(task.answer)) for task in found) * (MAX_STEPS + 1) <= played.max_turns
 

@@ -115,7 +115,7 @@ def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
     monkeypatch.setitem(sys.modules, "datasets", hub)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     close_session()  # one that knows that this is no offline mode
-    with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(http://127.* is not reached.*HF_HUB_OFFLINE=1"):
+    with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(http://127.* is unreachable.*HF_HUB_OFFLINE=1"):
         of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
     assert hub.asked == 0
     with service("-m", "http.server", hub.config.HF_ENDPOINT.rpartition(":")[2], url=hub.config.HF_ENDPOINT):

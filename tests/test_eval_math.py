@@ -73,7 +73,7 @@ def test_plain_is_one_response_under_any_handler(tmp_path: Path) -> None:
     one = category(math(small(tmp_path)), "math/aime24")
     (task,) = one.tasks()
     assert [message.role for message in task.prompt] == ["system", "user"] and r"\boxed{}" in task.prompt[0].content
-    assert env_of(one.play, "hermes").tool_call_format is None
+    assert env_of(one.episode, "hermes").tool_call_format is None
     assert (total(task, r"\boxed{42}"), total(task, r"\boxed{42} \boxed{7}"), total(task, "42")) == (1.0, 0.0, 0.0)
 
 

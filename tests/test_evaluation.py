@@ -1,4 +1,4 @@
-"""Evaluation: figures by hand, answers that are kept, and the command from outside."""
+"""Evaluation: scores by hand, answers that are kept, and the command from outside."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def run(
 
 
 def test_mean_and_interval_of_known_values() -> None:
-    figure = estimate("a", [1.0, 0.0, 1.0, 1.0], 4000)
-    low, high = figure.interval
-    assert figure.mean == 0.75 and figure.num_rows == 4
+    score = estimate("a", [1.0, 0.0, 1.0, 1.0], 4000)
+    low, high = score.interval
+    assert score.mean == 0.75 and score.num_rows == 4
     # of four tasks, three right: P(no draw right) = 1/256 and P(one right) = 12/256, so that 2.5 % lie at 0.25
     assert (low, high) == (0.25, 1.0)
     assert estimate("b", [0.5, 0.5], 10).interval == (0.5, 0.5)
@@ -115,7 +115,7 @@ def test_the_same_tasks_give_the_same_interval() -> None:
 
 
 def test_aggregates_over_members_and_rows() -> None:
-    figures = {"x": estimate("x", [1.0, 1.0, 1.0], 10), "y": estimate("y", [0.0], 10)}
+    scores = {"x": estimate("x", [1.0, 1.0, 1.0], 10), "y": estimate("y", [0.0], 10)}
     made = aggregate(
         [
             Aggregate("mean", ("x", "y")),
@@ -123,9 +123,9 @@ def test_aggregates_over_members_and_rows() -> None:
             Aggregate("of those", ("mean", "rows")),
             Aggregate("not run", ("x", "z")),
         ],
-        figures,
+        scores,
     )
-    assert {name: figure.mean for name, figure in made.items()} == {"mean": 0.5, "rows": 0.75, "of those": 0.625}
+    assert {name: score.mean for name, score in made.items()} == {"mean": 0.5, "rows": 0.75, "of those": 0.625}
     assert made["rows"].interval == (0.75, 0.75) and made["rows"].num_rows == 4
 
 
@@ -136,8 +136,8 @@ def test_a_task_is_asked_once_however_wrong(tool_call_format: ChatTemplate, tmp_
     again = Counting(tool_call_format, lambda number, _: str(number))
     run(tool_call_format, again, tmp_path, category())
     assert again.asked == []
-    figures = [rows[0]["figure"] for rows in Records(tmp_path, category(), 1).of(tasks(8))]
-    assert figures == [0.0, 1.0] * 4
+    scores = [rows[0]["metric_value"] for rows in Records(tmp_path, category(), 1).of(tasks(8))]
+    assert scores == [0.0, 1.0] * 4
 
 
 def test_a_changed_task_or_rule_is_asked_again(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_with_too_many_faults_the_rest_is_not_asked(tool_call_format: ChatTempla
     rollout = GroupRollout(
         model.engine, tool_call_format, DirectScorer(reward), Sampling(16, 0.0, 1, tool_call_format.stop_token_ids)
     )
-    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, most_faults=3)
+    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, max_faults=3)
     faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
     assert len(faults) == 4 and 8 <= len(model.asked) < 12  # what has begun may end
     assert 50 < len(records.missing(tasks(64))) <= 60  # what was answered is kept
@@ -200,7 +200,7 @@ def test_a_torn_file_goes_on_where_it_was_whole(tool_call_format: ChatTemplate, 
 def test_a_file_that_is_none_of_ours_is_named(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     for line in ('{"other": 1}', '{"digest": "d"}', "[]"):
         (tmp_path / "toy-all.jsonl").write_text(f"{line}\n")
-        with pytest.raises(DataError, match=r"toy-all\.jsonl: is no file of answers"):
+        with pytest.raises(DataError, match=r"toy-all\.jsonl: is not a file of evaluation records"):
             Records(tmp_path, category(), 1)
 
 
@@ -211,7 +211,7 @@ def test_a_prompt_without_room_is_wrong_and_told(tool_call_format: ChatTemplate,
     benchmark = Benchmark("toy", (category(),))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     found = result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]
-    assert (found["figure"]["mean"], found["not_asked"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
+    assert (found["score"]["mean"], found["not_asked"], found["cut_off"], found["missing"]) == (0.0, 8, 1.0, 0)
 
 
 def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(tool_call_format: C
     done = Evaluated("m", tmp_path, {**SETTINGS, "n": 4}, {"toy/all": records.of(tasks(5))})
     result = result_of(benchmark, [(category(5), tasks(5))], done, 100)
     found = result["categories"]["toy/all"]
-    assert found["figure"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
+    assert found["score"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
     assert (found["pass@n"], found["pass^n"]) == (0.8, 0.2)
     assert found["pass^k"] == pytest.approx({"1": 0.5, "2": (1 + 3 + 6) / 6 / 5, "3": (1 + 4) / 4 / 5, "4": 0.2})
     assert result["aggregates"]["overall"]["formula"] == "overall = mean over members of toy/all"
@@ -238,7 +238,7 @@ def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplat
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
     found = comparison_of(benchmark, done, done, 200)
     for name in ("toy/all", "overall"):
-        assert found["figures"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+        assert found["scores"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert comparison_grid(found).rows[0][4:] == ("+0.0", "+0.0 to +0.0")
     assert found["notes"] == []
     smaller = replace(done, settings={**SETTINGS, "max_prompt_length": 256})
@@ -247,9 +247,9 @@ def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplat
 
 
 def test_a_comparison_tells_what_its_figures_are(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
-    """Handler, formula and warnings stand beside differences as beside a model's own figures."""
+    """Handler, formula and warnings stand beside differences as beside a model's own scores."""
     _, records = run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category())
-    uses_tools = replace(category(), play=EpisodeConfig("says", {"strict": True}, tools=("python",)))
+    uses_tools = replace(category(), episode=EpisodeConfig("says", {"strict": True}, tools=("python",)))
     aggregates = Aggregate("overall", ("toy/all",)), Aggregate("more", ("x",))
     benchmark = Benchmark("toy", (uses_tools,), aggregates, ("a part",))
     done = Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(8))})
@@ -259,8 +259,8 @@ def test_a_comparison_tells_what_its_figures_are(tool_call_format: ChatTemplate,
     assert compared["aggregates"] == {"overall": {"formula": "overall = mean over members of toy/all"}}
     plain = comparison_of(Benchmark("toy", (category(),)), done, done, 10)
     assert comparison_grid(plain).title == "toy: m against m, prompts as they are"
-    play = result_of(benchmark, [(uses_tools, tasks(8))], done, 10)["categories"]["toy/all"]["play"]
-    assert (play["reward"], play["reward_options"], play["tools"]) == ("says", {"strict": True}, ("python",))
+    episode = result_of(benchmark, [(uses_tools, tasks(8))], done, 10)["categories"]["toy/all"]["episode"]
+    assert (episode["reward"], episode["reward_options"], episode["tools"]) == ("says", {"strict": True}, ("python",))
 
 
 def test_what_the_model_read_is_kept_word_for_word(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_bad_row_is_named_with_a_mend_that_there_is(tmp_path: Path) -> None:
 
 def test_a_data_file_is_scored_by_the_reward_that_is_asked_for() -> None:
     (rows,) = build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward="math"))
-    assert rows.categories[0].play.reward == "math" and rows.categories[0].metric in ("exact", "total")
+    assert rows.categories[0].episode.reward == "math" and rows.categories[0].metric in ("exact", "total")
     (own,) = build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward=f"{__name__}:Says"))
     assert own.categories[0].metric == "total"
     with pytest.raises(ConfigError, match="unknown reward 'mth'"):
@@ -311,7 +311,7 @@ def test_differences_are_paired_by_task(tool_call_format: ChatTemplate, tmp_path
         Evaluated(name, tmp_path, SETTINGS, {"toy/all": each.of(tasks(8))})
         for name, each in (("a", better), ("b", worse))
     )
-    found = comparison_of(benchmark, ours, theirs, 50)["figures"]["toy/all"]
+    found = comparison_of(benchmark, ours, theirs, 50)["scores"]["toy/all"]
     assert (found["rows"], found["difference"]["mean"], found["difference"]["low"]) == (4, 1.0, 1.0)
 
 
@@ -320,13 +320,13 @@ def test_columns_of_a_comparison_are_of_the_same_tasks(tool_call_format: ChatTem
     right = Counting(tool_call_format, lambda number, _: str(number) if number < 4 else "no")
     _, records = run(tool_call_format, right, tmp_path, category())
     ours, theirs = (Evaluated("m", tmp_path, SETTINGS, {"toy/all": records.of(tasks(count))}) for count in (8, 4))
-    found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["figures"]["toy/all"]
+    found = comparison_of(Benchmark("toy", (category(),)), ours, theirs, 50)["scores"]["toy/all"]
     assert [found[name]["mean"] for name in ("model", "base", "difference")] == [1.0, 1.0, 0.0]
 
 
 def test_a_category_without_tasks_is_told() -> None:
     assert [task.id for task in category(8).first(2)] == ["t#0", "t#1"] and len(category(8).first(None)) == 8
-    with pytest.raises(DataError, match="toy/all has no task"):
+    with pytest.raises(DataError, match="toy/all has no tasks"):
         category(0).first(5)
 
 
@@ -439,7 +439,7 @@ def test_benchmarks_by_name_category_and_file() -> None:
     both = build_benchmarks(["math/gsm8k", "some/where/math.parquet"], setting)
     assert [benchmark.name for benchmark in both] == ["math", "math.parquet"]
     for name in ("bfcl", "api_bank", "tau2"):
-        with pytest.raises(ConfigError, match=f"{name}: the codec 'search_r1' writes calls of one tool alone"):
+        with pytest.raises(ConfigError, match=f"{name}: the tool-call format 'search_r1' supports a single tool"):
             build_benchmarks([name], replace(setting, tool_call_format="search_r1"))
     (math,) = build_benchmarks(["math/gsm8k_python", "math/gsm8k"], setting)
     assert [category.name for category in math.categories] == ["math/gsm8k_python", "math/gsm8k"]
@@ -460,14 +460,14 @@ def test_own_benchmarks_by_file_and_category(tmp_path: Path) -> None:
 def test_handlers() -> None:
     template = "{% if tools %}.. <tool_call> .."
     assert tool_call_format_of("native", template) == "hermes" and tool_call_format_of("tool_n1", "") == "tool_n1"
-    with pytest.raises(ConfigError, match="tells of no tools"):
+    with pytest.raises(ConfigError, match="has no known tool format"):
         tool_call_format_of("native", "{{ messages }}")
     with pytest.raises(ConfigError, match="unknown handler 'toolr'; did you mean 'toolrl'"):
         tool_call_format_of("toolr", template)
-    play = EpisodeConfig("env", env="shop", max_turns=5, feedback_on_parse_error=False)
-    env = env_of(play, "hermes")
-    assert (env.name, env.tool_call_format, env.max_turns, env.on_parse_error) == ("shop", "hermes", 5, "end")
-    assert env_of(replace(play, uses_tools=False), "hermes").tool_call_format is None
+    episode = EpisodeConfig("env", env="shop", max_turns=5, feedback_on_parse_error=False)
+    env = env_of(episode, "hermes")
+    assert (env.name, env.tool_call_format, env.max_turns, env.on_parse_error) == ("shop", "hermes", 5, "terminate")
+    assert env_of(replace(episode, uses_tools=False), "hermes").tool_call_format is None
 
 
 def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -
     with pytest.raises(DataError, match=r"aime\.jsonl, row 1, field 'problem': is of type int; expected .* str"):
         next(rows)
     path.write_text("\n")
-    with pytest.raises(DataError, match=r"aime\.jsonl: has no row"):
+    with pytest.raises(DataError, match=r"aime\.jsonl: has no rows"):
         list(numbered_rows(path, {"id": str}))
 
 
@@ -561,8 +561,8 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
     assert main(words(model, tmp_path, f"compare={model}")) == 0
     assert result(tmp_path) == first
     (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")
-    (figure,) = json.loads(comparison.read_text())["figures"].values()
-    assert figure["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and figure["rows"] == 6
+    (score,) = json.loads(comparison.read_text())["scores"].values()
+    assert score["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and score["rows"] == 6
 
 
 def test_the_base_has_a_table_of_its_own_and_all_tell_of_a_limit(model: Path, tmp_path: Path) -> None:

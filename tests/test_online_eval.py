@@ -67,14 +67,14 @@ def configured(*words: str) -> Config:
     return load_config(["trainer.eval_benchmarks=[tests.test_online_eval:sums]", "data.max_prompt_length=256", *words])
 
 
-def run(evaluator: OnlineEvaluator, breaks: str = "never", tool_call_format: ChatTemplate = CHAT) -> Mapping[str, float]:
+def run(evaluator: OnlineEvaluator, breaks: str = "never", chat: ChatTemplate = CHAT) -> Mapping[str, float]:
     engine = Sometimes(response)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(evaluator.run(GroupRollout(engine, tool_call_format, scorer, Sampling(64, temperature=0.0))))
+    return asyncio.run(evaluator.run(GroupRollout(engine, chat, scorer, Sampling(64, temperature=0.0))))
 
 
-def test_figures_of_categories_and_aggregates() -> None:
+def test_scores_of_categories_and_aggregates() -> None:
     metrics = run(build_online_eval(configured(), CHAT))
     third = pytest.approx(2 / 3)
     assert metrics == {
@@ -87,7 +87,7 @@ def test_figures_of_categories_and_aggregates() -> None:
 
 def test_a_run_that_cuts_its_prompts_does_not_cut_those_of_benchmarks() -> None:
     """Half of a question is another question."""
-    assert run(build_online_eval(configured(), CHAT), tool_call_format=replace(CHAT, max_prompt_tokens=8)) == run(
+    assert run(build_online_eval(configured(), CHAT), chat=replace(CHAT, max_prompt_tokens=8)) == run(
         build_online_eval(configured(), CHAT)
     )
 
@@ -125,7 +125,7 @@ def test_the_format_is_that_of_the_run() -> None:
     [
         ("bfcll", "unknown benchmark 'bfcll'; did you mean 'bfcl'"),
         ("tests.test_online_eval:sums/plane", "has no category"),
-        ("bfcl,bfcl", "names something twice"),
+        ("bfcl,bfcl", "benchmarks has duplicates"),
     ],
 )
 def test_unknown_names_are_refused_before_anything_starts(
@@ -137,7 +137,7 @@ def test_unknown_names_are_refused_before_anything_starts(
 
 
 def test_two_files_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"two of the benchmarks have the name 'test\.parquet'"):
+    with pytest.raises(ConfigError, match=r"two benchmarks have the name 'test\.parquet'"):
         build_online_eval(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
 
 
@@ -148,8 +148,8 @@ def fit_after(**metrics: float) -> TrainingRun:
 
 
 def test_the_best_checkpoint_is_chosen_by_validation_unless_there_is_none() -> None:
-    both = fit_after(eval__sums__plain__figure=0.5, val__test__total=2.0)
+    both = fit_after(eval__sums__plain__score=0.5, val__test__total=2.0)
     assert both._score() == 2.0
-    assert fit_after(eval__sums__plain__missing=1.0, eval__sums__plain__figure=0.5)._score() == 0.5
+    assert fit_after(eval__sums__plain__missing=1.0, eval__sums__plain__score=0.5)._score() == 0.5
     assert fit_after()._score() is None
     assert both.table()[1] == {"benchmarks": {"sums/plain": 0.5}, "test": {"total": 2.0}}

@@ -76,7 +76,7 @@ def test_the_list_outlives_the_disk_and_adds_up(tmp_path: Path) -> None:
     assert both.has(question("B?")) and both.has(scenario(3, "")) and len(both.traces) == len(first.traces) + 1
     assert TrainTasks.read("Qwen/Qwen2.5-1.5B") == TrainTasks.read(str(tmp_path)) == TrainTasks.read(None) == NOTHING
     path.write_text('{"task": 1}\n')
-    with pytest.raises(DataError, match=r"is no list of trained tasks.*expected env, task, digest"):
+    with pytest.raises(DataError, match=r"is not a list of training tasks.*expected env, task, digest"):
         TrainTasks.read(str(path.parent))
 
 

@@ -24,7 +24,7 @@ from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
 from verl.evaluation.advice import advice
 from verl.evaluation.probe import Cost, Judge, row_of, summary
-from verl.evaluation.signal import fit_beta, predict
+from verl.evaluation.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
@@ -119,7 +119,7 @@ def test_figures_by_hand() -> None:
     assert found["tokens"] == 15.0
     assert (found["never_right"], found["always_right"], found["useless_never_right"]) == (0.5, 0.0, 0.5)
     (pair, *_) = found["sizes"]
-    assert pair == {"n": 2, "without_signal": 0.5, "how": "subsets", "tokens": 60.0, "seconds": 8.0}
+    assert pair == {"n": 2, "zero_variance": 0.5, "how": "subsets", "tokens": 60.0, "seconds": 8.0}
 
 
 def test_without_any_signal_no_price_is_named() -> None:
@@ -162,7 +162,7 @@ def test_a_format_part_that_is_always_zero_says_nothing() -> None:
 
 
 def figures(**changed: Any) -> dict[str, Any]:
-    sizes = [{"n": 8, "without_signal": 0.1}, {"n": 16, "without_signal": 0.05}, {"n": 32, "without_signal": 0.02}]
+    sizes = [{"n": 8, "zero_variance": 0.1}, {"n": 16, "zero_variance": 0.05}, {"n": 32, "zero_variance": 0.02}]
     return {
         "n": 8,
         "rows": 64,
@@ -172,7 +172,7 @@ def figures(**changed: Any) -> dict[str, Any]:
         "tools_used": 0.8,
         "cut_off": 0.02,
         "success": {"mean": 0.4},
-        "without_signal": {"mean": 0.1},
+        "zero_variance": {"mean": 0.1},
         "useless_never_right": 0.05,
         "useless_always_right": 0.05,
         "sizes": sizes,
@@ -181,28 +181,28 @@ def figures(**changed: Any) -> dict[str, Any]:
 
 def dead(at_8: float, at_16: float, at_32: float) -> dict[str, Any]:
     shares = zip((8, 16, 32), (at_8, at_16, at_32), strict=True)
-    sizes = [{"n": n, "without_signal": share} for n, share in shares]
-    return {"without_signal": {"mean": at_8}, "sizes": sizes}
+    sizes = [{"n": n, "zero_variance": share} for n, share in shares]
+    return {"zero_variance": {"mean": at_8}, "sizes": sizes}
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({}, ["nothing stands against training"]),
-        ({"format": 0.08}, ["SFT first: 92 % of the replies have no valid format"]),
-        ({"success": {"mean": 0.0}} | dead(0.6, 0.55, 0.52), ["no reply was right", "larger groups would not help"]),
-        (dead(0.6, 0.35, 0.2), ["raise n to 16: 60 % of the groups have no signal at 8, 35 % would at 16"]),
-        ({"success": {"mean": 0.0}, "useless_never_right": 1.0, "useless_always_right": 0.0}, ["nothing stands"]),
-        (dead(0.9, 0.8, 0.7), ["raise n to 32: 90 % of the groups have no signal at 8, 70 % would at 32"]),
+        ({}, ["no objection to training"]),
+        ({"format": 0.08}, ["SFT first: 92 % of the responses have no valid format"]),
+        ({"success": {"mean": 0.0}} | dead(0.6, 0.55, 0.52), ["no response was right", "larger groups would not help"]),
+        (dead(0.6, 0.35, 0.2), ["raise n to 16: 60 % of the groups have zero variance at n=8, predicted 35 % at n=16"]),
+        ({"success": {"mean": 0.0}, "useless_never_right": 1.0, "useless_always_right": 0.0}, ["no objection"]),
+        (dead(0.9, 0.8, 0.7), ["raise n to 32: 90 % of the groups have zero variance at n=8, predicted 70 % at n=32"]),
         (
             {"useless_never_right": 0.15, "useless_always_right": 0.25},
-            ["drop rows that teach nothing: 15 % were never right, 25 % always"],
+            ["drop rows without a learning signal: 15 % were never right, 25 % always"],
         ),
-        ({"cut_off": 0.4}, ["raise max_response_length: 40 % of the replies are cut off"]),
+        ({"cut_off": 0.4}, ["raise max_response_length: 40 % of the responses are truncated"]),
         ({"rows_too_long": 16}, ["raise max_prompt_length, or drop rows: 20 % of the prompts"]),
-        ({"malformed": 0.5}, ["50 % of the episodes have a call that cannot be read"]),
+        ({"malformed": 0.5}, ["50 % of the episodes have a parse error"]),
         ({"tools_used": 0.05}, ["5 % of the episodes call one"]),
-        ({"rows": 8}, ["nothing stands against", "probe more rows: 8"]),
+        ({"rows": 8}, ["no objection", "probe more rows: 8"]),
     ],
 )
 def test_every_advice_has_its_reason(changed: dict[str, Any], said: Sequence[str]) -> None:
@@ -214,7 +214,7 @@ def test_every_advice_has_its_reason(changed: dict[str, Any], said: Sequence[str
 
 def test_without_tools_nothing_is_said_of_them() -> None:
     (told,) = advice(figures(tools_used=0.0), with_tools=False)
-    assert told.startswith("nothing stands against")
+    assert told.startswith("no objection")
 
 
 def test_a_recipe_tells_of_episodes_alone() -> None:
@@ -276,7 +276,7 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert main_eval.main([*words, "limit=2"]) == 0
     said = capfd.readouterr().out
     assert "test.parquet: 200 rows, 200 used, 0 dropped" in said
-    assert "SFT first: 100 % of the replies have no valid format" in said
+    assert "SFT first: 100 % of the responses have no valid format" in said
     assert "raise max_response_length" in said
     (folder,) = (tmp_path / "out").iterdir()
     rows = read_rows(folder / "probe.jsonl")
@@ -291,8 +291,8 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_rows(folder / "probe.jsonl")}
     found = json.loads((folder / "probe.json").read_text())
     assert found["rows"] == 3
-    assert found["settings"]["env"]["codec"] is None
-    assert "groups without a signal" in (folder / "probe.md").read_text()
+    assert found["settings"]["env"]["tool_call_format"] is None
+    assert "zero-variance groups" in (folder / "probe.md").read_text()
     namesake = tmp_path / "test.parquet"
     shutil.copy(MINI / "test.parquet", namesake)
     assert main_eval.main([*words, f"data={namesake}", "limit=2"]) == 0

@@ -1,1 +1,1 @@
-"""Judging a model: benchmarks as values, one way to run, count and report them all."""
+"""Evaluation: benchmarks as values, with one runner, one record format and one report for all of them."""

@@ -1,4 +1,4 @@
-"""What to do before training, in plain words. Thresholds stand here and in docs/evaluation.md, and nowhere else."""
+"""Advice before training, from the results of a probe. The thresholds are documented in docs/evaluation.md."""
 
 from __future__ import annotations
 
@@ -7,78 +7,75 @@ from typing import Any
 
 from verl.utils.versions import script
 
-FEW_WELL_FORMED = 0.5  # below this share of responses in a valid format, RL mostly pays for the format
-MANY_MALFORMED = 0.25  # of episodes with a call that cannot be read
-MANY_CUT_OFF = 0.1  # of responses
-FEW_WITH_TOOLS = 0.1  # of episodes that call a tool where there is one
-MANY_WITHOUT_SIGNAL = 0.5  # of groups
-ENOUGH_GAIN = 0.1  # by which a larger group must lower that share to be worth its price
-MANY_USELESS = 0.2  # of rows without a signal that were never right, or always
-MANY_TOO_LONG = 0.02  # of prompts
-FEW_ROWS = 32  # below this the shares say little
+FEW_WELL_FORMED = 0.5  # share of responses in a valid format below which RL mostly rewards the format
+MANY_MALFORMED = 0.25  # share of episodes with a parse error
+MANY_CUT_OFF = 0.1  # share of truncated responses
+FEW_WITH_TOOLS = 0.1  # share of episodes with a tool call, if tools are available
+MANY_ZERO_VARIANCE = 0.5  # share of groups
+ENOUGH_GAIN = 0.1  # minimum decrease of that share for a larger group to be worth its cost
+MANY_USELESS = 0.2  # share of zero-variance rows that were never right, or always
+MANY_TOO_LONG = 0.02  # share of prompts
+FEW_ROWS = 32  # below this the shares are too noisy
 
 
 def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
-    """One line for every reason not to start yet; one that says so where there is none.
+    """One line for every reason not to train yet; a single all-clear line if there is none.
 
-    found: of `verl.evaluation.probe.summary`, with rows_too_long; with_tools: whether episodes have several turns
+    found: result of `verl.evaluation.probe.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
     """
-    told = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
-    told = told or ["nothing stands against training with these settings"]
+    lines = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
+    lines = lines or ["no objection to training with these settings"]
     if found["rows"] < FEW_ROWS:
-        told.append(f"probe more rows: {found['rows']} say little")
-    return told
+        lines.append(f"probe more rows: {found['rows']} are too few for reliable shares")
+    return lines
 
 
 def _responses(found: Mapping[str, Any]) -> list[str]:
     if found["format"] is not None and found["format"] < FEW_WELL_FORMED:
-        return [f"SFT first: {_percent(1 - found['format'])} of the replies have no valid format"]
-    if found["success"]["mean"] == 0 and found["without_signal"]["mean"] > MANY_WITHOUT_SIGNAL:
-        return ["SFT first, or take easier rows: no reply was right"]
+        return [f"SFT first: {_percent(1 - found['format'])} of the responses have no valid format"]
+    if found["success"]["mean"] == 0 and found["zero_variance"]["mean"] > MANY_ZERO_VARIANCE:
+        return ["SFT first, or use easier rows: no response was right"]
     return []
 
 
 def _calls(found: Mapping[str, Any]) -> list[str]:
-    told = []
+    lines = []
     if found["malformed"] > MANY_MALFORMED:
         share = _percent(found["malformed"])
-        told.append(
-            f"SFT first, or choose another env.tool_call_format: in {share} of the episodes a call cannot be parsed"
-        )
+        lines.append(f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a parse error")
     if found["tools_used"] < FEW_WITH_TOOLS:
         share = _percent(found["tools_used"])
-        told.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")
-    return told
+        lines.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")
+    return lines
 
 
 def _lengths(found: Mapping[str, Any]) -> list[str]:
-    told = []
+    lines = []
     if found["cut_off"] > MANY_CUT_OFF:
-        told.append(f"raise max_response_length: {_percent(found['cut_off'])} of the replies are cut off")
+        lines.append(f"raise max_response_length: {_percent(found['cut_off'])} of the responses are truncated")
     too_long = found["rows_too_long"] / (found["rows_too_long"] + found["rows"])
     if too_long > MANY_TOO_LONG:
-        told.append(f"raise max_prompt_length, or drop rows: {_percent(too_long)} of the prompts are too long")
-    return told
+        lines.append(f"raise max_prompt_length, or drop rows: {_percent(too_long)} of the prompts are too long")
+    return lines
 
 
 def _groups(found: Mapping[str, Any]) -> list[str]:
-    told = []
-    n, now = found["n"], found["without_signal"]["mean"]
-    larger = {size["n"]: size["without_signal"] for size in found["sizes"] if size["n"] > n}
-    enough = [size for size, share in larger.items() if share <= MANY_WITHOUT_SIGNAL]
-    if now > MANY_WITHOUT_SIGNAL and larger:
+    lines = []
+    n, now = found["n"], found["zero_variance"]["mean"]
+    larger = {size["n"]: size["zero_variance"] for size in found["sizes"] if size["n"] > n}
+    enough = [size for size, share in larger.items() if share <= MANY_ZERO_VARIANCE]
+    if now > MANY_ZERO_VARIANCE and larger:
         size = min(enough, default=max(larger))
         what = f"raise n to {size}" if now - larger[size] >= ENOUGH_GAIN else "larger groups would not help"
-        told.append(
-            f"{what}: {_percent(now)} of the groups have no signal at {n}, {_percent(larger[size])} would at {size}"
-        )
+        shares = f"{_percent(now)} of the groups have zero variance at n={n}, predicted {_percent(larger[size])}"
+        lines.append(f"{what}: {shares} at n={size}")
     never, always = found["useless_never_right"], found["useless_always_right"]
     if MANY_USELESS < never + always < 1:
-        told.append(
-            f"drop rows that teach nothing: {_percent(never)} were never right, {_percent(always)} always "
+        lines.append(
+            f"drop rows without a learning signal: {_percent(never)} were never right, {_percent(always)} always "
             f"({script('scripts/select_by_difficulty.py')})"
         )
-    return told
+    return lines
 
 
 def _percent(share: float) -> str:

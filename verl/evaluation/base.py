@@ -1,7 +1,7 @@
-"""What a benchmark is: categories of tasks, how their episodes go, and how their figures are put together.
+"""Benchmark definitions: categories of tasks, their episode settings, and the aggregation of their scores.
 
-A new benchmark is one file with a function of a `BenchmarkContext`, named in `verl/evaluation/registry.py`. Episodes,
-engines, formats and rewards are those of training.
+A new benchmark is one file with a function that takes a `BenchmarkContext`, registered in
+`verl/evaluation/registry.py`. Episodes, engines, formats and rewards are those of training.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from verl.types import Task
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkContext:
-    """What a benchmark may need beside the model; whoever lacks something says so in a ConfigError with the mend.
+    """Resources of a benchmark besides the model. A benchmark that lacks one raises ConfigError with a hint.
 
-    data_dir: the folder under which data files are looked for (verl/evaluation/files.py)
-    hub:      whether published data sets that do not lie there are loaded by name (verl/evaluation/hub.py)
+    data_dir: the folder that is searched for data files (verl/evaluation/files.py)
+    hub:      whether published data sets missing there are loaded by name (verl/evaluation/hub.py)
     search:   options of the search tool; empty: BM25 over the passages in data_dir
-    judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: nobody does
-    user:     options of tau2's user; empty: the scripted one
-    reward, reward_options: of data files
-    max_tool_calls: of an episode of math with Python and of search; None: as many as the benchmark is known for
-    format:    the handler's (format_of), for benchmarks whose prompts hold earlier calls or are a format's own words
+    judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: no judge
+    user:     options of tau2's user simulator; empty: the scripted one
+    reward, reward_options: for data files
+    max_tool_calls: per episode of math with Python and of search; None: the benchmark's usual number
+    tool_call_format: the handler's (tool_call_format_of), for benchmarks with earlier calls in the prompt
     """
 
     data_dir: Path
@@ -43,10 +43,10 @@ class BenchmarkContext:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeConfig:
-    """How the episodes of a category go, whatever the handler.
+    """Episode settings of a category, independent of the handler.
 
-    handled: whether the handler's format tells of tools and reads calls; if not, an episode is the prompt and one
-    response env, options, tools: as in the configuration's group `env`
+    uses_tools: whether the handler's format lists tools and parses calls; else an episode is a prompt and one response
+    env, options, tools: as in the configuration's group `env`
     """
 
     reward: str
@@ -55,37 +55,37 @@ class EpisodeConfig:
     env: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Any, ...] = ()
-    max_turns: int | None = None  # what max_tool_calls takes in the handler's format
+    max_turns: int | None = None  # default: what max_tool_calls needs in the handler's format
     max_tool_calls: int = 16
-    max_observation_tokens: int = 512  # of one answer; what is longer loses its middle
-    feedback_on_parse_error: bool = True  # or the episode ends with a call that cannot be read
+    max_observation_tokens: int = 512  # per observation; longer ones are cut in the middle
+    feedback_on_parse_error: bool = True  # false: a parse error terminates the episode
 
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """Tasks that are played and judged alike. `metric`: the part of the score, or "total", that is its figure.
+    """Tasks with the same episode settings and metric. `metric`: a part of the reward's score, or "total".
 
-    The figure of an answer lies between 0 and 1, and is 1 when it is right.
+    The metric of a response lies between 0 and 1, and is 1 if it is right.
     """
 
     name: str  # benchmark/category
     tasks: Callable[[], Sequence[Task]]
-    play: EpisodeConfig
+    episode: EpisodeConfig
     metric: str = "total"
 
     def first(self, limit: int | None) -> list[Task]:
-        """The tasks, at most `limit`. Raises DataError where there is none: no table would tell of the category."""
+        """The tasks, at most `limit`. Raises DataError if there are none: the table would omit the category."""
         found = list(islice(self.tasks(), limit))
         if not found:
-            raise DataError(f"{self.name} has no task", "at least one", "Correct its files, or leave it out")
+            raise DataError(f"{self.name} has no tasks", "at least one", "Correct its files, or leave it out")
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """A figure made of others: the mean of its members, or of all their rows.
+    """The mean score of its members, or of all their rows.
 
-    The members are names of categories, or of aggregates before this one; where one was not run there is no figure.
+    The members are names of categories, or of aggregates before this one; all of them must have been run.
     """
 
     name: str
@@ -94,16 +94,16 @@ class Aggregate:
 
     @property
     def formula(self) -> str:
-        """In words, for the report."""
+        """The definition as text, for the report."""
         return f"{self.name} = mean over {self.over} of {', '.join(self.members)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Categories, what is made of them, and what a reader of the figures must know."""
+    """Categories, aggregates, and notes for readers of the scores."""
 
     name: str
     categories: tuple[Category, ...]
     aggregates: tuple[Aggregate, ...] = ()
     notes: tuple[str, ...] = ()
-    files: Callable[[], tuple[str, ...]] = tuple  # what became of the rows of each data file, a line each
+    files: Callable[[], tuple[str, ...]] = tuple  # one line per data file on its used and dropped rows

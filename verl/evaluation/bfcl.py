@@ -1,7 +1,7 @@
-"""BFCL (gorilla.cs.berkeley.edu): single calls judged by a key, and multi-turn scenarios judged by their state.
+"""BFCL (gorilla.cs.berkeley.edu): single calls judged by an answer key, multi-turn scenarios by their final state.
 
-Rows are those of the optional package bfcl-eval 2026.3.23, which holds version 4's files; the figures are put together
-as version 3 did, which papers on tool-calling RL report.
+Rows are those of the optional package bfcl-eval 2026.3.23 (version 4's files); scores are aggregated as in version 3,
+which papers on tool-calling RL report.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SINGLE_TURN = (*NON_LIVE_AST, NO_CALL[0], *LIVE_AST, NO_CALL[1], *ANY)
 
 FAULTY: Mapping[str, str] = {
     **dict.fromkeys(
-        ("live_simple_106-63-0", "live_simple_112-68-0"), "the key accepts no value for parameters that are required"
+        ("live_simple_106-63-0", "live_simple_112-68-0"), "the key accepts no value for required parameters"
     ),
-    "live_multiple_507-149-4": "the key accepts nothing but an empty text for the airport that the user names",
-    "live_multiple_862-181-3": "the key asks for a parameter that the function does not have",
-    "live_multiple_964-207-0": "the key names the function's one parameter otherwise",
+    "live_multiple_507-149-4": "the key accepts only an empty string for the airport that the user names",
+    "live_multiple_862-181-3": "the key requires a parameter that the function does not have",
+    "live_multiple_964-207-0": "the key has another name for the function's only parameter",
 }
 
-_HINT = " Note that the provided function is in Python 3 syntax."  # BFCL puts it behind every description
+_HINT = " Note that the provided function is in Python 3 syntax."  # BFCL appends it to every description
 _MAX_USER_TURNS = 8
 _SINGLE = EpisodeConfig("bfcl", max_turns=2, max_tool_calls=64, feedback_on_parse_error=False)
 _SCENARIO = EpisodeConfig(
@@ -47,12 +47,12 @@ _SCENARIO = EpisodeConfig(
 )
 
 
-def bfcl(setting: BenchmarkContext) -> Benchmark:
-    """All categories that need neither the network nor another language.
+def bfcl(context: BenchmarkContext) -> Benchmark:
+    """All categories that need neither the network nor another programming language.
 
-    Raises ConfigError without the package, and for a format of one tool alone.
+    Raises ConfigError without the package, and for a single-tool format.
     """
-    check_several_tools("bfcl", setting.tool_call_format)
+    check_several_tools("bfcl", context.tool_call_format)
     data_folder()
     single = [Category(f"bfcl/{name}", partial(single_turn_tasks, name), _SINGLE) for name in SINGLE_TURN]
     scenarios = [
@@ -61,23 +61,23 @@ def bfcl(setting: BenchmarkContext) -> Benchmark:
     return Benchmark("bfcl", (*single, *scenarios), AGGREGATES, NOTES)
 
 
-def bfcl_multi_turn(setting: BenchmarkContext) -> Benchmark:
-    """The multi-turn scenarios that the train split leaves out (150 to 199), for models that were trained on it."""
-    check_several_tools("bfcl_multi_turn", setting.tool_call_format)
+def bfcl_multi_turn(context: BenchmarkContext) -> Benchmark:
+    """The multi-turn scenarios held out from the train split (150 to 199), for models trained on it."""
+    check_several_tools("bfcl_multi_turn", context.tool_call_format)
     data_folder()
     scenarios = [
         Category(f"bfcl_multi_turn/{name}", partial(bfcl_tasks, name, "test"), _SCENARIO) for name in MULTI_TURN
     ]
     mean = Aggregate("bfcl_multi_turn/mean", tuple(each.name for each in scenarios))
-    note = "bfcl_multi_turn: scenarios 150 to 199 alone; papers report all 200"
+    note = "bfcl_multi_turn: scenarios 150 to 199 only; papers report all 200"
     return Benchmark("bfcl_multi_turn", tuple(scenarios), (mean,), (note, *_SCENARIO_NOTES))
 
 
 def single_turn_tasks(category: str) -> list[Task]:
     """The rows of a category without the faulty ones, with all their messages.
 
-    Task.answer: BfclReward's key. Task.extra["tools"]: the functions, in the words of JSON Schema. Raises DataError for
-    a file of the package that is not as expected.
+    Task.answer: BfclReward's key. Task.extra["tools"]: the functions as JSON Schema. Raises DataError for an
+    unexpected file in the package.
     """
     rows = bfcl_rows(category, ("function",), with_gold=category not in (*NO_CALL, *ANY))
     found = []
@@ -113,19 +113,19 @@ AGGREGATES = (
     _aggregate("overall", "non_live", "live", "multi_turn"),
 )
 
-_SCENARIO_NOTES = tuple(f"bfcl: {id} is left out: {reason}" for id, reason in FAULTY_SCENARIOS.items())
+_SCENARIO_NOTES = tuple(f"bfcl: {id} is excluded: {reason}" for id, reason in FAULTY_SCENARIOS.items())
 NOTES = (
-    "bfcl: rows of bfcl-eval 2026.3.23 (BFCL v4), put together as BFCL v3 did. No aggregate is comparable with a "
-    "paper's or the leaderboard's figure as it stands: v3's `simple` was the mean of Python, Java and JavaScript and "
-    "is Python alone here; v3's `non_live` had four executable categories, too, which the package no longer holds; "
-    "rows have changed since.",
-    "bfcl: v4 has irrelevance neither in non-live nor in live, and weighs non-live (AST) 10, live (AST) 10, "
+    "bfcl: rows of bfcl-eval 2026.3.23 (BFCL v4), aggregated as in BFCL v3. No aggregate is directly comparable with a "
+    "paper's or the leaderboard's score: v3's `simple` was the mean of Python, Java and JavaScript and is Python only "
+    "here; v3's `non_live` also had four executable categories, which the package no longer has; rows have changed "
+    "since.",
+    "bfcl: v4 has irrelevance neither in non-live nor in live, and weights non-live (AST) 10, live (AST) 10, "
     "irrelevance 10, multi-turn 30 and agentic 40; non_live_ast, live_ast, all_irrelevance and multi_turn are its "
     "first four.",
-    "bfcl: left out are executable categories, Java, JavaScript, web search, memory and format sensitivity.",
-    "bfcl: a call that cannot be read counts as none, and ends a scenario; BFCL goes on with the user's next turn. "
-    "Names of functions keep their dots. In multi-turn scenarios descriptions come without BFCL's word on Python 3, "
-    "arguments must fit the documented schema, and enormous exponents and precisions are refused.",
-    *(f"bfcl: {id} is left out: {reason}" for id, reason in FAULTY.items()),
+    "bfcl: excluded are executable categories, Java, JavaScript, web search, memory and format sensitivity.",
+    "bfcl: a parse error counts as no call and ends a scenario; BFCL continues with the user's next turn. Function "
+    "names keep their dots. In multi-turn scenarios descriptions come without BFCL's note on Python 3, arguments must "
+    "match the documented schema, and huge exponents and precisions are rejected.",
+    *(f"bfcl: {id} is excluded: {reason}" for id, reason in FAULTY.items()),
     *_SCENARIO_NOTES,
 )

@@ -1,4 +1,4 @@
-"""Where benchmarks find their data: files under one folder, or a data set by its hub name (verl/evaluation/hub.py)."""
+"""Benchmark data: files under one folder, or a data set loaded by its hub name (verl/evaluation/hub.py)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Numbered = tuple[str, dict[str, Any]]
 
 
 def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
-    """The first of `names` that lies in the folder or at most two folders below it.
+    """The first of `names` that exists in the folder or at most two levels below it.
 
-    Raises ConfigError with what was looked for and the mend.
+    Raises ConfigError with the names and the hint.
     """
     for name in names:
         found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
@@ -29,21 +29,21 @@ def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
 
 
 def rows_of(
-    setting: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
+    context: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
 ) -> Iterator[Numbered]:
-    """The rows of a file as in `numbered_rows`, or those of the published data set where there is none.
+    """The rows of a file as in `numbered_rows`, or of the published data set if there is no file.
 
-    prefix: of the ids of published rows. Raises ConfigError that says what was not found and what did not load.
+    prefix: of the ids of published rows. Raises ConfigError that names the missing file and the failed data set.
     """
     try:
-        path = find_file(setting.data_dir, names, hint)
+        path = find_file(context.data_dir, names, hint)
     except ConfigError as missing:
         if hub is None:
             raise
-        if not setting.hub:
-            raise ConfigError(f"{missing}; or let {hub.name} be loaded in its place, by hub=true") from missing
+        if not context.hub:
+            raise ConfigError(f"{missing}; or set hub=true to load {hub.name} instead") from missing
         try:
-            loaded = hub.load(setting.data_dir)
+            loaded = hub.load(context.data_dir)
         except ConfigError as error:
             raise ConfigError(f"{error}, and {missing}") from error
         yield from _checked(hub.rows(loaded, prefix), fields, hub.name, hub.name)
@@ -52,9 +52,9 @@ def rows_of(
 
 
 def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
-    """(file#number, row) for every row, each with `fields` of these types.
+    """(file#number, row) for every row, with the types of `fields` checked.
 
-    Raises DataError that names file and row, also for a file without any.
+    Raises DataError that names file and row, also for an empty file.
     """
     yield from _checked(read_rows(str(path)), fields, str(path), path.name)
 
@@ -73,12 +73,12 @@ def _checked(rows: Iterable[Any], fields: Fields, source: str, name: str) -> Ite
                 raise DataError(got, f"a value of type {expected}", file=source, row=number, field=field)
         yield f"{name}#{number}", dict(row)
     if number < 0:
-        raise DataError("has no row", "at least one", "Write or copy it anew", source)
+        raise DataError("has no rows", "at least one", "Write or copy it again", source)
 
 
-def answer_texts(told: Any, place: str, field: str) -> list[str]:
-    """A row's gold answer or answers as a list. Raises DataError for what is no text, and for an empty one."""
-    texts = [told] if isinstance(told, str) else told
+def answer_texts(answer: Any, place: str, field: str) -> list[str]:
+    """A row's gold answer or answers as a list. Raises DataError for other types than strings, and empty ones."""
+    texts = [answer] if isinstance(answer, str) else answer
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise DataError(f"is {told!r:.80}", "a text or several, none of them empty", file=place, field=field)
+        raise DataError(f"is {answer!r:.80}", "one or more nonempty strings", file=place, field=field)
     return list(texts)

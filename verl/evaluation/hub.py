@@ -1,4 +1,4 @@
-"""Benchmarks that are published as data sets of the Hugging Face hub: loaded by name where no file lies at hand."""
+"""Benchmarks published as data sets on the Hugging Face hub: loaded by name if there is no local file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from huggingface_hub import get_session
 
 from verl.errors import ConfigError
 
-_REACHED_S = 5.0
+_REACH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """A published data set. columns: what we call a field -> what it does; without "id", rows are numbered."""
+    """A published data set. columns: our field name -> its column; without "id", rows are numbered."""
 
     name: str
     columns: Mapping[str, str]
@@ -24,9 +24,9 @@ class HubSet:
     config: str | None = None
 
     def load(self, data_dir: Path) -> Iterable[Mapping[str, Any]]:
-        """All rows. A copy in `data_dir`/owner/name comes before the hub; without a network, what was loaded before.
+        """All rows. A copy in `data_dir`/owner/name takes precedence over the hub; offline, the cache is used.
 
-        Raises ConfigError for what cannot be loaded.
+        Raises ConfigError if loading fails.
         """
         try:
             import datasets  # heavy
@@ -38,31 +38,31 @@ class HubSet:
             if not copy.is_dir():
                 _check_reached(datasets.config)
             loaded: Iterable[Mapping[str, Any]] = datasets.load_dataset(source, self.config, split=self.split)
-        except Exception as error:  # those of the network are its HTTP client's, which changes
+        except Exception as error:  # network errors are those of its HTTP client, which changes
             problem = " ".join(str(error).split())
             raise ConfigError(f"the data set {self.name} cannot be loaded{place} ({problem:.300})") from error
         return loaded
 
     def rows(self, loaded: Iterable[Mapping[str, Any]], prefix: str) -> Iterator[dict[str, Any]]:
-        """The same in our words, with ids that begin with `prefix`. A column that is not there is left out."""
+        """Rows with our field names, and ids that begin with `prefix`. Missing columns are left out."""
         for number, row in enumerate(loaded):
-            told = {ours: _text(row[theirs]) for ours, theirs in self.columns.items() if theirs in row}
-            yield told | {"id": f"{prefix}-{told.get('id', number)}"}
+            renamed = {ours: _text(row[theirs]) for ours, theirs in self.columns.items() if theirs in row}
+            yield renamed | {"id": f"{prefix}-{renamed.get('id', number)}"}
 
 
 def _check_reached(config: Any) -> None:
-    """Raises OSError where nothing answers: the package itself would try for 25 s and more, and tell of every try."""
+    """Raises OSError if the hub is unreachable: the package itself retries for 25 s and more, and logs every retry."""
     if config.HF_HUB_OFFLINE:
         return
     try:
-        get_session().head(config.HF_ENDPOINT, timeout=_REACHED_S)
+        get_session().head(config.HF_ENDPOINT, timeout=_REACH_TIMEOUT_S)
     except Exception as error:  # as above
-        hint = "HF_HUB_OFFLINE=1 takes what was loaded before"
-        raise OSError(f"{config.HF_ENDPOINT} is not reached, {error}; {hint}") from error
+        hint = "set HF_HUB_OFFLINE=1 to use the cache"
+        raise OSError(f"{config.HF_ENDPOINT} is unreachable, {error}; {hint}") from error
 
 
 def _text(value: Any) -> Any:
-    """A number as a text, 27.0 as 27; everything else as it is."""
+    """Numbers as strings, 27.0 as 27; everything else unchanged."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value) if isinstance(value, int | float) else value

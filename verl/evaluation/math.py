@@ -1,6 +1,6 @@
-r"""Problems with short answers, in words alone and with Python: GSM8K, MATH-500, AIME, AMC, OlympiadBench.
+r"""Math problems with short answers, without tools and with Python: GSM8K, MATH-500, AIME, AMC, OlympiadBench.
 
-The answer stands in the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
+The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wro
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: names it goes by; hub: where it is published
+    """files: possible file names; hub: the published data set
 
-    faulty: id -> why no other spelling of its answer would ever be found right
+    faulty: id -> why math-verify would reject every equivalent answer
     """
 
     files: tuple[str, ...]
@@ -37,7 +37,7 @@ _QUESTION = {"problem": "question", "answer": "answer"}
 _SETS: Mapping[str, _Set] = {
     "gsm8k": _Set(
         ("gsm8k_test.jsonl",),
-        "the test set of openai/gsm8k, with what follows #### as the answer",
+        "the test set of openai/gsm8k, with the text after #### as the answer",
         HubSet("openai/gsm8k", _QUESTION, config="main"),
     ),
     "math500": _Set(
@@ -67,29 +67,29 @@ _SETS: Mapping[str, _Set] = {
         },
     ),
 }
-_CALLS = 4  # of Python, unless the setting names another number
-_BEFORE_ANSWER = "####"  # in GSM8K's published rows, behind a solution
+_CALLS = 4  # default limit on Python calls
+_BEFORE_ANSWER = "####"  # in GSM8K's published rows, between solution and answer
 
 
-def math(setting: BenchmarkContext) -> Benchmark:
-    """Every set twice: in one response (math/gsm8k), and with calls of Python (math/gsm8k_python)."""
+def math(context: BenchmarkContext) -> Benchmark:
+    """Every set twice: without tools (math/gsm8k), and with Python calls (math/gsm8k_python)."""
     plain = EpisodeConfig("math", uses_tools=False)
-    calls = _CALLS if setting.max_tool_calls is None else setting.max_tool_calls
+    calls = _CALLS if context.max_tool_calls is None else context.max_tool_calls
     python = EpisodeConfig("math", env="tool", tools=("python",), max_tool_calls=calls)
     categories = [
-        Category(f"math/{name}{suffix}", partial(_tasks, setting, name, asked), play)
-        for suffix, asked, play in (("", _PLAIN, plain), ("_python", _PYTHON, python))
+        Category(f"math/{name}{suffix}", partial(_tasks, context, name, asked), episode)
+        for suffix, asked, episode in (("", _PLAIN, plain), ("_python", _PYTHON, python))
         for name in _SETS
     ]
-    faulty = [f"left out: {row}, {why}" for each in _SETS.values() for row, why in each.faulty.items()]
-    few = "sets of 30 or 40 problems: one answer is worth 2.5 to 3.3 points; let several rollouts of each be averaged"
+    faulty = [f"excluded: {row}, {why}" for each in _SETS.values() for row, why in each.faulty.items()]
+    few = "sets of 30 or 40 problems: one answer is worth 2.5 to 3.3 points; average several rollouts of each (n)"
     return Benchmark("math", tuple(categories), notes=(*faulty, few))
 
 
-def _tasks(setting: BenchmarkContext, name: str, asked: str) -> list[Task]:
+def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
     one = _SETS[name]
     hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
-    rows = rows_of(setting, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
+    rows = rows_of(context, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
     return [
         Task(
             row["id"],
@@ -103,5 +103,5 @@ def _tasks(setting: BenchmarkContext, name: str, asked: str) -> list[Task]:
 
 
 def _short(answer: str | list[str]) -> str | list[str]:
-    """A gold answer without the solution in front of it."""
+    """A gold answer without the preceding solution."""
     return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer

@@ -1,7 +1,7 @@
-"""Which benchmark tasks a model was trained on: a figure over those measures memorization.
+"""Train-test overlap: the benchmark tasks that a model was trained on. Scores on those measure memorization.
 
-A training run writes what it trains on to `train_tasks.jsonl` in its folder and in every exported model, one line
-{"env", "task": its name, "digest": of the user messages} a task. An evaluation compares its tasks with the model's.
+A training run writes its tasks to `train_tasks.jsonl` in its folder and in every exported model, one line per task:
+{"env", "task": its name, "digest": of the user messages}. An evaluation compares its tasks with the model's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 class Trace(NamedTuple):
-    """What a task is recognised by: in an environment its name, anywhere the user messages."""
+    """Identity of a task: its name within an environment, and a digest of the user messages."""
 
     env: str
     task: str
@@ -34,20 +34,20 @@ class Trace(NamedTuple):
 
 
 def trace_of(task: Task) -> Trace:
-    """User messages are compared without case and white space; system prompts differ between files and are left out,
-    unless the user says nothing. A prompt without text has the digest "", which equals no other.
+    """User messages are compared ignoring case and white space; system prompts differ between files and are ignored
+    unless there is no user text. A prompt without text has the digest "", which matches no other.
 
-    The name is the environment's own, whatever file the task came from.
+    The name is the environment's own, independent of the task's file.
     """
     env, own = task.env or _SINGLE_TURN, task.extra.get("id")
     name = own if env != _SINGLE_TURN and isinstance(own, str) else task.id
-    asked = _text(each for each in task.prompt if each.role == "user") or _text(task.prompt)
-    digest = hashlib.sha256(asked.encode("utf-8", "backslashreplace")).hexdigest()[:16] if asked else ""
+    text = _text(each for each in task.prompt if each.role == "user") or _text(task.prompt)
+    digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16] if text else ""
     return Trace(env, name, digest)
 
 
 def _text(messages: Iterable[Message]) -> str:
-    """The contents, without case and repeated white space."""
+    """The contents in lower case, with white space collapsed."""
     return "\n".join(" ".join(each.content.lower().split()) for each in messages).strip()
 
 
@@ -59,7 +59,7 @@ class TrainTasks:
 
     @classmethod
     def of(cls, tasks: Iterable[Task], before: TrainTasks) -> Self:
-        """before: what the model that training starts from was trained on"""
+        """before: the training tasks of the initial model"""
         return cls(tuple(dict.fromkeys((*before.traces, *map(trace_of, tasks)))))
 
     @cached_property
@@ -71,20 +71,20 @@ class TrainTasks:
         return frozenset((each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN)
 
     def has(self, task: Task) -> bool:
-        """Whether the task was trained on, or another with the same user messages."""
+        """Whether the task, or one with the same user messages, was trained on."""
         trace = trace_of(task)
         return trace.digest in self._digests or (trace.env, trace.task) in self._names
 
     def write(self, path: Path) -> None:
-        """One line a task, whole or not at all."""
+        """One line per task, written atomically."""
         with replacing(path) as unfinished:
             unfinished.write_text("".join(json.dumps(each._asdict()) + "\n" for each in self.traces), encoding="utf-8")
 
     @classmethod
     def read(cls, model: str | None) -> Self:
-        """What the model in a folder was trained on; nothing of a hub name, and of a folder without the file.
+        """The training tasks of the model in a folder; empty for a hub name and for a folder without the file.
 
-        Raises DataError for a file that cannot be read.
+        Raises DataError for an invalid file.
         """
         path = Path(str(model)) / TRAIN_TASKS
         if not path.is_file():
@@ -93,15 +93,15 @@ class TrainTasks:
             return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_rows(path)))
         except (ValueError, KeyError, TypeError) as error:
             expected = ", ".join(Trace._fields)
-            raise DataError(f"is no list of trained tasks ({error!r})", expected, file=str(path)) from error
+            raise DataError(f"is not a list of training tasks ({error!r})", expected, file=str(path)) from error
 
 
 def check_overlap(
     trained: TrainTasks, asked: Sequence[tuple[Category, Sequence[Task]]], model: str, allow: str | None
 ) -> list[str]:
-    """Compares the tasks of categories with those that `model` was trained on. Returns what a reader must know.
+    """Compares the tasks of categories with the training tasks of `model`. Returns one line per overlapping category.
 
-    allow: the setting that lets them pass; None where it is set. Raises ConfigError unless it is
+    allow: name of the context that permits overlap; None if it is set. Raises ConfigError for overlap unless permitted
     """
     found = []
     for category, tasks in asked:
@@ -112,7 +112,7 @@ def check_overlap(
             found.append(f"{counted} ({shown})")
     if found and allow is not None:
         raise ConfigError(
-            f"{'; '.join(found)}. Evaluate on tasks that were held out (of BFCL's multi-turn scenarios bfcl_multi_turn "
-            f"has those that the train split leaves out), or set {allow} to report figures over them all the same"
+            f"{'; '.join(found)}. Evaluate on held-out tasks (of BFCL's multi-turn scenarios bfcl_multi_turn has those "
+            f"that are not in the train split), or set {allow} to report scores on them anyway"
         )
     return found

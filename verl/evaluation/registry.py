@@ -1,6 +1,6 @@
-"""The benchmarks by name. `bfcl` is all of one, `bfcl/simple_python` a category; a path is a data file of training.
+"""Benchmarks by name. `bfcl` is a whole benchmark, `bfcl/simple_python` a category; a path is a training data file.
 
-Your own is `package.module:function` or `path/to/file.py:function`, and `..:function/category` one of its categories.
+Your own is `package.module:function` or `path/to/file.py:function`; `..:function/category` is one of its categories.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ConfigError for no name, one that is given twice, or one of no benchmark; categories are not looked at."""
+    """Raises ConfigError for an empty list, a duplicate, or an unknown benchmark; categories are not checked."""
     if not names:
-        raise ConfigError("benchmarks is not set; give some as [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
+        raise ConfigError("benchmarks is not set; use for example [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
     if len(set(names)) < len(names):
-        raise ConfigError(f"benchmarks names something twice: {', '.join(names)}")
+        raise ConfigError(f"benchmarks has duplicates: {', '.join(names)}")
     for whole in _by_benchmark(names):
         if not whole.endswith(_DATA_SUFFIXES):
             resolve("benchmark", whole, BENCHMARKS)
 
 
-def build_benchmarks(names: Sequence[str], setting: BenchmarkContext) -> list[Benchmark]:
-    """The benchmarks, each with the categories that are asked for, in the order in which they are first named.
+def build_benchmarks(names: Sequence[str], context: BenchmarkContext) -> list[Benchmark]:
+    """The benchmarks, each with the requested categories, in order of first appearance.
 
-    Raises ConfigError for a category that is unknown, and for two categories or benchmarks of one name.
+    Raises ConfigError for an unknown category, and for two categories or benchmarks with the same name.
     """
-    benchmarks = [_build(whole, parts, setting) for whole, parts in _by_benchmark(names).items()]
+    benchmarks = [_build(whole, parts, context) for whole, parts in _by_benchmark(names).items()]
     categories = [category.name for benchmark in benchmarks for category in benchmark.categories]
     for taken in ([benchmark.name for benchmark in benchmarks], categories):
         for name in taken:
             if taken.count(name) > 1:
-                raise ConfigError(f"two of the benchmarks have the name {name!r}; rename one, or name two outputs")
+                raise ConfigError(f"two benchmarks have the name {name!r}; rename one, or use two outputs")
     return benchmarks
 
 
@@ -58,19 +58,19 @@ def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _whole(name: str) -> str:
-    """Without the category; in path/to/file.py:attribute/category that stands behind the colon."""
+    """The benchmark's name without the category; in path/to/file.py:attribute/category it follows the colon."""
     if name.endswith(_DATA_SUFFIXES):
         return name
     place, colon, rest = name.rpartition(":")
     return place + colon + rest.partition("/")[0]
 
 
-def _build(name: str, parts: Sequence[str], setting: BenchmarkContext) -> Benchmark:
-    """The benchmark with the categories that `parts` name; with all if one of them is its own name."""
+def _build(name: str, parts: Sequence[str], context: BenchmarkContext) -> Benchmark:
+    """The benchmark with the categories in `parts`; with all of them if its own name is among `parts`."""
     if name.endswith(_DATA_SUFFIXES):
-        return rows_benchmark(name, setting)
+        return rows_benchmark(name, context)
     make: Callable[[BenchmarkContext], Benchmark] = resolve("benchmark", name, BENCHMARKS)
-    benchmark = make(setting)
+    benchmark = make(context)
     if name in parts:
         return benchmark
     known = {category.name: category for category in benchmark.categories}

@@ -1,4 +1,4 @@
-"""From records to figures: per category, per aggregate, and as differences of two models on the same tasks."""
+"""From records to scores: per category, per aggregate, and as differences of two models on the same tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.evaluation.base import Benchmark, Category
 from verl.evaluation.records import NOT_ASKED
-from verl.evaluation.stats import Figure, aggregate, estimate
+from verl.evaluation.stats import Estimate, aggregate, estimate
 from verl.types import Task
 
 Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
@@ -21,7 +21,7 @@ CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A model's answers to everything that was asked, where they are kept, and what they depend on."""
+    """A model's answers to all tasks, their folder, and the settings they depend on."""
 
     name: str
     folder: Path
@@ -29,35 +29,35 @@ class Evaluated:
     answers: Mapping[str, Answers]  # by category
 
 
-def figures_of(benchmark: Benchmark, answers: Mapping[str, Answers], resamples: int) -> dict[str, Figure]:
+def scores_of(benchmark: Benchmark, answers: Mapping[str, Answers], resamples: int) -> dict[str, Estimate]:
     """By category and aggregate: the mean over tasks, each the mean of its n rollouts."""
     return _with_aggregates(benchmark, _per_task(answers), resamples)
 
 
 def differences(
     benchmark: Benchmark, answers: Mapping[str, Answers], base: Mapping[str, Answers], resamples: int
-) -> dict[str, Figure]:
-    """By category and aggregate: model less base, task by task. Both have answered the same tasks, in this order."""
+) -> dict[str, Estimate]:
+    """By category and aggregate: model minus base, paired by task. Both must have the same tasks in the same order."""
     ours, theirs = _per_task(answers), _per_task(base)
-    less = {name: [mine - other for mine, other in zip(ours[name], theirs[name], strict=True)] for name in ours}
-    return _with_aggregates(benchmark, less, resamples)
+    paired = {name: [mine - other for mine, other in zip(ours[name], theirs[name], strict=True)] for name in ours}
+    return _with_aggregates(benchmark, paired, resamples)
 
 
 def _in_common(answers: Mapping[str, Answers], others: Mapping[str, Answers]) -> dict[str, Answers]:
-    """Those of the answers to tasks that the others have answered, too."""
+    """The answers to tasks that are also in `others`."""
     known = {name: {rows[0]["digest"] for rows in found} for name, found in others.items()}
     return {name: [rows for rows in found if rows[0]["digest"] in known[name]] for name, found in answers.items()}
 
 
 def _per_task(answers: Mapping[str, Answers]) -> dict[str, list[float]]:
-    return {name: [_mean([row["figure"] for row in rows]) for rows in found] for name, found in answers.items()}
+    return {name: [_mean([row["metric_value"] for row in rows]) for rows in found] for name, found in answers.items()}
 
 
 def _with_aggregates(
     benchmark: Benchmark, per_task: Mapping[str, Sequence[float]], resamples: int
-) -> dict[str, Figure]:
-    figures = {name: estimate(name, values, resamples) for name, values in per_task.items() if values}
-    return figures | aggregate(benchmark.aggregates, figures)
+) -> dict[str, Estimate]:
+    scores = {name: estimate(name, values, resamples) for name, values in per_task.items() if values}
+    return scores | aggregate(benchmark.aggregates, scores)
 
 
 def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples: int) -> dict[str, Any]:
@@ -65,50 +65,50 @@ def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples:
     names = [category.name for category in benchmark.categories]
     tasks = {category.name: len(found) for category, found in asked if category.name in names}
     answers = {name: model.answers[name] for name in tasks}
-    figures = figures_of(benchmark, answers, resamples)
+    scores = scores_of(benchmark, answers, resamples)
     return {
         "benchmark": benchmark.name,
         "model": model.name,
         "settings": model.settings,
         "categories": {
-            category.name: _category(category, answers[category.name], tasks[category.name], figures[category.name])
+            category.name: _category(category, answers[category.name], tasks[category.name], scores[category.name])
             for category in benchmark.categories
-            if category.name in figures
+            if category.name in scores
         },
         "aggregates": {
             each.name: {
-                "figure": figures[each.name].told(),
-                "rows": figures[each.name].num_rows,
+                "score": scores[each.name].as_dict(),
+                "rows": scores[each.name].num_rows,
                 "formula": each.formula,
             }
             for each in benchmark.aggregates
-            if each.name in figures
+            if each.name in scores
         },
         "notes": [*benchmark.notes, *_not_asked(answers)],
     }
 
 
 def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
-    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`: all on the tasks of both.
+    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`, on their common tasks.
 
-    What a reader of one model's figures must know stands beside differences, too.
+    Includes the notes of the single-model report.
     """
     names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
     ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)
-    of_model, of_base = (figures_of(benchmark, each, resamples) for each in (ours, theirs))
+    of_model, of_base = (scores_of(benchmark, each, resamples) for each in (ours, theirs))
     found = differences(benchmark, ours, theirs, resamples)
     return {
         "benchmark": benchmark.name,
         "model": model.name,
         "base": base.name,
         "settings": {"model": model.settings, "base": base.settings},
-        "plays": {category.name: asdict(category.play) for category in benchmark.categories},
-        "figures": {
+        "episodes": {category.name: asdict(category.episode) for category in benchmark.categories},
+        "scores": {
             name: {
-                "model": of_model[name].told(),
-                "base": of_base[name].told(),
-                "difference": difference.told(),
+                "model": of_model[name].as_dict(),
+                "base": of_base[name].as_dict(),
+                "difference": difference.as_dict(),
                 "rows": difference.num_rows,
             }
             for name, difference in found.items()
@@ -117,7 +117,7 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
         "notes": [
             *benchmark.notes,
             *(
-                f"{name} is {model.settings[name]}, the base's {base.settings[name]}: the models' own room cuts it"
+                f"{name} is {model.settings[name]}, the base's {base.settings[name]}: limited by each model's context"
                 for name in ("max_prompt_length", "max_response_length")
                 if model.settings[name] != base.settings[name]
             ),
@@ -125,13 +125,13 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
     }
 
 
-def _category(category: Category, found: Answers, num_tasks: int, figure: Figure) -> dict[str, Any]:
-    """`missing` tasks had no answer for no fault of the model, and are in no figure."""
+def _category(category: Category, found: Answers, num_tasks: int, score: Estimate) -> dict[str, Any]:
+    """`missing` tasks failed for infrastructure reasons and are excluded from the score."""
     rows = [row for task in found for row in task]
     answered = [row for row in rows if row["stop_reason"] != NOT_ASKED]
     parts = sorted({name for row in answered for name in row["score"]["parts"]})
     calls = sum(len(row["tool_uses"]) for row in answered)
-    right = [[row["figure"] >= _RIGHT for row in task] for task in found]
+    right = [[row["metric_value"] >= _RIGHT for row in task] for task in found]
     several = {
         "pass@n": _mean([any(task) for task in right]),
         "pass^n": _mean([all(task) for task in right]),
@@ -140,8 +140,8 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
     productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
         "metric": category.metric,
-        "play": asdict(category.play),
-        "figure": figure.told(),
+        "episode": asdict(category.episode),
+        "score": score.as_dict(),
         **(several if len(found[0]) > 1 else {}),
         "rows": len(found),
         "missing": num_tasks - len(found),
@@ -157,16 +157,16 @@ def _category(category: Category, found: Answers, num_tasks: int, figure: Figure
 
 
 def _pass_hat(right: Sequence[Sequence[bool]], k: int) -> float:
-    """The chance that k of a task's n rollouts, drawn without putting back, are all right (arXiv 2406.12045)."""
+    """Probability that k of a task's n rollouts, drawn without replacement, are all right (arXiv 2406.12045)."""
     return _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
 
 
 def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:
-    """Why some prompts are wrong without an answer, a line for each category that has such."""
+    """One line per category with prompts that count as wrong without generation, with the first reason."""
     for name, found in answers.items():
         problems = [task[0]["problem"] for task in found if task[0]["stop_reason"] == NOT_ASKED]
         if problems:
-            yield f"{name}: {len(problems)} prompts count as wrong without being asked; the first: {problems[0]}"
+            yield f"{name}: {len(problems)} prompts count as wrong without generation; the first: {problems[0]}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Any data file of training as a benchmark: every row in its own words, judged by a reward of training."""
+"""Any training data file as a benchmark: prompts verbatim, scored by a training reward."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from verl.utils.reward_score.base import LabReward, build_reward
 from verl.utils.reward_score.rewards import named_reward
 
 
-def rows_benchmark(path: str, setting: BenchmarkContext) -> Benchmark:
-    """Rows of a file, each a prompt and one response, judged by the reward of the setting or the row's own.
+def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
+    """Rows of a file, each a prompt and one response, scored by the context's reward or the row's own.
 
-    The figure is the share of responses with the highest reward, or the mean reward where the setting's names no
-    highest one. Raises ConfigError for a reward that cannot be made.
+    The score is the share of responses with the maximum reward, or the mean reward if the context's reward has no known
+    maximum. Raises ConfigError for a reward that cannot be built.
     """
-    name = Path(path).name  # with its suffix, so that its figures take no other file's place
-    play = EpisodeConfig(setting.reward, setting.reward_options, uses_tools=False)
-    metric = EXACT if isinstance(build_reward(setting.reward, setting.reward_options), LabReward) else "total"
+    name = Path(path).name  # with its suffix, so that files with the same stem have separate results
+    episode = EpisodeConfig(context.reward, context.reward_options, uses_tools=False)
+    metric = EXACT if isinstance(build_reward(context.reward, context.reward_options), LabReward) else "total"
     tasks = cache(partial(_read, path, metric))
     return Benchmark(
         name,
-        (Category(name, tasks, play, metric),),
-        notes=(f"{name}: rows of {path}, scored by {setting.reward}",),
+        (Category(name, tasks, episode, metric),),
+        notes=(f"{name}: rows of {path}, scored by {context.reward}",),
         files=lambda: (str(tasks().report),),
     )
 
@@ -36,14 +36,14 @@ def _read(path: str, metric: str) -> TaskSet:
     try:
         tasks = TaskSet(path)
     except DataError as error:
-        raise error if error.row is None else replace(error, hint="Correct the row: none is left out here") from None
+        raise error if error.row is None else replace(error, hint="Correct the row: no row is skipped here") from None
     for task in tasks:
         if task.env not in (None, "single_turn"):
-            raise DataError(f"{task.env!r} is not played here", "single_turn", field="env").of_row(task.id)
+            raise DataError(f"{task.env!r} is not supported here", "single_turn", field="env").of_row(task.id)
         if metric == EXACT and task.reward is not None and not isinstance(named_reward(task.reward), LabReward):
             raise DataError(
-                f"{task.reward!r} names no highest reward, by which the figure of the other rows goes",
-                hint="Put the rows into a file of their own",
+                f"{task.reward!r} has no known maximum, which the metric of the other rows needs",
+                hint="Put the rows into a separate file",
                 field="reward",
             ).of_row(task.id)
     return tasks

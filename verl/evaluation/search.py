@@ -1,7 +1,6 @@
-"""Questions that want looking up: Bamboogle (arXiv 2210.03350), HotpotQA (1809.09600), NQ-Open (1906.00300).
+"""Search-based QA: Bamboogle (arXiv 2210.03350), HotpotQA (1809.09600), NQ-Open (1906.00300).
 
-The tool is BM25 over the passages in data_dir, or whatever `BenchmarkContext.search` says: a dense index, a /retrieve
-server.
+The tool is BM25 over the passages in data_dir, or set by `BenchmarkContext.search`: a dense index, a /retrieve server.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from verl.types import Message, Task
 _ASK = Message(
     "system",
     "Answer the user's question. Look up what you do not know for sure with the search tool, as often as you need. End "
-    "with the answer itself, a few words without a sentence around them, as in <answer>Marie Curie</answer>.",
+    "with the answer itself, a few words without a sentence around them, "  # words: allowed
+    "as in <answer>Marie Curie</answer>.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: names it goes by; hub: where it is published, if it is; question, golds: fields of its rows"""
+    """files: possible file names; hub: the published data set, if any; question, golds: fields of its rows"""
 
     files: tuple[str, ...]
     source: str
@@ -64,53 +64,53 @@ _SETS: Mapping[str, _Set] = {
 }
 _COVERAGE = (
     "share of questions with a gold answer in the ten best of the 7,119 passages: hotpotqa_100 .77, hotpotqa_dev .09, "
-    "nq_open .07, bamboogle .06; the figures of the last three tell what the model knows, not how it searches, unless "
+    "nq_open .07, bamboogle .06; the scores of the last three measure the model's knowledge, not its search, unless "
     "`search` names a server with all of Wikipedia"
 )
 
 
-def bamboogle(setting: BenchmarkContext) -> Benchmark:
-    """125 questions of two hops: up to three calls (or `setting`'s) and the answer, as ToolRL plays them."""
-    compared = "ToolRL's figures are a GPT-4o judge's, over the five best results of a web search"
-    categories = (_category(setting, "bamboogle", _play(setting, 3)),)
-    return Benchmark("bamboogle", categories, notes=(compared, *_notes(setting)))
+def bamboogle(context: BenchmarkContext) -> Benchmark:
+    """125 two-hop questions: up to three calls (or the context's limit) and the answer, as in ToolRL."""
+    compared = "ToolRL's scores are from a GPT-4o judge, with the top five results of a web search"
+    categories = (_category(context, "bamboogle", _episode(context, 3)),)
+    return Benchmark("bamboogle", categories, notes=(compared, *_notes(context)))
 
 
-def search(setting: BenchmarkContext) -> Benchmark:
-    """HotpotQA and NQ-Open: up to four calls (or `setting`'s) and the answer, as Search-R1 plays them."""
-    play = _play(setting, 4)
+def search(context: BenchmarkContext) -> Benchmark:
+    """HotpotQA and NQ-Open: up to four calls (or the context's limit) and the answer, as in Search-R1."""
+    episode = _episode(context, 4)
     names = [name for name in _SETS if name.startswith("search/")]
-    return Benchmark("search", tuple(_category(setting, name, play) for name in names), notes=_notes(setting))
+    return Benchmark("search", tuple(_category(context, name, episode) for name in names), notes=_notes(context))
 
 
-def _category(setting: BenchmarkContext, name: str, play: EpisodeConfig) -> Category:
-    return Category(name, partial(_tasks, setting, name), play, "judge" if setting.judge else "exact_match")
+def _category(context: BenchmarkContext, name: str, episode: EpisodeConfig) -> Category:
+    return Category(name, partial(_tasks, context, name), episode, "judge" if context.judge else "exact_match")
 
 
-def _play(setting: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
-    calls = usual_calls if setting.max_tool_calls is None else setting.max_tool_calls
-    options = setting.search or {"corpus": str(_corpus(setting))}
+def _episode(context: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
+    calls = usual_calls if context.max_tool_calls is None else context.max_tool_calls
+    options = context.search or {"corpus": str(_corpus(context))}
     return EpisodeConfig(
         "qa",
-        {"judge": dict(setting.judge)} if setting.judge else {},
+        {"judge": dict(context.judge)} if context.judge else {},
         env="tool",
         tools=({"name": "search", **options},),
         max_tool_calls=calls,
     )
 
 
-def _corpus(setting: BenchmarkContext) -> Path:
+def _corpus(context: BenchmarkContext) -> Path:
     hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
-    return find_file(setting.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), hint)
+    return find_file(context.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), hint)
 
 
-def _notes(setting: BenchmarkContext) -> tuple[str, ...]:
-    """What the passages hold, where they are searched, and who judges."""
-    judged = (f"judged by {setting.judge['model']}",) if "model" in setting.judge else ()
-    return judged if setting.search else (_COVERAGE, *judged)
+def _notes(context: BenchmarkContext) -> tuple[str, ...]:
+    """Notes on the passages' coverage, if they are searched, and on the judge."""
+    judged = (f"judged by {context.judge['model']}",) if "model" in context.judge else ()
+    return judged if context.search else (_COVERAGE, *judged)
 
 
-def _tasks(setting: BenchmarkContext, name: str) -> list[Task]:
+def _tasks(context: BenchmarkContext, name: str) -> list[Task]:
     one = _SETS[name]
     fields: Fields = {one.question: str, one.golds: (str, list)}
     hint = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
@@ -121,5 +121,5 @@ def _tasks(setting: BenchmarkContext, name: str) -> list[Task]:
             json.dumps(answer_texts(row[one.golds], place, one.golds)),
             name,
         )
-        for place, row in rows_of(setting, one.files, one.hub, name, fields, hint)
+        for place, row in rows_of(context, one.files, one.hub, name, fields, hint)
     ]

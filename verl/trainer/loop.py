@@ -248,8 +248,8 @@ class TrainingRun:
     def _score(self) -> float | None:
         """What the best checkpoint is chosen by: the first validation set's mean reward, else the first benchmark."""
         totals = [value for name, value in self.after.items() if name.startswith("val/") and name.endswith("/total")]
-        figures = [value for name, value in self.after.items() if name.startswith("eval/") and name.endswith("/figure")]
-        return next(iter((*totals, *figures)), None)
+        scores = [value for name, value in self.after.items() if name.startswith("eval/") and name.endswith("/score")]
+        return next(iter((*totals, *scores)), None)
 
     def _memory(self) -> dict[str, float]:
         now = {
@@ -319,7 +319,7 @@ def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     sets: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         kind, rest = name.split("/", 1)
-        chosen, metric = rest.split("/", 1) if kind == "val" else ("benchmarks", rest.removesuffix("/figure"))
+        chosen, metric = rest.split("/", 1) if kind == "val" else ("benchmarks", rest.removesuffix("/score"))
         sets.setdefault(chosen, {})[metric] = value
     return sets
 

@@ -15,7 +15,7 @@ from verl.data.chat import ChatTemplate
 from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.handlers import env_of
 from verl.evaluation.registry import build_benchmarks
-from verl.evaluation.report import Answers, figures_of
+from verl.evaluation.report import Answers, scores_of
 from verl.evaluation.runner import Runner
 from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
@@ -41,16 +41,16 @@ class EvalTask:
 
 
 @dataclass
-class _Figures:
-    """Answers in memory: what `verl.evaluation.records.Records` keeps on disk, as far as figures need it."""
+class _Scores:
+    """Answers in memory: what `verl.evaluation.records.Records` keeps on disk, as far as scores need it."""
 
     rows: list[list[dict[str, Any]]] = field(default_factory=list)  # [tasks][1]
 
-    def add(self, group: TrajectoryGroup, figures: Sequence[float]) -> None:
-        self.rows.append([{"figure": figure} for figure in figures])
+    def add(self, group: TrajectoryGroup, values: Sequence[float]) -> None:
+        self.rows.append([{"metric_value": value} for value in values])
 
     def add_unasked(self, task: Task, problem: str) -> None:
-        self.rows.append([{"figure": 0.0}])
+        self.rows.append([{"metric_value": 0.0}])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class OnlineEvaluator:
         with ExitStack() as stack:
             scorers: dict[str, ScoringPool] = {}
             for exam in self.exams:
-                play, name = exam.category.play, exam.category.name
+                play, name = exam.category.episode, exam.category.name
                 reward = json.dumps([play.reward, dict(play.reward_options)])
                 if reward not in scorers:
                     pool = ScoringPool(play.reward, play.reward_options, self.num_scorers, self.limits)
@@ -83,12 +83,12 @@ class OnlineEvaluator:
                     metrics[f"eval/{name}/missing"] = len(exam.tasks) - len(answers[name])
         for benchmark in self.benchmarks:
             own = {each.name: answers[each.name] for each in benchmark.categories}
-            figures = figures_of(benchmark, own, _RESAMPLES)
-            metrics |= {f"eval/{name}/figure": figure.mean for name, figure in figures.items()}
+            scores = scores_of(benchmark, own, _RESAMPLES)
+            metrics |= {f"eval/{name}/score": score.mean for name, score in scores.items()}
         return metrics
 
     async def _play(self, exam: EvalTask, rollout: GroupRollout) -> Answers:
-        play, kept = exam.category.play, _Figures()
+        play, kept = exam.category.episode, _Scores()
         rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # benchmarks are never cut
         rewards = build_rewards(play.reward, play.reward_options)
         prompt_ids = prompt_fn(exam.episode_runner, rollout.chat)
@@ -121,7 +121,7 @@ def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
         EvalTask(
             category,
             category.first(config.trainer.eval_limit),
-            _episode_runner(category.play, config, chat),
+            _episode_runner(category.episode, config, chat),
         )
         for benchmark in benchmarks
         for category in benchmark.categories

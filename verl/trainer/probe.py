@@ -54,7 +54,7 @@ _FREE = {  # what rollouts do not depend on
 
 
 async def probe(config: ProbeConfig, console: Console) -> None:
-    """Rolls out what was not rolled out yet; writes and prints figures, advice, and a line for every row."""
+    """Rolls out what was not rolled out yet; writes and prints statistics, advice, and a line for every row."""
     assert config.data is not None
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     lengths = response_lengths(config)
@@ -121,8 +121,8 @@ async def _ask(
         engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
         rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
         prompt_ids, longest = prompt_fn(episode_runner, chat), response_lengths(config)[0]
-        most_faults = told.max_fault_share * len(tasks)
-        runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, most_faults=most_faults)
+        max_faults = told.max_fault_share * len(tasks)
+        runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, max_faults=max_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
         faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
@@ -156,7 +156,7 @@ def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
 def _found(
     tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(all figures, a line for every row). Raises DataError where no row could be rolled out."""
+    """(all statistics, a line for every row). Raises DataError where no row could be rolled out."""
     answered = [(task, group) for task in tasks for group in records.of([task])]
     asked = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
     if not asked:
