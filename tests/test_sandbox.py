@@ -480,14 +480,14 @@ def test_without_bubblewrap_the_error_says_what_to_do(monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_isolation_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="docker: it is bubblewrap or none"):
+    with pytest.raises(ConfigError, match="docker: must be bubblewrap or none"):
         LocalSandbox(isolation="docker")  # type: ignore[arg-type]
 
 
 def test_no_isolation_warns(caplog: pytest.LogCaptureFixture) -> None:
     LocalSandbox(isolation="none")
     assert len(caplog.records) == 1
-    assert "untrusted code runs with the rights of this user" in caplog.text
+    assert "untrusted code has this user's permissions" in caplog.text
 
 
 def test_a_bubblewrap_that_does_not_work_is_a_service_that_is_down(

@@ -58,7 +58,7 @@ def test_an_idle_process_that_is_lost(
 
     asyncio.run(in_sandbox(lose))
     if number == signal.SIGSTOP and who != "bwrap":
-        assert re.search(r"fork server \d+ of the sandbox: no sign of life .*stopped: python\S* \d+", caplog.text)
+        assert re.search(r"sandbox fork server \d+: no heartbeat .*stopped: python\S* \d+", caplog.text)
 
 
 def test_a_supervisor_that_is_stopped_while_code_runs(
@@ -75,13 +75,13 @@ def test_a_supervisor_that_is_stopped_while_code_runs(
         for process in tree()["fork server"].children():
             process.suspend()
         started = time.monotonic()
-        with pytest.raises(ServiceDownError, match="a session's supervisor ended without an answer"):
+        with pytest.raises(ServiceDownError, match="a session's supervisor exited without an answer"):
             await waits
         assert time.monotonic() - started < NOTICED_S
         assert (await session.run("2")).stdout == "2\n"
 
     asyncio.run(in_sandbox(stop))
-    assert "no sign of life" in caplog.text
+    assert "no heartbeat" in caplog.text
 
 
 def test_a_long_execution_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:

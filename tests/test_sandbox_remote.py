@@ -380,4 +380,4 @@ def test_without_bubblewrap_the_server_says_what_to_do() -> None:
         command, cwd=ROOT, env=os.environ | {"PATH": "/nowhere"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "error: sandbox.isolation=bubblewrap: no program `bwrap`. apt-get install bubblewrap" in done.stderr
+    assert "error: sandbox.isolation=bubblewrap: `bwrap` not found. apt-get install bubblewrap" in done.stderr

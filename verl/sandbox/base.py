@@ -1,4 +1,4 @@
-"""What a sandbox is: code in, what it printed out. Whatever the code does, only `Execution` comes back."""
+"""The sandbox interface: code in, output out. Whatever the code does, only an `Execution` is returned."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one execution may use; what exceeds is killed as a group."""
+    """Limits per execution; an execution that exceeds one is killed with all of its processes."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
     memory_mib: int = 1024
     processes: int = 32
-    file_mib: int = 16  # of all that it writes
-    output_kib: int = 256  # of stdout, and of stderr; the rest is dropped
+    file_mib: int = 16  # total size of written files
+    output_kib: int = 256  # for stdout and stderr each; the rest is dropped
 
 
 class Status(StrEnum):
     """How an execution ended."""
 
     FINISHED = "finished"  # with exit code 0
-    ERROR = "error"  # the code's own: another exit code, a signal, out of memory
+    ERROR = "error"  # nonzero exit code, signal, out of memory
     TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of one piece of code."""
+    """The result of one execution."""
 
     status: Status
     stdout: str
     stderr: str
-    return_code: int | None  # None where it was killed
+    return_code: int | None  # None if killed
     seconds: float
-    files: Mapping[str, bytes] = field(default_factory=dict)  # those that were asked for
+    files: Mapping[str, bytes] = field(default_factory=dict)  # the requested ones
 
 
 class Session(Protocol):
-    """An interpreter that keeps its variables between pieces of code."""
+    """An interpreter that keeps its variables between calls."""
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        """Run it; a session that was killed by a limit starts anew with the next piece."""
+        """Run code; after a limit killed the session, the next call starts a fresh interpreter."""
 
     async def close(self) -> None:
-        """End its process."""
+        """Terminate its process."""
 
 
 class Sandbox(Protocol):
-    """Runs code, many pieces at a time. Raises verl.errors.ServiceDownError where it is itself out of order."""
+    """Runs code concurrently. Raises verl.errors.ServiceDownError if the sandbox itself fails."""
 
     async def run(
         self,
         code: str,
         language: str = "python",  # python | bash
         stdin: str = "",
-        files: Mapping[str, bytes] | None = None,  # paths in the working folder
-        fetch: Sequence[str] = (),  # files to bring back
+        files: Mapping[str, bytes] | None = None,  # paths relative to the working folder
+        fetch: Sequence[str] = (),  # files to return
         limits: Limits | None = None,
     ) -> Execution:
-        """One piece of code in a process of its own that sees nothing of any other."""
+        """Run code in its own process, isolated from all others."""
 
     async def session(self) -> Session:
-        """A fresh interpreter of its own."""
+        """Start a fresh interpreter."""
 
     async def close(self) -> None:
-        """End every process."""
+        """Terminate all processes."""

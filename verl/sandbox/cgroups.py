@@ -1,11 +1,11 @@
-"""The kernel's own limits of memory and processes, and its count of processor time: a cgroup for each supervisor.
+"""Kernel limits on memory and processes, and CPU time accounting: one cgroup per supervisor.
 
-Version 2 is used where its controllers can be had below the cgroup that this process is in, or beside it; else version
-1, for which root is needed, with what a version 2 hierarchy without controllers gives beside it (cgroup.freeze). The
-limits of the cgroup that this process is in hold for executions too.
+Version 2 is used if its controllers are available below or beside the cgroup of this process; else version 1, which
+needs root, together with cgroup.freeze of a version 2 hierarchy without controllers. The limits of this process's own
+cgroup apply to executions too.
 
-A pool's folders are named after its process, which holds a lock on them: a pool that was killed leaves folders without
-a lock, which the next one removes.
+A pool's folders are named after its process, which holds a lock on them: a pool that was killed leaves unlocked
+folders, which the next one removes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CONTROLLERS = ("memory", "pids")  # of version 2, which counts processor time without one
-HIERARCHIES = ("memory", "pids", "cpuacct")  # of version 1
-CELL = "cell"  # the processes of a session, which are frozen between its cells
+CONTROLLERS = ("memory", "pids")  # version 2, which accounts CPU time without a controller
+HIERARCHIES = ("memory", "pids", "cpuacct")  # version 1
+CELL = "cell"  # cgroup of a session's processes, frozen between cells
 NAME = "verl-sandbox"
-REMOVE_S = 5.0  # for processes that were killed to be gone
+REMOVE_S = 5.0  # for killed processes to disappear
 JOIN_S = 10.0
 HINT = (
     "run as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND; a container needs a "
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Files:
-    """One cgroup's files; their purposes are those of inside/cgroup.py."""
+    """One cgroup's files; purposes as in inside/cgroup.py."""
 
-    folders: tuple[Path, ...]  # to make, outer ones first
-    settings: dict[Path, str]  # written once, as far as the file exists
+    folders: tuple[Path, ...]  # to create, outer ones first
+    settings: dict[Path, str]  # written once, if the file exists
     opened: tuple[tuple[str, Path], ...]  # purpose, file
 
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Where cgroups can be made.
+    """Where cgroups can be created.
 
-    bases:   the folder of each hierarchy that we need: of version 2 the one, of version 1 those of HIERARCHIES
-    freezer: of version 1, the folder of a version 2 hierarchy beside it
+    bases:   the folder of each hierarchy: a single one for version 2, those of HIERARCHIES for version 1
+    freezer: version 1 only: the folder of an additional version 2 hierarchy
     """
 
     version: int
@@ -58,7 +58,7 @@ class Cgroups:
 
     @property
     def freezes(self) -> bool:
-        """Whether a session can be frozen, which nothing that it has started can undo."""
+        """Whether sessions can be frozen, which their processes cannot undo."""
         return self.version == 2 or self.freezer is not None
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ class Cgroups:
         return f"cgroup version {self.version}{frozen} ({', '.join(map(str, self.bases.values()))})"
 
     def folders(self, pool: str) -> list[Path]:
-        """Of a pool."""
+        """The folders of a pool."""
         bases = [*self.bases.values(), *([self.freezer] if self.freezer else [])]
         return [base / pool for base in bases]
 
     def files(self, pool: str, name: str) -> Files:
-        """Of one cgroup of a pool."""
+        """The files of one cgroup of a pool."""
         if self.version == 2:
             folder = self.bases["unified"] / pool / name
             cell = folder / CELL
@@ -98,7 +98,7 @@ class Cgroups:
 
 
 def _open(file: Path) -> int:
-    """For all that the kernel lets one do with it; whether we may is another question."""
+    """Open with all access modes that the file's permission bits allow."""
     mode = file.stat().st_mode
     how = os.O_RDONLY if not mode & 0o222 else os.O_RDWR if mode & 0o444 else os.O_WRONLY
     return os.open(file, how | os.O_CLOEXEC)
@@ -109,12 +109,12 @@ def _freezing(cell: Path) -> list[tuple[str, Path]]:
 
 
 class Group:
-    """The cgroup of a supervisor, as open files that it is handed."""
+    """The cgroup of a supervisor, as open files that are passed to it."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self.descriptors: list[int] = []
-        self.purposes: list[str] = []  # of the descriptors
+        self.purposes: list[str] = []  # one per descriptor
         try:
             for folder in files.folders:
                 folder.mkdir()
@@ -132,29 +132,29 @@ class Group:
             raise
 
     def close(self) -> None:
-        """Forget the open files; those who were handed them keep theirs."""
+        """Close the files; the supervisor keeps its own descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
     def remove(self) -> bool:
-        """Whether its folders are gone; they stay as long as a process is in them."""
+        """Remove the folders; False while a process is left in them."""
         left = [folder for folder in reversed(self._files.folders) if not _remove(folder)]
         return not left
 
 
 class CgroupPool:
-    """The cgroups of one pool of supervisors, in folders of its own."""
+    """The cgroups of one pool of supervisors."""
 
     def __init__(self, cgroups: Cgroups) -> None:
         self.cgroups = cgroups
         self._name = ""
         self._locks: list[int] = []
         self._count = 0
-        self._groups: list[Group] = []  # that were made
-        self._left: list[Group] = []  # of those, whose processes end
+        self._groups: list[Group] = []  # all existing ones
+        self._left: list[Group] = []  # the ones to remove when their processes have exited
 
     def make(self) -> Group:
-        """A cgroup for one more supervisor. OSError where it cannot be made any more."""
+        """Create a cgroup for one more supervisor. Raises OSError on failure."""
         if not self._name:
             self._begin()
         self._remove(self._left)
@@ -163,16 +163,16 @@ class CgroupPool:
         return self._groups[-1]
 
     def leave(self, group: Group) -> None:
-        """Remove it as soon as its processes have ended."""
+        """Remove it once its processes have exited."""
         self._left.append(group)
 
     def close(self) -> None:
-        """Remove all of them; processes that were just killed are waited for."""
+        """Remove all; waits for killed processes to exit."""
         deadline = time.monotonic() + REMOVE_S
         while not self._remove(self._groups) and time.monotonic() < deadline:
             time.sleep(0.005)
         if self._groups:
-            log.warning("%d cgroups of the sandbox are still in use; the next start removes them", len(self._groups))
+            log.warning("%d sandbox cgroups are still in use; the next start removes them", len(self._groups))
         if self._name:
             for folder in self.cgroups.folders(self._name):
                 _remove(folder)
@@ -181,7 +181,7 @@ class CgroupPool:
         self._name, self._groups, self._left = "", [], []
 
     def _remove(self, groups: list[Group]) -> bool:
-        """Whether those are gone."""
+        """Remove groups; returns whether all are gone."""
         gone = [group for group in groups if group.remove()]
         for kept in (self._groups, self._left):
             kept[:] = [group for group in kept if group not in gone]
@@ -192,7 +192,7 @@ class CgroupPool:
         for folder in self.cgroups.folders(name):
             folder.mkdir(exist_ok=True)  # hierarchies may be mounted as one
             self._locks.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            with contextlib.suppress(BlockingIOError):  # it is our own
+            with contextlib.suppress(BlockingIOError):  # already locked by this process
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         if self.cgroups.version == 2:
             _enable(self.cgroups.folders(name)[0])
@@ -200,7 +200,7 @@ class CgroupPool:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Where this process can make cgroups with limits; None where it cannot. Removes what killed pools have left."""
+    """Where this process can create cgroups with limits; None if nowhere. Removes leftovers of killed pools."""
     try:
         mounts = _own_folders(proc)
     except OSError:  # a kernel without cgroups
@@ -211,7 +211,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
 
 
 def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
-    """Hierarchy (a controller of version 1, or "unified"): where it is mounted, and this process's folder in it."""
+    """Hierarchy (a version 1 controller, or "unified") -> its mount point, and this process's folder in it."""
     own = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -220,7 +220,7 @@ def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         root, point = (_unescape(field) for field in before.split()[3:5])
-        kind, _, options = after.split(" ")[:3]  # the one between may be empty
+        kind, _, options = after.split(" ")[:3]  # the middle one may be empty
         for name in ["unified"] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []:
             if name in own and Path(own[name]).is_relative_to(root):
                 found[name] = Path(point), Path(point) / Path(own[name]).relative_to(root)
@@ -232,7 +232,7 @@ def _unescape(field: str) -> str:
 
 
 def _of_version_2(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
-    """Below this process's cgroup, or beside it: one with processes cannot have children with controllers."""
+    """Below or beside this process's cgroup: a cgroup with processes cannot have children with controllers."""
     if "unified" in mounts:
         top, own = mounts["unified"]
         for folder in (own, own.parent) if own != top else (own,):
@@ -250,7 +250,7 @@ def _of_version_1(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
 
 
 def _enable(folder: Path) -> bool:
-    """Whether children of a folder have the controllers."""
+    """Enable the controllers for children of a folder; returns whether they are available."""
     try:
         if set(CONTROLLERS) <= set((folder / "cgroup.subtree_control").read_text().split()):
             return True
@@ -263,12 +263,12 @@ def _enable(folder: Path) -> bool:
 
 
 def _works(cgroups: Cgroups) -> bool:
-    """Whether a process can be put into a cgroup that is made there."""
+    """Whether a process can join a cgroup created there."""
     pool = CgroupPool(cgroups)
     try:
         group = pool.make()
     except OSError as error:
-        log.debug("no limits by %s: %s", cgroups, error)
+        log.debug("cannot use %s: %s", cgroups, error)
         pool.close()
         return False
     try:
@@ -288,7 +288,7 @@ def _works(cgroups: Cgroups) -> bool:
 
 
 def _remove_stale(top: Path) -> None:
-    """Folders of pools whose process was killed: it is gone, and nobody holds their lock."""
+    """Remove folders of killed pools: the process is gone, and no process holds the lock."""
     for parent, names, _ in os.walk(top):
         stale = [name for name in names if name.startswith(f"{NAME}-")]
         names[:] = [name for name in names if name not in stale]

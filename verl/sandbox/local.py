@@ -1,10 +1,10 @@
-"""Untrusted code on this machine: an execution is a fork of a warm interpreter, in namespaces of its own.
+"""Runs untrusted code on this machine: each execution is a fork of a warm interpreter, in its own namespaces.
 
     LocalSandbox -> ForkServer: bwrap -> inside/zygote.py -> inside/supervisor.py -> the code
                                                              one execution after the other, or a session
 
-The fork server is handed one end of a socket for each supervisor, which answers there, and ends everything when the
-other end is closed. Code, input and output travel in unnamed files, past the supervisor's memory.
+The fork server receives one end of a socket per supervisor. The supervisor answers there, and kills its processes when
+the other end is closed. Code, input and output are passed in memfds and never enter the supervisor's memory.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import Any
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.sandbox.base import Execution, Limits, Status
 from verl.sandbox.cgroups import HINT, CgroupPool, find_cgroups
-from verl.sandbox.fork_server import MEND, Channel, ForkServer, Isolation, check_isolation
+from verl.sandbox.fork_server import BWRAP_HINT, Channel, ForkServer, Isolation, check_isolation
 from verl.sandbox.inside import frames
 
 LANGUAGES = ("python", "bash")
-GRACE_S = 15.0  # without a sign of life, until a supervisor counts as lost; a busy one gives one every 2 s
+GRACE_S = 15.0  # without a heartbeat, until a supervisor counts as lost; a busy one sends one every 2 s
 DEFAULT_LIMITS = Limits()
-# What may be asked for; the machine's own bounds hold besides.
+# Largest limits of a request; the machine's own bounds apply as well.
 MOST = Limits(wall_s=1e6, cpu_s=1e6, memory_mib=1 << 24, processes=1 << 22, file_mib=1 << 20, output_kib=1 << 20)
-NAME_BYTES, PATH_BYTES = 255, 4000  # Linux's bounds; the working folder's own path needs some of 4096
+NAME_BYTES, PATH_BYTES = 255, 4000  # Linux's bounds; the path of the working folder takes part of 4096
 log = logging.getLogger(__name__)
 
 
 class LocalSandbox:
     """A pool of fork servers.
 
-    workers:   fork servers, and executions at a time; more wait, which their limits do not count
-    isolation: "none" leaves resource limits and the end of all processes, and takes away every other promise
-    preload:   modules that every execution finds loaded; those that are not installed are left out
-    limits:    of executions that name none
-    require_cgroup: ConfigError where this machine has no cgroup that limits memory, processes and processor time
+    workers:   fork servers and concurrent executions; further ones are queued, which does not count as their time
+    isolation: "none" keeps resource limits and process cleanup, but gives no other guarantee
+    preload:   modules imported before the fork; modules that are not installed are skipped
+    limits:    default limits of an execution
+    require_cgroup: raise ConfigError if this machine has no cgroup to limit memory, processes and CPU time
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LocalSandbox:
         self._cgroup_pool = CgroupPool(self.cgroups) if self.cgroups else None
         self._isolation = isolation
         self.limits = limits
-        self.slots = asyncio.Semaphore(workers)  # of which an execution holds one while it runs
+        self.slots = asyncio.Semaphore(workers)  # one per running execution
         self._servers = [ForkServer(isolation, preload, self._cgroup_pool) for _ in range(workers)]
 
     async def run(
@@ -72,7 +72,7 @@ class LocalSandbox:
         fetch: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Execution:
-        """One piece of code in processes of its own. DataError for a language or path that cannot be."""
+        """Run code in its own processes. Raises DataError for an invalid language or path."""
         if language not in LANGUAGES:
             raise DataError(f"language {language!r}", f"one of {', '.join(LANGUAGES)}", field="language")
         bounds = limits or self.limits
@@ -81,28 +81,28 @@ class LocalSandbox:
         for _ in range(2):
             async with self.slots, self.converse() as conversation:
                 if execution := await conversation.run(task, request, stdin.encode(errors="replace")):
-                    conversation.over = not fetch  # its supervisor would know the files
+                    conversation.over = not fetch  # a supervisor that read files is not reused
                     return execution
-            log.warning("a supervisor of the sandbox ended without an answer")
-        raise ServiceDownError("sandbox", "its supervisor ended without an answer, twice in a row")
+            log.warning("a sandbox supervisor exited without an answer")
+        raise ServiceDownError("sandbox", "its supervisor exited without an answer, twice in a row")
 
     async def session(self, files: Mapping[str, bytes] | None = None) -> LocalSession:
-        """A fresh interpreter of its own, with files in its working folder."""
+        """A fresh interpreter with files in its working folder."""
         return LocalSession(self, files or {})
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError where this machine cannot confine an execution, as in many a container."""
-        log.info("sandbox: limits of executions by %s", self.cgroups or "polling: no cgroup can be made here")
+        """Raises ServiceDownError if this machine cannot confine executions, as in many containers."""
+        log.info("sandbox: limits are enforced by %s", self.cgroups or "polling: cannot create a cgroup here")
         if self._isolation == "none":
             return
-        trial = LocalSandbox(1, self._isolation, preload=())  # at once there, and of this event loop alone
+        trial = LocalSandbox(1, self._isolation, preload=())  # starts at once, and belongs to this event loop only
         try:
             await trial.run("pass")
         finally:
             await trial.close()
 
     async def close(self) -> None:
-        """End every process, those of sessions too."""
+        """Terminate all processes, including sessions."""
         for server in self._servers:
             server.close()
         if self._cgroup_pool:
@@ -110,7 +110,7 @@ class LocalSandbox:
 
     @contextlib.asynccontextmanager
     async def converse(self) -> AsyncIterator[Conversation]:
-        """An idle supervisor of the server that has least to do; unless all is over, it ends with the block."""
+        """An idle supervisor of the least busy server; terminated after the block unless `over`."""
         server = min(self._servers, key=lambda each: each.num_channels)
         server.num_channels += 1
         try:
@@ -125,16 +125,16 @@ class LocalSandbox:
 
 
 class Conversation:
-    """What is said to a supervisor and what it answers."""
+    """Request and response exchange with a supervisor."""
 
     def __init__(self, channel: Channel, server: ForkServer) -> None:
         self._channel = channel.socket
         self._server = server
-        self.alive = False  # the interpreter that gave the last answer
-        self.over = False  # nothing is left of it, and the supervisor may begin another
+        self.alive = False  # whether the interpreter of the last answer still runs
+        self.over = False  # no state is left; the supervisor can be reused
 
     async def run(self, task: Mapping[str, Any], *inputs: bytes) -> Execution | None:
-        """What came of a task, whose inputs and outputs the supervisor passes on unseen; None where it is lost."""
+        """Run a task, whose inputs and outputs bypass the supervisor's memory; None if the supervisor is lost."""
         with contextlib.ExitStack() as stack:
             outputs = [os.memfd_create("output") for _ in range(2)]
             for output in outputs:
@@ -146,10 +146,10 @@ class Conversation:
             return _execution(answer, *map(frames.contents, outputs))
 
     async def ask(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> dict[str, Any] | None:
-        """The answer; None where the supervisor is lost. One that hangs takes its fork server with it."""
+        """The answer; None if the supervisor is lost. If it hangs, its fork server is replaced."""
         try:
             async with asyncio.timeout(GRACE_S):
-                await self.tell(task, *inputs, outputs=outputs)
+                await self.send(task, *inputs, outputs=outputs)
             while True:
                 async with asyncio.timeout(GRACE_S):
                     head = await self._read(frames.LENGTH.size)
@@ -157,13 +157,13 @@ class Conversation:
                 if "beat" not in answer:
                     return answer
         except TimeoutError:
-            self._server.replace(f"no sign of life of a supervisor in {GRACE_S:g} s")
+            self._server.replace(f"no heartbeat of a supervisor within {GRACE_S:g} s")
         except (OSError, EOFError):
             pass
         return None
 
-    async def tell(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> None:
-        """Send what is not answered."""
+    async def send(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> None:
+        """Send a message that needs no answer."""
         frame = frames.encode(task)
         with contextlib.ExitStack() as stack:
             descriptors = [*map(frames.sealed, inputs)]
@@ -183,10 +183,10 @@ class Conversation:
 
 
 class LocalSession:
-    """An interpreter that keeps its variables; nothing of it runs between two cells.
+    """An interpreter that keeps its variables; its processes are paused between cells.
 
-    Limits of memory, processes and files are those of the first cell after a start; time is each cell's own. Whether a
-    cell succeeded is told by the session's own process, so its code could tell otherwise, of itself alone.
+    The limits on memory, processes and files are those of the first cell after a start; time limits are per cell. The
+    session's own process reports whether a cell succeeded, so its code can fake this, but only for itself.
     """
 
     def __init__(self, sandbox: LocalSandbox, files: Mapping[str, bytes]) -> None:
@@ -197,7 +197,7 @@ class LocalSession:
         self._lock = asyncio.Lock()
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        """The next cell; the value of a last expression is shown, as in a notebook."""
+        """Run the next cell; the value of a final expression is shown, as in a notebook."""
         bounds = limits or self._sandbox.limits
         _check_limits(bounds)
         async with self._lock, self._sandbox.slots:
@@ -206,16 +206,16 @@ class LocalSession:
             assert self._conversation
             try:
                 execution = await self._conversation.run({"code": code, "limits": asdict(bounds)})
-            except BaseException:  # nobody waits for it any more
+            except BaseException:  # no caller is waiting any more
                 await self._end()
                 raise
             if execution is None:
                 await self._end()
-                raise ServiceDownError("sandbox", "a session's supervisor ended without an answer")
+                raise ServiceDownError("sandbox", "a session's supervisor exited without an answer")
             return execution
 
     async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
-        """Files of the working folder. Ends the interpreter: nothing may change while they are read."""
+        """Files of the working folder. Terminates the interpreter: files must not change while they are read."""
         names = _paths(paths, "fetch")
         async with self._lock:
             if self._conversation is None:
@@ -225,7 +225,7 @@ class LocalSession:
             return frames.unpack_files(answer["files"]) if answer else {}
 
     async def close(self) -> None:
-        """End its process."""
+        """Terminate its process."""
         async with self._lock:
             await self._end()
 
@@ -233,7 +233,7 @@ class LocalSession:
         await self._end()
         request = _request("session", "", self._files, limits)
         self._conversation = await self._stack.enter_async_context(self._sandbox.converse())
-        await self._conversation.tell({"limits": asdict(limits)}, request, b"")
+        await self._conversation.send({"limits": asdict(limits)}, request, b"")
 
     async def _end(self) -> None:
         self._conversation = None
@@ -241,7 +241,7 @@ class LocalSession:
 
 
 def _request(language: str, code: str, files: Mapping[str, bytes], limits: Limits) -> bytes:
-    """What the forked process is told. DataError for what cannot be."""
+    """The request to the forked process. Raises DataError for invalid parts."""
     paths = {PurePosixPath(name) for name in _paths(files, "files")}
     _check_limits(limits)
     for path in paths:
@@ -261,7 +261,7 @@ def _check_limits(limits: Limits) -> None:
 
 
 def _paths(paths: Iterable[str], field: str) -> list[str]:
-    """The paths, each once, all of them in the working folder. DataError for what no file can be called."""
+    """The deduplicated paths, all in the working folder. Raises DataError for invalid file names."""
     names = list(dict.fromkeys(paths))
     for name in names:
         path = PurePosixPath(name)
@@ -279,7 +279,7 @@ def _paths(paths: Iterable[str], field: str) -> list[str]:
 
 def _execution(answer: Mapping[str, Any], stdout: bytes, stderr: bytes) -> Execution:
     if "broken" in answer:
-        raise ServiceDownError("sandbox", f"this machine cannot confine an execution: {answer['broken']}. {MEND}")
+        raise ServiceDownError("sandbox", f"this machine cannot confine an execution: {answer['broken']}. {BWRAP_HINT}")
     if "refused" in answer:
         raise DataError(f"files that cannot be written ({answer['refused']})", "less than file_mib", field="files")
     notes = [f"killed: {answer['reason']}\n"] if answer["reason"] else []

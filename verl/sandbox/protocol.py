@@ -1,6 +1,6 @@
-"""SandboxFusion's HTTP protocol, as its server and clients speak it: POST /run_code and /run_jupyter.
+"""SandboxFusion's HTTP protocol: POST /run_code and /run_jupyter.
 
-Files travel as base64. What goes wrong in user code is status "Failed"; "SandboxError" is the server's own fault. See
+Files are sent as base64. Errors of user code have status "Failed"; "SandboxError" is the server's own fault. See
 https://github.com/bytedance/SandboxFusion.
 """
 
@@ -16,7 +16,7 @@ from verl.sandbox.base import Execution, Limits, Status
 
 RUN_STATUS = {Status.FINISHED: "Finished", Status.ERROR: "Error", Status.TIMEOUT: "TimeLimitExceeded"}
 STATUS_OF = {name: status for status, name in RUN_STATUS.items()}
-MAX_FILES = 1024  # of a request, and as many to fetch
+MAX_FILES = 1024  # per request, uploaded and fetched each
 MAX_CELLS = 1024
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -35,7 +35,7 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandRunResult(BaseModel):
-    """What came of one program."""
+    """The result of one program."""
 
     status: str
     execution_time: float | None = None
@@ -45,7 +45,7 @@ class CommandRunResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
-    """The answer of /run_code."""
+    """The response of /run_code."""
 
     status: str  # Success | Failed | SandboxError
     message: str = ""
@@ -59,7 +59,7 @@ class RunJupyterRequest(BaseModel):
     """POST /run_jupyter: cells of one fresh interpreter."""
 
     cells: list[str] = Field(max_length=MAX_CELLS)
-    cell_timeout: Seconds = 0.0  # of each; 0: none but the total
+    cell_timeout: Seconds = 0.0  # per cell; 0: only the total applies
     total_timeout: Seconds = 45.0
     memory_limit_MB: int = -1
     kernel: str = "python3"
@@ -68,7 +68,7 @@ class RunJupyterRequest(BaseModel):
 
 
 class CellResult(BaseModel):
-    """What came of one cell; `error` has an entry where it failed."""
+    """The result of one cell; `error` has an entry if it failed."""
 
     stdout: str = ""
     stderr: str = ""
@@ -77,7 +77,7 @@ class CellResult(BaseModel):
 
 
 class RunJupyterResponse(BaseModel):
-    """The answer of /run_jupyter. Cells after a timeout are missing."""
+    """The response of /run_jupyter. Cells after a timeout are missing."""
 
     status: str
     message: str = ""
@@ -87,19 +87,19 @@ class RunJupyterResponse(BaseModel):
 
 
 def limits_of(wall_s: float, memory_mib: int, default: Limits, largest: Limits) -> Limits:
-    """A request's limits; the protocol has no more than these two. Raises DataError beyond the server's largest."""
+    """The limits of a request; the protocol has only these two. Raises DataError above the server's maximum."""
     memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
     if wall_s > largest.wall_s:
-        expected = f"at most {largest.wall_s:g} s on this server, which its --max-timeout-s sets"
+        expected = f"at most {largest.wall_s:g} s on this server (--max-timeout-s)"
         raise DataError(f"a timeout of {wall_s:g} s", expected, field="run_timeout")
     if memory_mib > largest.memory_mib:
-        expected = f"at most {largest.memory_mib} on this server, which its --max-memory-mib sets"
+        expected = f"at most {largest.memory_mib} on this server (--max-memory-mib)"
         raise DataError(f"{memory_mib} MiB of memory", expected, field="memory_limit_MB")
     return replace(default, wall_s=wall_s, cpu_s=wall_s, memory_mib=memory_mib)
 
 
 def run_result(done: Execution) -> CommandRunResult:
-    """An execution as the protocol tells it."""
+    """An execution in the protocol's format."""
     return CommandRunResult(
         status=RUN_STATUS[done.status],
         execution_time=done.seconds,

@@ -1,7 +1,7 @@
 """`python -m verl.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
 
-Whoever reaches the port may run code: it listens to this machine alone unless told otherwise, and then asks for a
-token.
+Any client that reaches the port can run code: by default it listens on localhost only; on other interfaces a token is
+required.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LARGEST = Limits(wall_s=300.0, memory_mib=4096)
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
-    """The server's application; it ends the sandbox when it is shut down.
+    """The server's application; its shutdown closes the sandbox.
 
-    largest: wall time and memory that a request may ask for
+    largest: maximum wall time and memory of a request
     """
 
     @asynccontextmanager
@@ -59,7 +59,7 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Runs a line of code, so that "ok" means that code can be run."""
+        """Runs a line of code: "ok" means that executions work."""
         try:
             done = await sandbox.run("print('ok')")
         except ServiceDownError as error:
@@ -68,12 +68,12 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
 
     @app.get("/v1/ping")
     async def ping() -> str:
-        """That the server is there, however busy its workers are."""
+        """Liveness, independent of the load on the workers."""
         return "pong"
 
     @app.post("/run_code")
     async def run_code(request: RunCodeRequest) -> RunCodeResponse:
-        """One program."""
+        """Run one program."""
         limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
             done = await sandbox.run(
@@ -89,7 +89,7 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
 
     @app.post("/run_jupyter")
     async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
-        """Cells of one interpreter, one after another. A cell that fails does not keep the next ones from running."""
+        """Run cells in one interpreter, in order. A failed cell does not stop the next ones."""
         try:
             return await _run_cells(sandbox, request, largest)
         except ServiceDownError as error:
@@ -99,7 +99,7 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
 
 
 async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest: Limits) -> RunJupyterResponse:
-    """largest: of one cell; all together have that time for each."""
+    """largest: maximum per cell; the total time limit is that times the number of cells."""
     started = time.monotonic()
     of_all = replace(largest, wall_s=largest.wall_s * len(request.cells))
     limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
@@ -111,7 +111,7 @@ async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest:
             wall_s = min(left_s, request.cell_timeout or left_s, largest.wall_s)
             results.append(await session.run(code, replace(limits, wall_s=wall_s, cpu_s=wall_s)))
             left_s -= results[-1].seconds
-            if results[-1].return_code is None or left_s <= 0:  # killed, and the variables with it
+            if results[-1].return_code is None or left_s <= 0:  # killed, so the variables are lost
                 break
         files = await session.fetch(request.fetch_files)
     finally:
@@ -128,7 +128,7 @@ async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest:
 
 
 def _cell(done: Execution) -> CellResult:
-    """A cell; a traceback is told as stderr and as an error, where notebooks and where programs look for it."""
+    """A cell's result; a traceback goes to stderr and to `error`, for programs and for notebooks."""
     failed = done.status is not Status.FINISHED
     last = done.stderr.strip().rpartition("\n")[2]
     name, _, value = last.partition(": ")
@@ -140,25 +140,21 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
     try:
         return frames.unpack_files({path: data or "" for path, data in files.items()})
     except ValueError as error:
-        raise DataError("a file that is no base64", "base64", field="files") from error
+        raise DataError("a file is not valid base64", "base64", field="files") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 for isolation that is not to be had here, or an address."""
+    """Serve until interrupted. Returns 2 if the isolation or the address is not available."""
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=__doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
-    parser.add_argument("--workers", type=positive_int, default=2, help="executions at a time")
+    parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
     parser.add_argument(
-        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="of an execution that asks for none"
+        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit of an execution"
     )
-    parser.add_argument(
-        "--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="that a request may ask for"
-    )
-    parser.add_argument(
-        "--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="that a request may ask for"
-    )
-    parser.add_argument("--require-cgroup", action="store_true", help="do not serve where no cgroup can be made")
+    parser.add_argument("--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="maximum of a request")
+    parser.add_argument("--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="maximum of a request")
+    parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
@@ -167,8 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    log.info("%s run by %d workers", " and ".join(LANGUAGES), options.workers)
-    log.info("limits of executions by %s", sandbox.cgroups or "polling: no cgroup can be made here")
+    log.info("%s, %d workers", " and ".join(LANGUAGES), options.workers)
+    log.info("limits are enforced by %s", sandbox.cgroups or "polling: cannot create a cgroup here")
     largest = Limits(wall_s=options.max_timeout_s, memory_mib=max(options.memory_mib, options.max_memory_mib))
     return serve(make_app(sandbox, largest), serving_config(options))
 

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox. Standard library alone, and nothing of the rest of the project: it is not there."""
+"""Code that runs inside the sandbox. Standard library only: the rest of the project is not visible there."""

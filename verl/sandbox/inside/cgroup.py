@@ -1,7 +1,7 @@
-"""The cgroup of this supervisor and of all that it starts, as files that the owner has opened: it sees no others.
+"""The cgroup of this supervisor and its processes, as files opened by the owner: no other cgroup is visible.
 
-The supervisor itself is in it, so that a fork is in it from its first moment on, at no cost: to move a process takes
-the kernel many milliseconds. What the supervisor holds before an execution is not charged to that.
+The supervisor itself is a member, so that its forks are members from the start at no cost: moving a process takes the
+kernel many milliseconds. Memory that the supervisor holds before an execution is not charged to the execution.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 MIB = 1024 * 1024
 UNLIMITED = 1 << 62  # bytes
-MOST_PROCESSES = 1 << 22  # the kernel takes no larger limit
-RESIDUE = 32 * MIB  # of ended executions, from which on the kernel is asked to free it
-SIZE = 1 << 12  # of what these files hold
+MOST_PROCESSES = 1 << 22  # the kernel's maximum
+RESIDUE = 32 * MIB  # memory of past executions that triggers a reclaim
+SIZE = 1 << 12  # maximum content of these files
 
 
 class Cgroup:
-    """Limits and counts of the processes of one execution together.
+    """Limits and usage of all processes of one execution.
 
-    purposes: of the descriptors. join (all take a process), memory_max, memory_used, memory_events, reclaim,
-    processes_max, cpu_ns or cpu_stat (in microseconds); cell and freeze (of the processes of a session) may be missing
+    purposes: of the descriptors. join (there may be several), memory_max, memory_used, memory_events, reclaim,
+    processes_max, cpu_ns or cpu_stat (in microseconds); cell and freeze (for the processes of a session) are optional
     """
 
     def __init__(self, purposes: Sequence[str], descriptors: Sequence[int]) -> None:
@@ -33,40 +33,40 @@ class Cgroup:
 
     @property
     def freezes(self) -> bool:
-        """Whether `freeze` does anything."""
+        """Whether `freeze` has an effect."""
         return "freeze" in self._files
 
     def begin(self, limits: Mapping[str, Any]) -> None:
-        """Limit what is started from now on. Memory that stays charged from before does not count."""
+        """Set the limits of the next execution. Memory still charged from before is not counted."""
         used = int(self._read("memory_used"))
         if used > RESIDUE and "reclaim" in self._files:
             self._reclaim(used)
             used = int(self._read("memory_used"))
         self._write("memory_max", used + limits["memory_mib"] * MIB)
-        self._write("processes_max", min(limits["processes"] + 1, MOST_PROCESSES))  # this one, too
+        self._write("processes_max", min(limits["processes"] + 1, MOST_PROCESSES))  # plus this process
         self._oom_kills = self._count_oom_kills()
 
     def end(self) -> None:
-        """Nobody is left but the supervisor, who may need memory to answer."""
+        """Lift the memory limit: only the supervisor is left, which may need memory to answer."""
         self._write("memory_max", UNLIMITED)
 
     def cpu_s(self) -> float:
-        """Of all that ever ran in it."""
+        """Total CPU time of all past and present members."""
         if "cpu_ns" in self._files:
             return int(self._read("cpu_ns")) / 1e9
         return _field(self._read("cpu_stat"), b"usage_usec") / 1e6
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process of this execution for its memory."""
+        """Whether the kernel's OOM killer hit a process of this execution."""
         return self._count_oom_kills() > self._oom_kills
 
     def take(self, pid: int) -> None:
-        """A session's first process: `freeze` is for it and all that it starts."""
+        """Add a session's first process: `freeze` applies to it and its descendants."""
         if self.freezes:
             self._write("cell", pid)
 
     def freeze(self, on: bool) -> None:
-        """Stop the processes of a session, or let them go on. What is frozen can be killed."""
+        """Freeze or thaw the processes of a session. Frozen processes can be killed."""
         self._write("freeze", int(on))
 
     def _count_oom_kills(self) -> int:
@@ -76,7 +76,7 @@ class Cgroup:
         try:
             self._write("reclaim", size)
         except OSError:
-            return  # less than that could be freed
+            return  # less than `size` was freed
 
     def _read(self, purpose: str) -> bytes:
         return os.pread(self._files[purpose], SIZE, 0)
@@ -86,7 +86,7 @@ class Cgroup:
 
 
 def _field(text: bytes, name: bytes) -> int:
-    """The number after a name, in lines of both."""
+    """The value of a key in lines of `key value`."""
     for line in text.splitlines():
         key, _, value = line.partition(b" ")
         if key == name:

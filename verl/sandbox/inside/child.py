@@ -1,4 +1,4 @@
-"""What a process does between its fork and the first line of untrusted code: it gives everything up."""
+"""Runs between the fork and the first line of untrusted code: drops all privileges."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any, Never
 
 from . import frames, interpreter, kernel, seccomp
 
-INNER_ID = 1000  # the user that the code is, as it sees it
+INNER_ID = 1000  # uid and gid inside the user namespace
 MIB = 1024 * 1024
-NUM_FILES = 256  # open at once, by one process
-CELLS = 3  # the descriptor through which a session gets its cells
-FREE = 64  # descriptors from here on are not in use
-ARGUMENT_BYTES = 1 << 17  # of one argument of a program, with its end: MAX_ARG_STRLEN of Linux
-RUN_SCRIPT = 'IFS= read -rd "" <&{0}; exec {0}<&-; eval "$REPLY"'  # bash code from a descriptor
-REFUSED = "refused: "  # begins a report of what is the request's fault
+NUM_FILES = 256  # open files per process
+CELLS = 3  # the descriptor on which a session receives its cells
+FREE = 64  # descriptors from here on are unused
+ARGUMENT_BYTES = 1 << 17  # per program argument, with its NUL: Linux's MAX_ARG_STRLEN
+RUN_SCRIPT = 'IFS= read -rd "" <&{0}; exec {0}<&-; eval "$REPLY"'  # bash code from a descriptor; words: allowed
+REFUSED = "refused: "  # prefix of a report about an invalid request
 
 
 class RefusedError(Exception):
@@ -33,29 +33,29 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Jail:
-    """How executions are confined, the same for all of a fork server.
+    """The confinement of executions, the same for all of a fork server.
 
-    user: id that untrusted code runs as, outside of its own user namespace
-    filter: system calls that are refused, as the kernel reads it
+    user: uid of untrusted code, outside of its own user namespace
+    filter: the seccomp filter, in the kernel's format
     """
 
     isolated: bool
     user: int
     filter: bytes
-    virtual_mib: int  # address space of the fork server, which every child begins with
+    virtual_mib: int  # address space of the fork server, inherited by every child
 
 
 def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int], report: int) -> Never:
     """Turn this process, just forked, into the one that runs a request's code; does not return.
 
-    request: a file that holds it
-    given:   standard input, output, error and, for a session, its cells
-    report:  where to write why it cannot be done; closed without a word when all is given up
+    request: a file with the request
+    given:   descriptors of standard input, output, error and, for a session, its cells
+    report:  receives an error message; closed without one when all privileges are dropped
     """
     try:
-        asked = marshal.loads(frames.contents(request))  # noqa: S302  from the owner, whose interpreter this is
+        asked = marshal.loads(frames.contents(request))  # noqa: S302  written by the owner, with the same interpreter
         _write(asked["files"], jail)
-        _give_up(jail, limits, given, report)
+        _drop_privileges(jail, limits, given, report)
     except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
         blame = REFUSED if isinstance(error, RefusedError) else f"{type(error).__name__}: "
         os.write(report, f"{blame}{error}".encode(errors="replace"))
@@ -63,13 +63,13 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
     os.close(report)
     try:
         _run(asked)
-    except BaseException as error:  # noqa: BLE001  the same
+    except BaseException as error:  # noqa: BLE001  as above
         os.write(2, f"{error}\n".encode(errors="replace"))
         os._exit(126)
 
 
 def _write(files: dict[str, bytes], jail: Jail) -> None:
-    """Put the request's files into the working folder, which is the present one."""
+    """Write the request's files into the current folder."""
     try:
         for name, data in files.items():
             path = Path(name)
@@ -79,11 +79,11 @@ def _write(files: dict[str, bytes], jail: Jail) -> None:
                     os.chown(folder, jail.user, jail.user)
             path.write_bytes(data)
             os.chown(path, jail.user, jail.user)
-    except OSError as error:  # more than there is room for
+    except OSError as error:  # no space left
         raise RefusedError(str(error)) from error
 
 
-def _give_up(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: int) -> None:
+def _drop_privileges(jail: Jail, limits: dict[str, Any], given: Sequence[int], report: int) -> None:
     os.setsid()
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FREE) for descriptor in (*given, report)]
     for number, descriptor in enumerate(above[:-1]):
@@ -109,7 +109,7 @@ def _run_bash(code: bytes) -> Never:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if len(code) >= ARGUMENT_BYTES and b"\0" not in code:
-        script = tempfile.TemporaryFile()  # noqa: SIM115  read by the program that this process becomes
+        script = tempfile.TemporaryFile()  # noqa: SIM115  read by the exec'ed program
         script.write(code)
         script.seek(0)
         os.set_inheritable(script.fileno(), True)
@@ -118,47 +118,47 @@ def _run_bash(code: bytes) -> Never:
 
 
 def _bound(jail: Jail, limits: dict[str, Any]) -> None:
-    """Bounds of each process; the supervisor adds up time and memory of all of them."""
+    """Per-process limits; the supervisor enforces the totals of time and memory."""
     bounds = {
         resource.RLIMIT_AS: (jail.virtual_mib + limits["memory_mib"]) * MIB,
         resource.RLIMIT_FSIZE: limits["file_mib"] * MIB,
         resource.RLIMIT_NOFILE: NUM_FILES,
-        resource.RLIMIT_CORE: 1,  # at 0, a program that core files are piped to would be started
+        resource.RLIMIT_CORE: 1,  # at 0, a core pattern that pipes to a program would start it
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_SIGPENDING: 1024,  # the kernel counts them for all of a user
+        resource.RLIMIT_SIGPENDING: 1024,  # the kernel counts them per user
     }
     for name, bound in bounds.items():
         _set_limit(name, bound)
-    with contextlib.suppress(OSError):  # a hardened machine may forbid it
-        _tell("oom_score_adj", "1000")  # the first to go if the machine runs short
+    with contextlib.suppress(OSError):  # may be forbidden on a hardened machine
+        _write_proc("oom_score_adj", "1000")  # the first victim of the OOM killer
 
 
 def _set_limit(name: int, bound: int) -> None:
-    """Set a limit for good, to what this machine allows at most if that is less."""
+    """Set soft and hard limit, capped by the current hard limit."""
     most = resource.getrlimit(name)[1]
     bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
     resource.setrlimit(name, (bound, bound))
 
 
 def _confine(jail: Jail, processes: int) -> None:
-    """Into a user namespace of its own, without a capability in it or anywhere."""
-    with contextlib.suppress(PermissionError):  # an ordinary user's fork server may not
+    """Enter a new user namespace, without any capability inside or outside."""
+    with contextlib.suppress(PermissionError):  # not permitted to an unprivileged fork server
         os.setgroups([])
     os.setresgid(jail.user, jail.user, jail.user)
     os.setresuid(jail.user, jail.user, jail.user)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its own /proc/self would not be its own
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self would belong to root
     kernel.unshare(kernel.CLONE_NEWUSER)
-    _tell("setgroups", "deny")
-    _tell("uid_map", f"{INNER_ID} {jail.user} 1")
-    _tell("gid_map", f"{INNER_ID} {jail.user} 1")
-    _set_limit(resource.RLIMIT_NPROC, processes)  # counted in this namespace alone from here on
+    _write_proc("setgroups", "deny")
+    _write_proc("uid_map", f"{INNER_ID} {jail.user} 1")
+    _write_proc("gid_map", f"{INNER_ID} {jail.user} 1")
+    _set_limit(resource.RLIMIT_NPROC, processes)  # counted per namespace from here on
     kernel.drop_capabilities()
     seccomp.install(jail.filter)
 
 
-def _tell(name: str, text: str) -> None:
-    """Write what the kernel asks of this process. Without pathlib: an object used is a page copied after a fork."""
+def _write_proc(name: str, text: str) -> None:
+    """Write a file of /proc/self. Without pathlib: each object used costs a page copy after a fork."""
     descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
     os.write(descriptor, text.encode())
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Messages between the pool and a supervisor: eight bytes with the length, then JSON; descriptors may go along."""
+"""Messages between the pool and a supervisor: eight bytes with the length, then JSON, optionally with descriptors."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
-MOST_DESCRIPTORS = 16  # with one message
+MOST_DESCRIPTORS = 16  # per message
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One frame."""
+    """Serialize a message to a frame."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """A frame's message, without its length."""
+    """The message in a frame's body."""
     message = json.loads(body)
     assert isinstance(message, dict)
     return message
 
 
 def pack_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Files as JSON can hold them."""
+    """Files as base64, for JSON."""
     return {path: base64.b64encode(data).decode() for path, data in files.items()}
 
 
 def unpack_files(files: Mapping[str, str]) -> dict[str, bytes]:
-    """The inverse of `pack_files`. ValueError for what is no base64."""
+    """The inverse of `pack_files`. Raises ValueError for invalid base64."""
     return {path: base64.b64decode(data, validate=True) for path, data in files.items()}
 
 
 def sealed(data: bytes) -> int:
-    """A descriptor to read the data from; nobody can write there."""
+    """A read-only memfd with the data."""
     descriptor = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
@@ -49,18 +49,18 @@ def sealed(data: bytes) -> int:
 
 
 def contents(descriptor: int) -> bytes:
-    """All that a file holds, wherever it is read at present."""
+    """The content of a file, independent of its offset."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """Blocks until the frame is on its way."""
+    """Send a message; blocks until the frame is written."""
     channel.sendall(encode(message))
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next message and what came along; None when the other side has hung up."""
-    head, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, MOST_DESCRIPTORS)  # a frame begins in one piece
+    """The next message and its descriptors; None on end of file."""
+    head, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, MOST_DESCRIPTORS)  # the header arrives in one piece
     body = head and _read(channel, *LENGTH.unpack(head))
     return decode(body) if body else None, descriptors
 

@@ -1,4 +1,4 @@
-"""Python code in a forked interpreter that behaves like a fresh one."""
+"""Runs Python code in a forked interpreter that behaves like a fresh one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, Never, TextIO
 
 from . import frames
 
-PROGRAM = "main.py"  # what tracebacks call the code
+PROGRAM = "main.py"  # the file name in tracebacks
 
 
 def run_program(code: str) -> int:
-    """Run it as `python main.py` would; its exit code."""
+    """Run code as `python main.py` does; returns the exit code."""
     namespace = _fresh_main()
     exit_code = _guarded(lambda: _execute(_compile(code, PROGRAM), namespace))
     exit_code = max(exit_code, _guarded(_wind_up))
@@ -29,7 +29,7 @@ def run_program(code: str) -> int:
 
 
 def run_cells(channel: socket.socket) -> Never:
-    """Run the cells that come through the channel in one namespace, and answer each with its token and exit code."""
+    """Run the cells received on the channel in one namespace; answers each with its token and exit code."""
     namespace = _fresh_main()
     number = 0
     while request := frames.receive(channel)[0]:
@@ -42,7 +42,7 @@ def run_cells(channel: socket.socket) -> Never:
 
 
 def _fresh_main() -> dict[str, Any]:
-    """The namespace of a new `__main__`, with what a fork must not share with its siblings made new."""
+    """The namespace of a new `__main__`, with reset state that forks must not share."""
     gc.enable()
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -52,13 +52,13 @@ def _fresh_main() -> dict[str, Any]:
     for name, stream in (("stdin", reader), ("stdout", _writer(1)), ("stderr", _writer(2))):
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if "numpy.random" in sys.modules:  # Python's own generator does so by itself
+    if "numpy.random" in sys.modules:  # Python's own generator reseeds itself after a fork
         sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4), "little"))
     return main.__dict__
 
 
 def _writer(descriptor: int) -> TextIO:
-    """Line by line, so that what was printed is there if the process is killed."""
+    """Line-buffered, so that output survives a kill."""
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
@@ -68,11 +68,11 @@ def _compile(code: str, name: str) -> CodeType:
 
 
 def _execute(compiled: CodeType, namespace: dict[str, Any]) -> None:
-    exec(compiled, namespace)  # noqa: S102  in the sandbox, whose purpose it is
+    exec(compiled, namespace)  # noqa: S102  the purpose of the sandbox
 
 
 def _run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
-    """As a notebook does: the value of a last expression is shown."""
+    """Run a cell as a notebook does: the value of a final expression is shown."""
     _compile(code, name)
     tree = ast.parse(code, name)
     shown = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
@@ -97,7 +97,7 @@ def _guarded(action: Any) -> int:
 
 
 def _explain(error: BaseException) -> None:
-    """Print the traceback, from the first line of the untrusted code on."""
+    """Print the traceback, starting at the untrusted code."""
     frame = error.__traceback__
     while frame and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
@@ -108,7 +108,7 @@ def _explain(error: BaseException) -> None:
 
 
 def _wind_up() -> None:
-    """What an interpreter does at its end: wait for threads, then functions registered for the exit."""
+    """Interpreter shutdown: join threads, then run atexit functions."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 

@@ -1,4 +1,4 @@
-"""The few calls to Linux that Python 3.11 does not have: namespaces, mounts, capabilities."""
+"""System calls missing from Python 3.11: namespaces, mounts, capabilities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that `flags` name for fresh ones; of CLONE_NEWPID: the next child does."""
+    """Move to fresh namespaces of these kinds; CLONE_NEWPID applies to the next child."""
     _check(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -51,17 +51,17 @@ def setns(descriptor: int, kind: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """mount(2)."""
-    words = (word.encode() or None for word in (source, target, kind))
-    _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
+    names = (name.encode() or None for name in (source, target, kind))
+    _check(_libc.mount(*names, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
 
 
 def unmount(target: str) -> None:
-    """umount2(2), of what is in use, too."""
+    """umount2(2) with MNT_DETACH, also for busy mounts."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
 def in_large_pages(start: int, end: int) -> None:
-    """Put the memory between two addresses into pages of 2 MiB, as far as the kernel will: a fork then copies less."""
+    """Ask the kernel for 2 MiB pages between two addresses: a fork then copies less."""
     first, last = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
     if last > first:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
@@ -73,8 +73,8 @@ def prctl(option: int, value: int = 0, pointer: int | None = None) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good, and what setuid programs would give."""
-    with contextlib.suppress(OSError):  # there are no more
+    """Drop all capabilities for good, including those from setuid programs."""
+    with contextlib.suppress(OSError):  # past the last capability
         for capability in range(64):
             prctl(PR_CAPBSET_DROP, capability)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

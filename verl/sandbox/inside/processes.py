@@ -1,4 +1,4 @@
-"""What the processes below this one use, and their end."""
+"""Resource usage and termination of the descendants of this process."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1024 * 1024
-MOST_OOM_SCORE = 500  # of a fork server and its supervisors; untrusted code has 1000
+MOST_OOM_SCORE = 500  # for a fork server and its supervisors; untrusted code has 1000
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of all processes below this one together."""
+    """Total usage of all descendants."""
 
-    cpu_s: float  # of those that have ended, too
-    memory_mib: float  # shared pages in equal parts
+    cpu_s: float  # includes exited processes
+    memory_mib: float  # proportional set size
     processes: int
 
 
 def cpu_s_of_ended() -> float:
-    """CPU time of those that have ended."""
+    """CPU time of exited descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime
 
 
 def usage(*, isolated: bool) -> Usage:
-    """What they use now, as far as it can be seen without a cgroup.
+    """Current usage, as far as visible without a cgroup.
 
-    isolated: the network namespace is theirs alone, whose unix sockets count as if their buffers were full
+    isolated: the network namespace is private; its unix sockets count with full buffers
     """
     cpu_s, kib, count = cpu_s_of_ended(), 0, 0
     memory_mib = _num_unix_sockets() * _most_in_socket_mib() if isolated else 0.0
     for pid, stat in _below(os.getpid()):
         count += 1
-        cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its ended children
-        with contextlib.suppress(OSError):  # it has ended
+        cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
+        with contextlib.suppress(OSError):  # it has exited
             kib += _pss_kib(pid)
     return Usage(cpu_s, memory_mib + kib / 1024, count)
 
 
 def spare(pid: int) -> None:
-    """Where a cgroup is out of memory, not this process is killed, but the code that it watches.
+    """Make the OOM killer prefer untrusted code over this process.
 
-    OSError where an administrator has raised the score for good, as Ray does for its workers.
+    Raises OSError if the minimum score was raised, as Ray does for its workers.
     """
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
@@ -57,7 +57,7 @@ def spare(pid: int) -> None:
 
 
 def signal_all(number: int, *, isolated: bool) -> None:
-    """Send a signal to every process below this one: as the first of a pid namespace, or one by one."""
+    """Send a signal to all descendants: at once as init of a pid namespace, else one by one."""
     if isolated:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
@@ -68,9 +68,9 @@ def signal_all(number: int, *, isolated: bool) -> None:
 
 
 def end_all(main: int, *, isolated: bool) -> int:
-    """Kill and reap every process below this one; the wait status of `main`.
+    """Kill and reap all descendants; returns the wait status of `main`.
 
-    Orphans come to this process: it is the first of its pid namespace, or a subreaper.
+    Orphans are reparented to this process: it is init of its pid namespace, or a subreaper.
     """
     status = 0
     while True:
@@ -84,20 +84,20 @@ def end_all(main: int, *, isolated: bool) -> int:
 
 
 def reap_orphans(main: int) -> None:
-    """Reap those that have ended and whose parent has, too, so that they count as processes no longer."""
+    """Reap exited orphans, so that they no longer count as processes."""
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == main:  # its status is wanted later, and its end is that of all
+            if ended.si_pid == main:  # keep its status for later; its exit ends the execution
                 return
             os.waitpid(ended.si_pid, 0)
 
 
 def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
-    """Descendants that live, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
+    """Living descendants, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
     stats: dict[int, list[str]] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             stats[int(folder.name)] = fields
             children.setdefault(int(fields[1]), []).append(int(folder.name))
@@ -110,7 +110,7 @@ def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _num_unix_sockets() -> int:
-    return len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # below a heading
+    return len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
 
 
 def _most_in_socket_mib() -> float:

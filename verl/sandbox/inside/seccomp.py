@@ -1,9 +1,9 @@
-"""System calls that untrusted code may make; every other fails with ENOSYS, as on a kernel that does not have it.
+"""Allowlist of system calls for untrusted code; all others fail with ENOSYS, as on a kernel without them.
 
-A filter in classic BPF over `struct seccomp_data` (Documentation/userspace-api/seccomp_filter.rst of Linux). Left out
-is what namespaces do not cover (keyrings, flock, watches on files, asynchronous I/O), what no limit counts (memfd, SysV
-memory, pages given to a pipe), what is surface to attack, and whatever later kernels bring. Libraries take ENOSYS for
-an older kernel and go on another way. A call of a foreign architecture ends the process.
+A classic BPF filter over `struct seccomp_data` (Documentation/userspace-api/seccomp_filter.rst of Linux). Excluded are
+calls outside of namespaces (keyrings, flock, file watches, asynchronous I/O), resources without a limit (memfd, SysV
+memory, pages gifted to a pipe), attack surface, and future calls. Libraries take ENOSYS for an older kernel and fall
+back. A call of a foreign architecture kills the process.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ NEW_NAMESPACES = (
     | kernel.CLONE_NEWNET
 )
 TYPE_BITS = 0xF  # of a socket's type, below SOCK_NONBLOCK and SOCK_CLOEXEC
-TTY_REQUESTS = (0x5412, 0x541C, 0x541D)  # TIOCSTI, TIOCLINUX, TIOCCONS: input for whoever reads the terminal
-F_SETLEASE, F_NOTIFY = fcntl.F_SETLEASE, fcntl.F_NOTIFY  # who opens a file has to wait; tells who uses a folder
-PR_SCHED_CORE = 62  # keeps others off the sibling of a core
+TTY_REQUESTS = (0x5412, 0x541C, 0x541D)  # TIOCSTI, TIOCLINUX, TIOCCONS: inject terminal input
+F_SETLEASE, F_NOTIFY = fcntl.F_SETLEASE, fcntl.F_NOTIFY  # blocks other openers of a file; watches a folder
+PR_SCHED_CORE = 62  # reserves the sibling hyperthread of a core
 ANY_BIT = 0xFFFFFFFF
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -115,7 +115,7 @@ NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in seccomp_data; the low 
 
 
 def _fail(number: int) -> Program:
-    """The call fails with an error number; 0: it does nothing and succeeds."""
+    """Fail the call with an errno; 0: succeed without effect."""
     return ((RETURN, 0, 0, 0x00050000 | number),)
 
 
@@ -129,18 +129,18 @@ def _load(argument: int, *, high: bool = False) -> tuple[int, int, int, int]:
 
 
 def _one_of(argument: int, values: Sequence[int], then: Program, otherwise: Program, bits: int = ANY_BIT) -> Program:
-    """Go on by whether the low word of an argument, as far as `bits` go, is one of the values."""
+    """Branch on whether the low word of an argument, masked by `bits`, is one of the values."""
     last = len(values) - 1
     jumps = [(JUMP_EQUAL, last - place + len(otherwise), 0, value) for place, value in enumerate(values)]
     return (_load(argument), (AND, 0, 0, bits), *jumps, *otherwise, *then)
 
 
 def _any_bit(argument: int, bits: int, then: Program, otherwise: Program, *, high: bool = False) -> Program:
-    """Go on by whether the low (or high) word of an argument has any of the bits."""
+    """Branch on whether the low (or high) word of an argument has any of the bits."""
     return (_load(argument, high=high), (JUMP_ANY_BIT, 0, len(then), bits), *then, *otherwise)
 
 
-# Of IPv4 and IPv6, TCP and UDP: the kernel would load other protocols' modules.
+# IPv4 and IPv6: TCP and UDP only, since other protocols make the kernel load modules.
 _INTERNET = _one_of(
     1,
     (socket.SOCK_STREAM, socket.SOCK_DGRAM),
@@ -148,14 +148,14 @@ _INTERNET = _one_of(
     _fail(errno.ESOCKTNOSUPPORT),
     TYPE_BITS,
 )
-# Other families (vsock, netlink, packet) are not all confined by a network namespace.
+# Other families (vsock, netlink, packet): not all are confined by a network namespace.
 _SOCKET = _one_of(
     0,
     (socket.AF_UNIX,),
     ALLOW,
     _one_of(0, (socket.AF_INET, socket.AF_INET6), _INTERNET, _fail(errno.EAFNOSUPPORT)),
 )
-# A limit of core files stays as it is: at 0, a program that core files are piped to would be started.
+# The core file limit is kept: at 0, a core pattern that pipes to a program would start it.
 _KEEP_LIMIT = _fail(0)
 _OWN_LIMIT = _one_of(
     1,
@@ -163,7 +163,7 @@ _OWN_LIMIT = _one_of(
     _any_bit(2, ANY_BIT, _KEEP_LIMIT, _any_bit(2, ANY_BIT, _KEEP_LIMIT, ALLOW, high=True)),
     ALLOW,
 )
-# Calls of which arguments decide.
+# Calls that depend on their arguments.
 RULES = {
     "clone": _any_bit(0, NEW_NAMESPACES, _fail(errno.EPERM), ALLOW),
     "socket": _SOCKET,
@@ -172,10 +172,10 @@ RULES = {
     "fcntl": _one_of(1, (F_SETLEASE, F_NOTIFY), _fail(errno.EPERM), ALLOW),
     "prctl": _one_of(0, (PR_SCHED_CORE,), _fail(errno.EPERM), ALLOW),
     "setrlimit": _one_of(0, (resource.RLIMIT_CORE,), _KEEP_LIMIT, ALLOW),
-    "prlimit64": _one_of(0, (0,), _OWN_LIMIT, _fail(errno.EPERM)),  # 0: of itself
+    "prlimit64": _one_of(0, (0,), _OWN_LIMIT, _fail(errno.EPERM)),  # 0: the calling process
 }
 
-# The same where no cgroup counts memory: what is shared without a file, and buffers of sockets beyond their default.
+# In addition without a memory cgroup: anonymous shared memory, and socket buffers above the default.
 UNCOUNTED = {
     "mmap": _any_bit(3, mmap.MAP_SHARED, _any_bit(3, mmap.MAP_ANONYMOUS, _fail(errno.EPERM), ALLOW), ALLOW),
     "setsockopt": _one_of(1, (socket.SOL_SOCKET,), _one_of(2, (socket.SO_SNDBUF,), _fail(errno.EPERM), ALLOW), ALLOW),
@@ -183,15 +183,15 @@ UNCOUNTED = {
 
 
 def instructions(machine: str, *, counted: bool = True) -> Program:
-    """The filter. KeyError for a machine whose numbers are not known.
+    """The filter. Raises KeyError for an unknown machine.
 
-    counted: a cgroup counts all memory
+    counted: a cgroup accounts all memory
     """
     arch, column = MACHINES[machine]
     rules = RULES if counted else RULES | UNCOUNTED
     numbers = {name: pair[column] for name, pair in ALLOWED.items()}
     known = {number: rules.get(name, ALLOW) for name, number in numbers.items() if number is not None}
-    runs: list[tuple[int, Program]] = []  # first number, what is done from there on
+    runs: list[tuple[int, Program]] = []  # first number, action from there on
     for number in range(max(known) + 2):
         verdict = known.get(number, REFUSE)
         if not runs or runs[-1][1] != verdict:

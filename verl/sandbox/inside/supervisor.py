@@ -1,10 +1,9 @@
-"""A process that starts untrusted code, watches it, ends it and says what came of it: one execution after the other,
-or one session.
+"""Starts untrusted code, monitors it, kills it and reports the outcome: consecutive executions, or one session.
 
-The answer goes through a socket that the code's processes never hold. With isolation this process is the first of a pid
-namespace of its own: nobody in there can signal or trace it, and its end is theirs. The code's process is a fork of
-this one and so could read all that this one ever knew: no code, input or output comes into this one's memory, and where
-any had to (of a session, or as files that were asked for), it does not begin another execution.
+The answer goes through a socket that the code's processes never hold. With isolation this process is init of its own
+pid namespace: no process inside can signal or trace it, and they die with it. The code's process is a fork of this one
+and could read its memory: so no code, input or output enters this memory, and a supervisor where some had to (for a
+session, or for fetched files) is not reused.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from . import frames, kernel, processes
 from .cgroup import Cgroup
 from .child import MIB, REFUSED, Jail, RefusedError, become
 
-LOOK_S = 0.1  # between two looks at what the processes use
-REST_LOOK_S = 0.25  # the same between two cells, where no cgroup freezes a session
-REST_CPU_S = 0.1  # what its processes may use there, which were told to stop
-BEAT_S = 2.0  # between two signs of life to the owner
+POLL_S = 0.1  # interval of usage checks
+PAUSED_POLL_S = 0.25  # the same between cells, if no cgroup freezes the session
+PAUSED_CPU_S = 0.1  # CPU time allowance between cells, after SIGSTOP
+BEAT_S = 2.0  # heartbeat interval
 CHUNK = 1 << 16
-NOWHERE = 0  # standard input, which the fork server has opened for that
+NOWHERE = 0  # standard input, which is /dev/null
 
 
 class Output:
-    """What comes out of a pipe, moved into a file up to a bound; the rest is dropped."""
+    """Moves the output of a pipe into a file, up to a bound; the rest is dropped."""
 
     def __init__(self, descriptor: int, bound: int) -> None:
         self.descriptor = descriptor
@@ -43,11 +42,11 @@ class Output:
         self.begin(-1)
 
     def begin(self, file: int) -> None:
-        """What comes from now on is for this file, which is empty."""
+        """Redirect subsequent output to this empty file."""
         self.file, self.room = file, self.bound
 
     def move(self) -> bool:
-        """Move a chunk, which never is in this process's memory; False where there is none now."""
+        """Splice a chunk, which never enters this process's memory; False if none is available."""
         target, most = (self.file, min(self.room, CHUNK)) if self.room else (NOWHERE, CHUNK)
         try:
             moved = os.splice(self.descriptor, target, most, flags=os.SPLICE_F_NONBLOCK)
@@ -57,26 +56,26 @@ class Output:
         return moved > 0
 
     def move_all(self) -> None:
-        """All that is there."""
-        for _ in range(self.bound // CHUNK + 2):  # a writer that goes on cannot hold us
+        """Move all available output."""
+        for _ in range(self.bound // CHUNK + 2):  # bounded: a persistent writer cannot block us
             if not self.move():
                 break
 
 
 @dataclass(frozen=True)
 class End:
-    """Why a wait is over."""
+    """The reason why a wait ended."""
 
-    status: str  # exit, answer (of a session's cell), timeout, error
-    code: int | None = None  # of an answer
-    reason: str = ""  # of a kill
+    status: str  # exit, answer (from a session's cell), timeout, error
+    code: int | None = None  # for an answer
+    reason: str = ""  # for a kill
 
 
 @dataclass(frozen=True)
 class Post:
-    """What a supervisor has for as long as it lives.
+    """Resources for the lifetime of a supervisor.
 
-    wakes: can be read when a process below has ended
+    wakes: readable when a descendant has exited
     """
 
     owner: socket.socket
@@ -86,15 +85,15 @@ class Post:
 
 
 class Child:
-    """The process that runs untrusted code, and our ends of what it holds."""
+    """The process that runs untrusted code, and our ends of its pipes and sockets."""
 
     def __init__(self, post: Post, limits: dict[str, Any], request: int, stdin: int, *, session: bool) -> None:
         cgroup = post.cgroup
         self.post, self.cgroup = post, cgroup
         self.limits = limits
-        self.over: End | None = None  # of a session, between its cells
+        self.over: End | None = None  # set if a session ended between its cells
         self.cells: socket.socket | None = None
-        self.token = self.heard = b""
+        self.token = self.received = b""
         given = [stdin]
         outputs = []
         for _ in range(2):
@@ -127,7 +126,7 @@ class Child:
         self.descriptor = os.pidfd_open(self.pid)
 
     def watch(self, limits: dict[str, Any], files: Sequence[int]) -> dict[str, Any]:
-        """What comes of the code from now until it ends, answers or passes a limit; its output goes to the files."""
+        """Monitor the code until it exits, answers or exceeds a limit; its output goes to the files."""
         for output, file in zip(self.outputs, files, strict=True):
             output.begin(file)
         started = time.monotonic()
@@ -153,32 +152,32 @@ class Child:
         }
 
     def ask(self, code: str, patience_s: float) -> None:
-        """Give a session its next cell, with a word that the answer must begin with: no other is taken for it."""
+        """Send a session its next cell, with a token that must precede the answer to authenticate it."""
         assert self.cells
-        self.token, self.heard = os.urandom(8).hex().encode(), b""
+        self.token, self.received = os.urandom(8).hex().encode(), b""
         self.cpu_before = self.cpu_s()
         self.cells.settimeout(patience_s)
-        with contextlib.suppress(OSError):  # it does not listen, which `watch` will find
+        with contextlib.suppress(OSError):  # it has closed the socket, which `watch` detects
             frames.send(self.cells, {"code": code, "token": self.token.decode()})
         self.cells.setblocking(False)
 
     def listen(self) -> bool:
-        """Take in what a session says; False where it has closed its end."""
+        """Receive data from a session; False if it has closed its end."""
         assert self.cells
         try:
-            said = self.cells.recv(CHUNK)
-        except ConnectionResetError:  # closed before it had read all
-            said = b""
-        self.heard = (self.heard + said)[-CHUNK:]
-        return bool(said)
+            data = self.cells.recv(CHUNK)
+        except ConnectionResetError:  # closed with unread data
+            data = b""
+        self.received = (self.received + data)[-CHUNK:]
+        return bool(data)
 
     def answer(self) -> int | None:
-        """The exit code of the cell that was asked for, once it has been told."""
-        told = self.heard.partition(self.token)[2]
-        return told[0] if told else None
+        """The exit code of the current cell, once received."""
+        code = self.received.partition(self.token)[2]
+        return code[0] if code else None
 
     def end(self) -> int:
-        """Kill it with all that it has started; its wait status."""
+        """Kill it with all descendants; returns its wait status."""
         if not self.alive:
             return 0
         self.alive = False
@@ -188,18 +187,18 @@ class Child:
         return status
 
     def close(self) -> None:
-        """End it, and keep nothing of it."""
+        """Kill it and close all descriptors."""
         self.end()
         for descriptor in (self.descriptor, *(output.descriptor for output in self.outputs)):
             os.close(descriptor)
 
     def cpu_s(self) -> float:
-        """CPU time of all that it has started, and of others before."""
+        """Total CPU time, including earlier executions."""
         return self.cgroup.cpu_s() if self.cgroup else processes.usage(isolated=self.isolated).cpu_s
 
     def excess(self, limits: dict[str, Any]) -> End | None:
-        """The limit that all processes together have passed, if any."""
-        if self.cgroup:  # which holds the others itself
+        """The limit exceeded by all processes together, if any."""
+        if self.cgroup:  # which enforces the other limits
             if self.cgroup.out_of_memory():
                 return _too_much_memory(self.limits)
             return _too_long(limits) if self.cgroup.cpu_s() - self.cpu_before > limits["cpu_s"] else None
@@ -213,26 +212,26 @@ class Child:
         return None
 
     def pause(self) -> None:
-        """Nothing of a session runs between its cells."""
+        """Stop all processes of a session between its cells."""
         if self.cgroup and self.cgroup.freezes:
             self.cgroup.freeze(on=True)
         else:
             processes.signal_all(signal.SIGSTOP, isolated=self.isolated)
 
     def resume(self) -> None:
-        """The next cell begins."""
+        """Let the session continue with the next cell."""
         if self.cgroup and self.cgroup.freezes:
             self.cgroup.freeze(on=False)
         else:
             processes.signal_all(signal.SIGCONT, isolated=self.isolated)
 
-    def rest(self) -> None:
-        """Wait for the owner. Code can undo SIGSTOP: where that is all that stops it, it is ended if it goes on."""
+    def wait_paused(self) -> None:
+        """Wait for the owner. Code can undo SIGSTOP: without a freezer it is killed if it continues to run."""
         if self.cgroup and self.cgroup.freezes:
             return
         self.cpu_before = self.cpu_s()
-        while self.alive and not select.select([self.post.owner], [], [], REST_LOOK_S)[0]:
-            self.over = self.excess(self.limits | {"cpu_s": REST_CPU_S})
+        while self.alive and not select.select([self.post.owner], [], [], PAUSED_POLL_S)[0]:
+            self.over = self.excess(self.limits | {"cpu_s": PAUSED_CPU_S})
             if self.over:
                 self.end()
 
@@ -246,7 +245,7 @@ def _too_much_memory(limits: dict[str, Any]) -> End:
 
 
 def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
-    """Pass on what it says until it is over."""
+    """Forward its output until it ends."""
     owner, wakes = child.post.owner, child.post.wakes
     outputs = {output.descriptor: output for output in child.outputs}
     poll = select.poll()
@@ -254,17 +253,17 @@ def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
         poll.register(descriptor, select.POLLIN)
     if child.cells:
         poll.register(child.cells.fileno(), select.POLLIN)
-    next_look = time.monotonic() + LOOK_S
+    next_poll = time.monotonic() + POLL_S
     next_beat = time.monotonic() + BEAT_S
     while (now := time.monotonic()) < deadline:
-        if now >= next_look:
+        if now >= next_poll:
             if excess := child.excess(limits):
                 return excess
-            next_look = time.monotonic() + LOOK_S
+            next_poll = time.monotonic() + POLL_S
         if now >= next_beat:
             frames.send(owner, {"beat": True})
             next_beat = now + BEAT_S
-        ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_look) - now))}
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_poll) - now))}
         if wakes in ready:
             os.read(wakes, CHUNK)
             processes.reap_orphans(child.pid)
@@ -272,10 +271,10 @@ def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
             if not outputs[descriptor].move():
                 poll.unregister(descriptor)
         if owner.fileno() in ready:
-            return End("error", reason="nobody waits for it any more")
+            return End("error", reason="the owner has disconnected")
         if child.cells and child.cells.fileno() in ready:
             if not child.listen():
-                poll.unregister(child.cells.fileno())  # the code has closed it, and most likely ends now
+                poll.unregister(child.cells.fileno())  # closed by the code, which most likely exits now
             elif (code := child.answer()) is not None:
                 return End("answer", code)
         if child.descriptor in ready:
@@ -284,7 +283,7 @@ def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
 
 
 def supervise(owner: socket.socket, jail: Jail) -> None:
-    """Serve the one who holds the other end, until that is closed. Tells him where this machine does not play along."""
+    """Serve the owner of the other end until it is closed. Reports if this machine does not support confinement."""
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     wakes = _wake_at_ends()
     try:
@@ -300,12 +299,12 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
     except RefusedError as error:
         frames.send(owner, {"refused": str(error)})
     except OSError as error:
-        with contextlib.suppress(OSError):  # the owner is gone
+        with contextlib.suppress(OSError):  # the owner has exited
             frames.send(owner, {"broken": str(error)})
 
 
 def _wake_at_ends() -> int:
-    """A descriptor that can be read when a process below has ended."""
+    """A descriptor that is readable when a descendant has exited."""
     wakes, woken = os.pipe()
     for descriptor in (wakes, woken):
         os.set_blocking(descriptor, False)
@@ -315,7 +314,7 @@ def _wake_at_ends() -> int:
 
 
 def _join(owner: socket.socket) -> Cgroup | None:
-    """Into the cgroup that the owner has made for this process, if he has; the first that he says."""
+    """Join the cgroup in the owner's first message, if there is one."""
     hello, descriptors = frames.receive(owner)
     return Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None
 
@@ -335,7 +334,7 @@ def _serve(task: dict[str, Any], descriptors: list[int], post: Post, work: Path)
 
 def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) -> None:
     while True:
-        child.rest()
+        child.wait_paused()
         task, files = frames.receive(owner)
         if not task:
             return
@@ -351,7 +350,7 @@ def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) 
 
 @contextlib.contextmanager
 def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
-    """The working folder, in the folder that holds all that the code writes; both are gone afterwards."""
+    """The working folder, inside a folder for all files that the code writes; both are removed afterwards."""
     if jail.isolated:
         scratch = Path("/tmp")
         _mount_scratch(limits["file_mib"])
@@ -372,7 +371,7 @@ def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """In a process of its own: names of an execution's files must not stay where the next one is forked from."""
+    """In a separate process: file names of one execution must not stay in memory that the next one inherits."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -383,15 +382,15 @@ def _remove(folder: Path) -> None:
 
 
 def _isolate(mounts: int) -> None:
-    """Fresh namespaces, with the fork server's mounts. That of pids stays: nobody in it outlived his execution."""
-    kernel.setns(mounts, kernel.CLONE_NEWNS)  # nothing holds the last execution's files from here on
+    """Fresh namespaces, with the fork server's mounts. The pid namespace is kept: it has no other process left."""
+    kernel.setns(mounts, kernel.CLONE_NEWNS)  # releases the last execution's files
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
 
 
 def _mount_scratch(file_mib: int) -> None:
     """A private /tmp, /dev/shm and /proc.
 
-    This /proc has processes alone, and of them those that the reader may trace: the supervisor is not there.
+    This /proc lists only processes that the reader may trace: the supervisor is hidden.
     """
     private = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", "/tmp", "tmpfs", private, f"size={file_mib}m,nr_inodes=16k,mode=1777")
@@ -400,17 +399,17 @@ def _mount_scratch(file_mib: int) -> None:
 
 
 def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
-    """Files that the code left, and the names of those that are more than all files together may be.
+    """Requested files, and the names of those beyond the total size limit.
 
-    All of its processes are gone, so what a path leads to does not change any more.
+    All processes are gone, so path resolution is stable.
     """
     found, too_large, room = {}, [], file_mib * MIB
     for name in names:
-        with contextlib.suppress(OSError):  # missing, a loop of links, a name that cannot be
+        with contextlib.suppress(OSError):  # missing, a symlink loop, an invalid name
             path = Path(os.path.realpath(work / name, strict=True))
             if not path.is_relative_to(work) or not path.is_file():
                 continue
-            if path.stat().st_size > room:  # a sparse file, or one file by several names
+            if path.stat().st_size > room:  # a sparse file, or one file under several names
                 too_large.append(name)
                 continue
             found[name] = path.read_bytes()

@@ -1,7 +1,7 @@
-"""The fork server: loads what untrusted code often imports, then forks a supervisor for every channel it is handed.
+"""The fork server: preloads common imports of untrusted code, then forks a supervisor per received channel.
 
-Standard input is a socket to the pool. A channel comes as a descriptor beside a byte; when the pool is gone, so is this
-process, and with isolation the end of its pid namespace ends everything below.
+Standard input is a socket to the pool. A channel arrives as a descriptor with one byte. This process exits with the
+pool; with isolation, the end of its pid namespace kills all descendants.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from . import kernel, processes, seccomp
 from .child import MIB, Jail
 from .supervisor import supervise
 
-# Some are imported lazily by others, which is slow and may need files that a limit keeps from being opened.
+# Some are lazy imports of others, which are slow and may exceed the limit on open files.
 PRELOAD = (
     "traceback", "linecache", "tokenize", "encodings.idna", "collections", "itertools", "functools", "heapq", "bisect",
     "math", "cmath", "random", "statistics", "fractions", "decimal", "datetime", "re", "string", "json", "copy",
     "typing", "subprocess", "tempfile", "concurrent.futures.thread", "multiprocessing",
 )  # fmt: skip
-LEAST_USER = "65534"  # nobody
+UNPRIVILEGED_UID = "65534"
 FILES = {
     "/etc/passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp/work:/bin/bash\n",
     "/etc/group": "root:x:0:\nuser:x:1000:\n",
@@ -40,14 +40,14 @@ FILES = {
 def main() -> None:
     """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `counted`, `preload` and `bound`.
 
-    counted: cgroups count what executions use
+    counted: cgroups account the usage of executions
     """
     settings = json.loads(sys.argv[1])
-    with contextlib.suppress(OSError):  # the owner, if he is root, has done it
+    with contextlib.suppress(OSError):  # already done by an owner that is root
         processes.spare(os.getpid())
     control = socket.socket(fileno=os.dup(0))
     for number, handling in ((signal.SIGINT, signal.SIG_DFL), (signal.SIGCHLD, signal.SIG_IGN)):
-        signal.signal(number, handling)  # no handler: the first of a pid namespace is deaf to what it does not handle
+        signal.signal(number, handling)  # init of a pid namespace ignores signals without a handler
     _preload((*PRELOAD, *settings["preload"]))
     if settings["isolated"]:
         _finish_root(settings["bound"])
@@ -64,19 +64,19 @@ def _preload(names: Sequence[str]) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.disable()
-    gc.freeze()  # a collection in a child would copy every page
+    gc.freeze()  # a collection in a child would touch every page
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, rights, _, _, inode, *_ = line.split()
-        if "w" in rights and inode == "0":  # what was allocated, rather than read from a file
+        if "w" in rights and inode == "0":  # anonymous memory
             kernel.in_large_pages(*(int(each, 16) for each in addresses.split("-")))
 
 
 def _finish_root(bound: Sequence[str]) -> None:
-    """Small files that programs look for; folders above what is bound opened to all; then nobody writes any more.
+    """Write small files that programs expect, make parents of bound folders accessible, then remount read-only.
 
-    Our own modules are loaded, and their mount would tell where the host keeps them.
+    Our own modules are loaded; their mount is removed because it reveals a path of the host.
 
-    Supervisors begin with a copy of these mounts, of which theirs are independent.
+    Supervisors start with an independent copy of these mounts.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.unmount(str(Path(__file__).parent))
@@ -97,7 +97,7 @@ def _make_jail(isolated: bool, counted: bool) -> Jail:
     user = -1
     if isolated:
         mapped = [line.split()[0] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        user = int(LEAST_USER) if LEAST_USER in mapped else 0
+        user = int(UNPRIVILEGED_UID) if UNPRIVILEGED_UID in mapped else 0
     return Jail(
         isolated=isolated,
         user=user,
@@ -114,11 +114,11 @@ def _serve(control: socket.socket, jail: Jail) -> None:
             return
         channel = socket.socket(fileno=descriptors[0])
         if jail.isolated:
-            kernel.unshare(kernel.CLONE_NEWPID)  # the next child is the first of a pid namespace
+            kernel.unshare(kernel.CLONE_NEWPID)  # the next child is init of a pid namespace
         if os.fork() == 0:
             _become_supervisor(channel, control, own, jail)
         if jail.isolated:
-            kernel.setns(own, kernel.CLONE_NEWPID)  # or there could not be another one
+            kernel.setns(own, kernel.CLONE_NEWPID)  # required before the next unshare
         channel.close()
 
 
