@@ -45,7 +45,7 @@ from verl.trainer.build_workers import DTYPES, Workers, abs_paths, choose_device
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.collapse import CollapseWatch, rules_for
 from verl.trainer.crash import crash_reported
-from verl.trainer.deadline import begin_shutdown
+from verl.trainer.deadline import start_shutdown_timer
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
 from verl.trainer.metrics import Meter
@@ -74,10 +74,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 def run_folder(config: RunConfig) -> Path:
     """The output folder of a run. Raises ConfigError if it holds a run that must not be resumed."""
-    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers run elsewhere
+    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers have another cwd
     if config.resume_mode == "disable" and (folder / "checkpoints").exists():
         raise ConfigError(
-            f"{folder} already holds a run, and trainer.resume_mode=disable forbids to resume it; "
+            f"{folder} already holds a run, and trainer.resume_mode=disable forbids resuming it; "
             "choose another trainer.experiment_name, or trainer.resume_mode=auto"
         )
     return folder
@@ -204,7 +204,7 @@ def closing_run(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup
     with closing(workers):
         with closing(trackers), crash_reported(folder):
             yield
-        begin_shutdown(0, regular=True)
+        start_shutdown_timer(0, regular=True)
 
 
 def build_trainer(

@@ -61,10 +61,8 @@ def run_cli(
     deadline = Deadline()
 
     def on_signal(number: int) -> None:
-        deadline.begin(signal_code(number))
-        console.print(
-            f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force"
-        )
+        deadline.start(signal_code(number))
+        console.print(f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force")
 
     try:
         args = _parse(argv, known)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.deadline import begin_shutdown
+from verl.trainer.deadline import start_shutdown_timer
 
 LOGS = "logs"
 
@@ -33,7 +33,7 @@ def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iter
         yield
     except Exception as error:
         if not is_reported(error):
-            begin_shutdown(exit_code_of(error), f"{type(error).__name__}: {error}")
+            start_shutdown_timer(exit_code_of(error), f"{type(error).__name__}: {error}")
             if where is not None:
                 error.add_note(_Note(where()))
             if not isinstance(error, ConfigError | DataError | ServiceDownError):  # their message is sufficient

@@ -29,7 +29,7 @@ class Deadline:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make `begin_shutdown` act on this deadline in the block; after it only the interpreter has to exit."""
+        """Make `start_shutdown_timer` act on this deadline in the block; after it only the interpreter has to exit."""
         token = _current.set(self)
         try:
             yield
@@ -37,7 +37,7 @@ class Deadline:
             _current.reset(token)
             self._returned.set()
 
-    def begin(self, code: int, message: str = "", regular: bool = False) -> None:
+    def start(self, code: int, message: str = "", regular: bool = False) -> None:
         """Start the timer. At a forced exit the exit code and message of the first failure are used.
 
         message: printed at a forced exit, where the command itself cannot print it
@@ -66,11 +66,11 @@ class Deadline:
         os._exit(self._code)
 
 
-def begin_shutdown(code: int, message: str = "", regular: bool = False) -> None:
-    """`Deadline.begin` of the active command; a no-op where the package is used as a library."""
+def start_shutdown_timer(code: int, message: str = "", regular: bool = False) -> None:
+    """`Deadline.start` of the active command; a no-op where the package is used as a library."""
     deadline = _current.get()
     if deadline is not None:
-        deadline.begin(code, message, regular)
+        deadline.start(code, message, regular)
 
 
 def _child_processes() -> list[psutil.Process]:

@@ -1,7 +1,7 @@
-"""A run from its first step to its last: train, validate, save, tell.
+"""The outer training loop: train, validate, checkpoint, log.
 
-What takes long and is nobody's turn to wait for (saving, recording) is done in a thread: rollouts may be in flight, and
-the seconds of their tools would run on while the event loop stood still.
+Saving and recording run in threads: rollouts may be in flight, and a blocked event loop would eat up the timeouts of
+their tools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl.trainer.checkpoint import CheckpointStore, read_state
 from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
 from verl.trainer.command import announce_checkpoint
 from verl.trainer.crash import crash_reported, describe_resume
-from verl.trainer.deadline import begin_shutdown
+from verl.trainer.deadline import start_shutdown_timer
 from verl.trainer.manifest import Checkpoint
 from verl.trainer.online_eval import OnlineEvaluator
 from verl.trainer.ppo import PPOTrainer
@@ -45,16 +45,16 @@ _T = TypeVar("_T")
 COMMAND = "main_ppo"
 
 
-class StopAskedError(Exception):
-    """A signal has asked for the end, and the ranks hold a whole step."""
+class StopRequestedError(Exception):
+    """A signal has requested a shutdown, and the ranks are between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRunConfig:
-    """How long, and how often what."""
+    """Number of steps, and the intervals of validation and checkpoints."""
 
     total_steps: int
-    test_freq: int = 0  # 0: only before and after
+    test_freq: int = 0  # 0: only before and after training
     save_freq: int = 0  # 0: only at the end
     val_before_train: bool = True
     on_collapse: str = "warn"  # stop | rollback
@@ -63,64 +63,64 @@ class TrainingRunConfig:
 
 @dataclass
 class TrainingRun:
-    """The loop around the training step. Validations before and after are kept for the table at the end."""
+    """The loop around the training step. The first and last validation are kept for the table at the end."""
 
     settings: TrainingRunConfig
     trainer: PPOTrainer
     validator: Validator
-    exams: OnlineEvaluator
+    online_eval: OnlineEvaluator
     workers: WorkerGroup  # of TrainingRanks
     store: CheckpointStore
     trackers: Trackers
     transcripts: Transcripts
     display: Display
-    resume_config: Mapping[str, Any]  # settings that a resumed run must share
-    folder: Path  # the run's
-    saved: Saved | None = None  # where to go on
+    resume_config: Mapping[str, Any]  # settings that must not change on resume
+    folder: Path  # of the run
+    saved: Saved | None = None  # checkpoint to resume from
     watch: CollapseWatch = field(default_factory=CollapseWatch)
     recorder: Recorder | None = None
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
     rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)  # of every memory metric
+    peaks: dict[str, float] = field(default_factory=dict)  # maximum of every memory metric
     stop: StopRequest = field(default_factory=StopRequest)
-    whole: dict[str, Any] = field(default_factory=dict)  # state after the last whole step, with save_on_signal
-    unlogged: Mapping[str, float] | None = None  # of the step that a resumed run has still to validate
+    snapshot: dict[str, Any] = field(default_factory=dict)  # state after the last complete step, with save_on_signal
+    unlogged: Mapping[str, float] | None = None  # metrics of the step whose validation a resumed run has to do
 
     async def run(self) -> Path:
-        """Train all steps that are left. Returns the last checkpoint's folder.
+        """Train all remaining steps. Returns the last checkpoint's folder.
 
-        Raises Ended where a signal has asked for a checkpoint and an end.
+        Raises Ended if a signal has requested a checkpoint and a shutdown.
         """
         try:
-            with self._listening(), crash_reported(self.folder, self._where):
+            with self._listening(), crash_reported(self.folder, self._describe_progress):
                 try:
                     return await self._run()
-                except StopAskedError:
-                    number, note = await self._saved_for_signal()
-            begin_shutdown(exit_code(number), note)
+                except StopRequestedError:
+                    number, note = await self._save_on_signal()
+            start_shutdown_timer(exit_code(number), note)
             raise Ended(number, note)
         finally:
             await self.trainer.rollouts.close()
-            await self.exams.close()
+            await self.online_eval.close()
 
     async def _run(self) -> Path:
         last = self._resume()
         if self.trainer.step >= self.settings.total_steps and self.unlogged is None:
             assert last is not None
-            _log.warning("%s has all %d steps already: nothing is left to train", last, self.settings.total_steps)
+            _log.warning("%s already has all %d steps: nothing left to train", last, self.settings.total_steps)
             return last
         async with self.trainer.weight_sync.ranks:
-            await self._publish()
-        if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.exams.exams):
-            self.before = await self._unless_stopped(self._validate)
+            await self._sync_weights()
+        if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.online_eval.eval_tasks):
+            self.before = await self._run_interruptibly(self._validate)
             self.trackers.log(0, self.before)
         save_pending = False  # a checkpoint that fell due while a collapse rule was triggered
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
-                self._remember()
-                metrics = await self._unless_stopped(self.trainer.train_step)
+                self._take_snapshot()
+                metrics = await self._run_interruptibly(self.trainer.train_step)
                 self.transcripts.write(self.trainer.step, self.trainer.groups)
                 if self.recorder is not None:
                     await run_in_daemon_thread(
@@ -136,8 +136,8 @@ class TrainingRun:
             step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
             tested = done or _due(step, self.settings.test_freq)
             if tested:
-                self._remember(unlogged=metrics)
-                self.after = await self._unless_stopped(self._validate)
+                self._take_snapshot(unlogged=metrics)
+                self.after = await self._run_interruptibly(self._validate)
                 metrics |= self.after
             self.trackers.log(step, metrics)
             save_pending = save_pending or done or _due(step, self.settings.save_freq)
@@ -150,39 +150,39 @@ class TrainingRun:
 
     @property
     def _may_save(self) -> bool:
-        """Whether the newest checkpoint may be of now: a run that can be taken back is not taken back to a collapse."""
+        """Whether to save now: a run that may roll back must not save a checkpoint while a collapse rule is triggered."""
         return self.settings.on_collapse == "warn" or not self.watch.triggered
 
     def _listening(self) -> AbstractContextManager[None]:
         listens = self.settings.save_on_signal
         return self.stop.listening(announce_checkpoint(self.display.console)) if listens else nullcontext()
 
-    async def _unless_stopped(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """What `work` gives. Where a stop is asked for it is given up, but for a step whose update has begun.
+    async def _run_interruptibly(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """The result of `work`, which a stop request cancels, except for a step whose update has started.
 
-        Raises StopAskedError while the ranks hold what `_remember` has noted.
+        Raises StopRequestedError; the ranks are then in the state of the last `_take_snapshot`.
         """
         task, asked = asyncio.ensure_future(work()), asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
             if self.stop.number is None or self.trainer.learning or (task.done() and task.exception() is None):
                 return await task
-            raise StopAskedError
+            raise StopRequestedError
         finally:
             for each in (task, asked):
                 each.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
 
-    def _remember(self, unlogged: Mapping[str, float] | None = None) -> None:
-        """Note the controller's state while it is that of a whole step: tasks are drawn before the next one is done.
+    def _take_snapshot(self, unlogged: Mapping[str, float] | None = None) -> None:
+        """Copy the controller's state between two steps: the next step draws tasks before it is complete.
 
-        unlogged: the step's metrics, if they wait for a validation
+        unlogged: the step's metrics, if its validation is still to come
         """
         if self.settings.save_on_signal:
-            self.whole = json.loads(json.dumps(self._state(unlogged)))
+            self.snapshot = json.loads(json.dumps(self._state(unlogged)))
 
-    async def _saved_for_signal(self) -> tuple[int, str]:
-        """(the signal, what has become of the run)"""
+    async def _save_on_signal(self) -> tuple[int, str]:
+        """(the signal, the outcome for the user)"""
         assert self.stop.number is not None
         step, last = self.trainer.step, self.store.latest()
         if step == 0:
@@ -193,60 +193,61 @@ class TrainingRun:
             note = f"not saved, because a collapse rule is triggered; the newest checkpoint is {last}"
         else:
             async with self.trainer.weight_sync.ranks:
-                last = await run_in_daemon_thread(self._save, None, self.whole)
+                last = await run_in_daemon_thread(self._save, None, self.snapshot)
             note = f"saved {last}"
-        return self.stop.number, f"{note}. The same command goes on from there"
+        return self.stop.number, f"{note}. The same command resumes from there"
 
-    def _where(self) -> str:
-        """What a failure met, and what is left of the run."""
+    def _describe_progress(self) -> str:
+        """Step and phase of a failure, and how to resume."""
         phase, step, total = self.display.running, self.trainer.step, self.settings.total_steps
         inside = self.trainer.learning or phase == "rollout"
         moment = f"in step {step + 1}" if inside else f"after step {step}"
         return f"It failed {moment} of {total}, {phase}. {describe_resume(self.store)}"
 
     async def _handle_collapse(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
-        """Do what trainer.on_collapse says; whether the run stands at an earlier step now.
+        """Apply trainer.on_collapse. Returns whether the run was rolled back.
 
-        Raises CollapseError if the run is not to go on.
+        Raises CollapseError if the run must stop.
         """
-        said = "\n".join(str(alarm) for alarm in alarms)
+        message = "\n".join(str(alarm) for alarm in alarms)
         if self.settings.on_collapse == "warn":
-            _log.warning("%s", said)
+            _log.warning("%s", message)
             return False
         step, path = self.trainer.step, self.store.latest(hashes=True)
         retry = path is not None and self.settings.on_collapse == "rollback" and self.rollbacks < MAX_ROLLBACKS
-        report = {"step": step, "alarms": said.splitlines(), "back_to": path.name if path and retry else None}
+        report = {"step": step, "alarms": message.splitlines(), "back_to": path.name if path and retry else None}
         append_row(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
         if path is None or not retry:
             self.trackers.log(step, metrics)
-            tried = f"; it was taken back {self.rollbacks} times before" if self.rollbacks else ""
+            tried = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
             rest = "there is no checkpoint yet" if path is None else f"the last good checkpoint is {path}"
-            raise CollapseError(f"the run has collapsed{tried}. {said}\nStopped after step {step}; {rest}")
+            raise CollapseError(f"the run has collapsed{tried}. {message}\nStopped after step {step}; {rest}")
         self.rollbacks += 1
-        _log.warning("%s\nBack to %s, with other prompts (%d of %d times)", said, path, self.rollbacks, MAX_ROLLBACKS)
+        count = f"{self.rollbacks} of at most {MAX_ROLLBACKS}"
+        _log.warning("%s\nRolled back to %s, continuing with other prompts (rollback %s)", message, path, count)
         await self.trainer.rollouts.begin_again()
         state = read_state(path)
         then, now = state["trainer"]["rollouts"], self.trainer.rollouts.state()
-        state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is drawn again, none is lost
+        state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is repeated or lost
         async with self.trainer.weight_sync.ranks:
             self._load_checkpoint(Saved(path, state))
-            await self._publish()
+            await self._sync_weights()
         return True
 
-    async def _publish(self) -> None:
+    async def _sync_weights(self) -> None:
         with self.trainer.learner.timer.phase("weight_sync"):
             await self.trainer.weight_sync.sync(self.trainer.step)
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
         metrics = await self.validator.run()
-        if self.exams.exams:
+        if self.online_eval.eval_tasks:
             self.display.phase("benchmarks")
-            metrics |= await self.exams.run(self.validator.greedy)
+            metrics |= await self.online_eval.run(self.validator.greedy)
         return metrics
 
     def _score(self) -> float | None:
-        """What the best checkpoint is chosen by: the first validation set's mean reward, else the first benchmark."""
+        """Score for keep_best: the first validation set's mean reward, else the first benchmark."""
         totals = [value for name, value in self.after.items() if name.startswith("val/") and name.endswith("/total")]
         scores = [value for name, value in self.after.items() if name.startswith("eval/") and name.endswith("/score")]
         return next(iter((*totals, *scores)), None)
@@ -260,7 +261,7 @@ class TrainingRun:
         return now
 
     def _state(self, unlogged: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """The controller's, for a checkpoint. unlogged: metrics of the step that wait for its validation"""
+        """The controller's state for a checkpoint. unlogged: metrics of the step, if its validation is still to come"""
         return {
             "command": COMMAND,
             "resume_config": dict(self.resume_config),
@@ -284,7 +285,7 @@ class TrainingRun:
         return latest
 
     def _resume(self) -> Path | None:
-        """Take up where the saved run stands, if there is one."""
+        """Load the saved checkpoint, if there is one."""
         if self.saved is None:
             self.trackers.restore(-1, {})
             self.transcripts.truncate_after(-1)
@@ -294,7 +295,7 @@ class TrainingRun:
         return self.saved.path
 
     def _load_checkpoint(self, saved: Saved) -> None:
-        """Stand where the checkpoint was written; the task stream stays where it is."""
+        """Restore the state of the checkpoint, except for the position in the task stream."""
         state = saved.state
         self.workers.call(TrainingRank.load, saved.path)
         self.trainer.restore(state["trainer"])
@@ -303,7 +304,7 @@ class TrainingRun:
         self.transcripts.truncate_after(self.trainer.step)
         truncate_after(self.folder, self.trainer.step)
         self.before, self.after = state["before"], state["after"]
-        self.unlogged = state.get("unlogged")  # of a checkpoint that knows of it
+        self.unlogged = state.get("unlogged")  # missing in older checkpoints
 
     def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """(before, after) by validation set, for the table at the end."""
@@ -325,11 +326,11 @@ def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def check_written(folder: Path) -> None:
-    """Raises DataError if what the ranks wrote cannot be seen from here."""
+    """Raises DataError if the ranks' files are not visible on this node."""
     for part in ("actor/.metadata", "hf/config.json"):
         if not (folder / part).is_file():
             raise DataError(
-                f"lacks {part}, which a trainer rank wrote elsewhere",
+                f"{part} not found: the ranks write to a file system that this node cannot see",
                 hint="Set trainer.default_local_dir to a folder that all nodes share",
                 file=str(folder),
             )

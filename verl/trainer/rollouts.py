@@ -103,7 +103,7 @@ class RolloutManager:
     async def take(self, step: int) -> StepGroups:
         """Groups for the step that trains the weights of version `step`, which are published.
 
-        Raises RewardFaultError where too many responses could not be scored, NoTrainableGroupsError where nothing is left.
+        Raises RewardFaultError if too many responses were not scored, NoTrainableGroupsError if no group is left.
         """
         n, waited = self.settings.rollouts_per_prompt, 0.0
         min_group_size = 2 if n > 1 and self.algorithm.needs_group else 1

@@ -20,7 +20,7 @@ from verl.tracking.tracker import Trackers
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.command import announce_checkpoint
 from verl.trainer.crash import describe_resume
-from verl.trainer.deadline import begin_shutdown
+from verl.trainer.deadline import start_shutdown_timer
 from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
 from verl.trainer.state import Saved
@@ -86,7 +86,7 @@ class SFTRun:
                 last = self._save(metrics.get(_LOSS))
             if self.stop.number is not None and not done:
                 note = f"saved {last}. The same command goes on from there"
-                begin_shutdown(exit_code(self.stop.number), note)
+                start_shutdown_timer(exit_code(self.stop.number), note)
                 raise Ended(self.stop.number, note)
         assert last is not None
         return last
