@@ -209,7 +209,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "data_source": "sums",
         "index": 1,
         "prompt": [{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1?"}],
-        "replies": [
+        "responses": [
             {"role": "assistant", "content": response},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "two"},

@@ -420,7 +420,7 @@ def uncounted(out: Path) -> list[str]:
 
 def _response(row: Mapping[str, Any]) -> str:
     """What the policy wrote last."""
-    return str([message["content"] for message in row["replies"] if message["role"] == "assistant"][-1])
+    return str([message["content"] for message in row["responses"] if message["role"] == "assistant"][-1])
 
 
 def differing(rows: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> str:

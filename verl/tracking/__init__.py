@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, transcripts, the display, times. Imports the nouns and no torch."""
+"""Experiment tracking: metrics, transcripts, the live display, timers. Imports no torch."""

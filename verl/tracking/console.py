@@ -1,4 +1,4 @@
-"""The run on the console: live on a terminal, one plain line a step elsewhere; and the table at its end."""
+"""Console output of a run: live on a terminal, one plain line per step elsewhere; and the final table."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from verl.tracking.tracker import Tracker
 
 
 class Display(Tracker):
-    """A tracker for people. On a terminal it stays at the bottom, below whatever else is printed to `console`."""
+    """A tracker that prints to the console. On a terminal it stays at the bottom, below all other output."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(emoji=False)
         self._total = total_steps
         self._phase, self._phase_started = "start", time.monotonic()
-        self._facts: dict[str, str] = {"step": f"0/{total_steps}"}
+        self._shown: dict[str, str] = {"step": f"0/{total_steps}"}
         self._first, self._first_time = 0, time.monotonic()
         self._live: Live | None = None
 
     def phase(self, name: str) -> None:
-        """Says what is running now; only a terminal shows it."""
+        """Set the current phase; shown on a terminal only."""
         self._phase, self._phase_started = name, time.monotonic()
         if self.console.is_interactive and self._live is None:
             self._live = Live(self, console=self.console, refresh_per_second=2)
@@ -36,60 +36,60 @@ class Display(Tracker):
 
     @property
     def running(self) -> str:
-        """The phase that began last."""
+        """The current phase."""
         return self._phase
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Says how the step went; step 0 is the validation before training."""
-        self._facts = {"step": f"{step}/{self._total}", **facts(metrics)}
+        """Show the metrics of a step; step 0 is the validation before training."""
+        self._shown = {"step": f"{step}/{self._total}", **highlights(metrics)}
         if step > self._first:
             seconds = (time.monotonic() - self._first_time) / (step - self._first) * (self._total - step)
-            self._facts["left"] = duration(seconds)
+            self._shown["left"] = duration(seconds)
         else:
             self._first_time = time.monotonic()
         if not self.console.is_interactive:
-            line = ", ".join(f"{name} {value}" for name, value in self._facts.items())
+            line = ", ".join(f"{name} {value}" for name, value in self._shown.items())
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Stop the live display."""
         if self._live is not None:
             self._live.stop()
         self._live = None
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Counts the time left from the steps of this session alone."""
+        """Estimate the remaining time from the steps of this session only."""
         self._first, self._first_time = max(step, 0), time.monotonic()
-        self._facts = {"step": f"{self._first}/{self._total}"}
+        self._shown = {"step": f"{self._first}/{self._total}"}
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 2))
         running = f"{self._phase} ({duration(time.monotonic() - self._phase_started)})"
-        for name, value in {"now": running, **self._facts}.items():
+        for name, value in {"now": running, **self._shown}.items():
             table.add_row(Text(name, style="bold cyan"), Text(value))
         return table
 
 
-def facts(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The few metrics worth a person's eye, in words; those that are missing are left out."""
-    told: dict[str, str] = {}
+def highlights(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The most important metrics, formatted; missing ones are left out."""
+    shown: dict[str, str] = {}
     if "reward/total" in metrics:
         parts = ", ".join(f"{name} {value:.3f}" for name, value in reward_parts(metrics).items())
-        told["reward"] = f"{metrics['reward/total']:.3f}" + (f" ({parts})" if parts else "")
+        shown["reward"] = f"{metrics['reward/total']:.3f}" + (f" ({parts})" if parts else "")
     elif "actor/loss" in metrics:
-        told["loss"] = f"{metrics['actor/loss']:.4f}"
+        shown["loss"] = f"{metrics['actor/loss']:.4f}"
     totals = [(name[4:-6], value) for name, value in metrics.items() if re.fullmatch("val/.+/total", name)]
     if totals:
-        told["validation"] = ", ".join(f"{name} {value:.3f}" for name, value in totals)
+        shown["validation"] = ", ".join(f"{name} {value:.3f}" for name, value in totals)
     if "perf/tokens_per_s" in metrics:
-        told["speed"] = f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
+        shown["speed"] = f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
     if "time/step_s" in metrics:
-        told["took"] = f"{metrics['time/step_s']:.1f} s"
-    return told
+        shown["took"] = f"{metrics['time/step_s']:.1f} s"
+    return shown
 
 
 def duration(seconds: float) -> str:
-    """Time for people: 45 s, 12 min, 3 h 05 min."""
+    """A readable duration: 45 s, 12 min, 3 h 05 min."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -99,7 +99,7 @@ def duration(seconds: float) -> str:
 def before_after_table(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], title: str = "Validation"
 ) -> Table:
-    """Before, after and change of every metric of every validation set (set -> metric -> value)."""
+    """A table with before, after and change of every metric of every validation set (set -> metric -> value)."""
     table = Table(title=title)
     for name in ("set", "metric"):
         table.add_column(name, overflow="fold")

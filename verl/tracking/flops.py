@@ -1,15 +1,15 @@
-"""Floating-point operations of a decoder, and how well a device was used (MFU).
+"""Floating-point operations of a decoder, and model FLOPs utilization (MFU).
 
-A multiply-add is two operations. With N parameters that every token is multiplied with, K layers of attention width H,
-a segment of L computed tokens behind a prefix of P tokens that are kept, and logits at R positions of a head with V
-parameters, a forward costs
+A multiply-add is two operations. With N non-embedding parameters, K layers of attention width H, a segment of L
+computed tokens after a cached prefix of P tokens, and logits at R positions of a head with V parameters, a forward pass
+costs
 
     2 N L                          the matrices
     + 4 K H (L P + L (L + 1) / 2)  scores and weighted values of causal attention
     + 2 V R                        the head
 
-and a backward twice that. Recomputation for gradient checkpointing is no useful work and not counted. Norms, rotary
-embeddings and activations are left out: less than a percent.
+and a backward pass twice that. Recomputation for gradient checkpointing is not counted. Norms, rotary embeddings and
+activations are neglected: less than a percent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-TRAINING = 3  # what a forward and its backward cost, in forwards
+TRAINING = 3  # cost of forward and backward, in forward passes
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A kind of accelerator by NVIDIA's data sheets: dense bf16 FLOP/s, bytes/s of its memory, GiB that torch sees."""
+    """An accelerator, by NVIDIA's data sheets: dense bf16 FLOP/s, memory bandwidth in bytes/s, GiB visible to torch."""
 
     flops: float
     bytes_per_s: float
     memory_gib: float
 
 
-DEVICES = {  # the first whose words are all in the device's name counts
+DEVICES = {  # the first entry whose terms are all in the device's name matches
     "H200": Device(989e12, 4.8e12, 139.8),
     "H100 PCIe": Device(756e12, 2.0e12, 79.1),
     "H100 NVL": Device(835e12, 3.9e12, 93.1),
@@ -42,10 +42,10 @@ DEVICES = {  # the first whose words are all in the device's name counts
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What the formula needs of a dense decoder.
+    """The formula's parameters of a dense decoder.
 
-    parameters: without embeddings and without the output head
-    hidden: width of attention, which is heads times head size
+    parameters: without embeddings and output head
+    hidden: width of attention: heads times head size
     head_parameters: hidden size times vocabulary, tied or not
     """
 
@@ -56,7 +56,7 @@ class DecoderShape:
 
 
 def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_logits: int = 0) -> float:
-    """FLOPs of one forward over segments of (computed tokens L, prefix tokens P); see the formula above."""
+    """FLOPs of one forward pass over segments of (computed tokens L, prefix tokens P); see the formula above."""
     total = 2.0 * shape.head_parameters * num_logits
     for length, prefix in segments:
         pairs = length * prefix + length * (length + 1) / 2
@@ -65,17 +65,17 @@ def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_
 
 
 def find_device(name: str | None) -> Device | None:
-    """The device by its name as torch tells it, or as people write it (h100-pcie); None where it is not known."""
-    words = set(re.split(r"[^a-z0-9]+", (name or "").lower()))
-    return next((device for known, device in DEVICES.items() if set(known.lower().split()) <= words), None)
+    """The device by torch's name for it, or an informal one (h100-pcie); None if unknown."""
+    terms = set(re.split(r"[^a-z0-9]+", (name or "").lower()))
+    return next((device for known, device in DEVICES.items() if set(known.lower().split()) <= terms), None)
 
 
 def peak_flops(device: str | None) -> float | None:
-    """FLOP/s of a device by its name as torch tells it; None on CPU and for unknown devices."""
+    """FLOP/s of a device by torch's name for it; None on CPU and for unknown devices."""
     known = find_device(device)
     return None if known is None else known.flops
 
 
 def mfu(flops: float, seconds: float, peak: float | None, num_devices: int = 1) -> dict[str, float]:
-    """{"perf/mfu": share of the peak of all devices}, or {} where the peak is unknown."""
+    """{"perf/mfu": share of the peak of all devices}, or {} if the peak is unknown."""
     return {} if peak is None or seconds <= 0 else {"perf/mfu": flops / (seconds * peak * num_devices)}

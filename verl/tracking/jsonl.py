@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and the two ways in which this package writes such files: a line at a time, or whole."""
+"""Metrics as JSON lines, and helpers for such files: append one line, or write the whole file atomically."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from verl.tracking.tracker import Run, Tracker
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl` in the run folder, one line a step: {"step": 3, "time": seconds since 1970, name: value, ...}.
+    """`metrics.jsonl` in the run folder, one line per step: {"step": 3, "time": seconds since 1970, name: value, ...}.
 
-    A value that is no finite number is null, because JSON has no other word for it.
+    Non-finite values are written as null, because JSON cannot represent them.
     """
 
     def __init__(self, run: Run) -> None:
         self.path = run.folder / "metrics.jsonl"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a line, which is in the system's hands when this returns: a killed process loses none.
+        """Append a line, flushed to the operating system on return, so a killed process loses none.
 
-        Raises DataError when it cannot be written.
+        Raises DataError if writing fails.
         """
         append_row(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Drops the lines beyond `step`, and one that a kill has torn; the file is replaced as a whole."""
+        """Drop the lines after `step` and a partial last line; the file is replaced atomically."""
         if self.path.exists():
             write_rows(self.path, [row for row in read_rows(self.path) if row["step"] <= step])
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics as JSON can say them."""
+    """The metrics with non-finite values as None."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """One more line; raises DataError when it cannot be written."""
+    """Append one line; raises DataError if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -52,14 +52,14 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line without its end is left out, for its writer was killed."""
-    with path.open(encoding="utf-8", errors="replace") as file:  # the tear may go through a character
+    """The objects of a JSON-lines file; a partial last line, left by a killed writer, is ignored."""
+    with path.open(encoding="utf-8", errors="replace") as file:  # the partial line may end within a character
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSON-lines file that appears whole or not at all. Raises DataError when it cannot be written."""
-    # half a surrogate pair cannot be encoded; the escape that stands for it is JSON's own
+    """Write a JSON-lines file atomically. Raises DataError if writing fails."""
+    # a lone surrogate cannot be encoded; its backslash escape is valid JSON
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(map(_line, rows))
         file.flush()

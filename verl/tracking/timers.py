@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timing of a step by phase."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Wall and processor seconds of each phase of a step, and of what lies outside every phase.
+    """Wall and CPU seconds of each phase of a step, and the overhead outside all phases.
 
-    on_phase: told the name of a phase as it begins, for the display
-    Phases do not nest; one that is entered twice adds up. Processor time is this process's, all threads.
+    on_phase: callback with the name of a phase at its start, for the display
+    Phases do not nest; repeated phases add up. CPU time is that of this process, all threads.
     """
 
     def __init__(
@@ -25,14 +25,14 @@ class PhaseTimer:
         self.start()
 
     def start(self) -> None:
-        """Begins a step: forgets the one before."""
+        """Start a step: reset all times."""
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._started = self._wall()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts what happens inside as phase `name`."""
+        """Time the block as phase `name`."""
         assert not self._running, f"phase {name} inside of {self._running}"
         self._running = name
         if self._on_phase is not None:

@@ -1,4 +1,4 @@
-"""Where metrics go: one protocol, and a fan-out to all that were chosen."""
+"""The tracker protocol, and a fan-out to all configured trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALWAYS = ("jsonl", "tensorboard")
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker may know of the run: its folder, how it is called, and its configuration."""
+    """Description of a run for trackers: folder, name, project and configuration."""
 
     folder: Path
     name: str = "default"
@@ -29,22 +29,22 @@ class Run:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one step at a time, steps in rising order. Subclasses inherit what they have no need of."""
+    """Receives the metrics of one step at a time, in increasing order of steps. All methods have no-op defaults."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step, all of them at once."""
+        """Log all metrics of a step."""
 
     def close(self) -> None:
-        """Ends what is open."""
+        """Close open files and sessions."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to continue; keys are this tracker's own."""
+        """State for the checkpoint, under keys unique to this tracker."""
         return {}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continues after `step`: whatever was logged beyond it is dropped. -1 and {} start over.
+        """Resume after `step`: later logs are dropped. -1 and {} start over.
 
-        state: of all trackers together, as `Trackers.state` gave it
+        state: of all trackers, from `Trackers.state`
         """
 
 
@@ -55,34 +55,34 @@ class Trackers:
     members: tuple[Tracker, ...]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, to every tracker; call it once a step, before the step's checkpoint."""
+        """Log the metrics of a step to every tracker; call it once per step, before the step's checkpoint."""
         plain = {name: float(value) for name, value in metrics.items()}
         for member in self.members:
             member.log(step, plain)
 
     def close(self) -> None:
-        """Closes all of them, also when one fails to."""
+        """Close all trackers, even if one of them fails."""
         with ExitStack() as stack:
             for member in self.members:
                 stack.callback(member.close)
 
     def state(self) -> dict[str, Any]:
-        """What all of them need in a checkpoint."""
+        """The merged state of all trackers, for the checkpoint."""
         return {key: value for member in self.members for key, value in member.state().items()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """See `Tracker.restore`. To be called before the first `log`, also at a start from nothing (-1 and {}); and
-        whenever a run goes back.
+        """See `Tracker.restore`. Must be called before the first `log`, also for a new run (-1 and {}), and at every
+        rollback.
         """
         for member in self.members:
             member.restore(step, state)
 
 
 def build_trackers(names: Iterable[str], run: Run, display: Tracker | None = None) -> Trackers:
-    """JSONL and TensorBoard always, the display if there is one, and those named.
+    """JSONL and TensorBoard always, the display if given, and those named.
 
-    A name is a key of TRACKERS, "console" (which is the display), or `module:attribute` of something made from a `Run`.
-    Raises ConfigError for an unknown name and for wandb where it is not installed.
+    A name is a key of TRACKERS, "console" (the display), or `module:attribute` of a callable that takes a `Run`.
+    Raises ConfigError for an unknown name, and for wandb if it is not installed.
     """
     chosen = [name for name in dict.fromkeys((*ALWAYS, *names)) if name != "console"]
     members: list[Tracker] = [resolve("tracker", name, TRACKERS)(run) for name in chosen]

@@ -1,4 +1,4 @@
-"""What was asked and answered, kept per step and shown in part."""
+"""Transcripts of the rollouts: one file per step, and samples on the console."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl.types import Message, Score, Trajectory, TrajectoryGroup
 
 
 class Transcripts:
-    """`transcripts/step-000012.jsonl` in the run folder, one line a rollout; read with `jsonl.read_rows`.
+    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_rows`.
 
-    show: how many to show per step, each of another prompt, on `console`
-    max_chars: longest text shown; files hold all of it
+    show: number of rollouts printed to `console` per step, each of a different prompt
+    max_chars: limit for printed texts; files are complete
     """
 
     def __init__(self, run_folder: Path, console: Console | None = None, show: int = 1, max_chars: int = 600) -> None:
@@ -27,7 +27,7 @@ class Transcripts:
         self._console, self._show, self._max_chars = console, show, max_chars
 
     def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
-        """Writes the file of a step, whole or not at all, and shows a few. Returns its path."""
+        """Write the file of a step atomically and print some rollouts. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
         rows = [row for group in groups for row in group_rows(step, group)]
         write_rows(path, rows)
@@ -38,7 +38,7 @@ class Transcripts:
         return path
 
     def truncate_after(self, step: int) -> None:
-        """Removes the files of later steps, which a resumed run will write again."""
+        """Remove the files of later steps, which a resumed run writes again."""
         for path in self.folder.glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
@@ -54,14 +54,14 @@ class Transcripts:
         return Panel(Group(*body), title=Text(title), title_align="left")
 
     def _cut(self, text: str) -> str:
-        """The text for a terminal: not too long, and without characters that would steer it."""
+        """The text for a terminal: truncated, and without control characters."""
         left = len(text) - self._max_chars
         shown = text if left <= 0 else f"{text[: self._max_chars]} [{left} more characters]"
         return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
 
 
 def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
-    """One JSON object per rollout of a group; `num_tokens` counts what the policy wrote, over all turns."""
+    """One JSON object per rollout of a group; `num_tokens` is the response length over all turns."""
     for trajectory, score, reward in zip(group.trajectories, group.scores, group.rewards, strict=True):
         yield {
             "step": step,
@@ -70,7 +70,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "index": trajectory.index,
             "prompt": _messages(group.task.prompt),
             **({"tools": [tool.name for tool in group.task.tools]} if group.task.tools else {}),
-            "replies": _messages(_responses(trajectory)),
+            "responses": _messages(_responses(trajectory)),
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
             **({"exceeded": score.exceeded} if score.exceeded else {}),
@@ -84,15 +84,15 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
 
 
 def _responses(trajectory: Trajectory) -> list[Message]:
-    """All after the prompt: the policy's messages, and the environment's answers to them."""
+    """All messages after the prompt: the policy's and the environment's."""
     return [message for turn in trajectory.turns for message in (turn.message, *turn.responses)]
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content, **_beside(message)} for message in messages]
+    return [{"role": message.role, "content": message.content, **_tool_calls(message)} for message in messages]
 
 
-def _beside(message: Message) -> dict[str, Any]:
-    """The calls of a row's message, which its content does not hold."""
+def _tool_calls(message: Message) -> dict[str, Any]:
+    """The message's calls if they are not part of its content."""
     calls = () if message.calls_in_content else message.tool_calls
     return {"tool_calls": [asdict(call) for call in calls]} if calls else {}

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases; the package is imported only when this tracker is chosen."""
+"""Metrics to Weights & Biases; the package is imported only if this tracker is used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STATE = "wandb_run_id"
 
 
 class WandbTracker(Tracker):
-    """One W&B run over all resumes: its id lies in `wandb_run_id.txt` in the run folder and in checkpoints.
+    """One W&B run across all resumes: its id is in `wandb_run_id.txt` in the run folder and in checkpoints.
 
-    The x axis is our own step, so that a resumed run may go over steps again; W&B keeps both passes over them.
-    Raises ConfigError when wandb is not installed.
+    The x axis is our own step, so that a resumed run may log steps again; W&B keeps both passes over them.
+    Raises ConfigError if wandb is not installed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -31,13 +31,13 @@ class WandbTracker(Tracker):
         self._session: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step; the first call opens the run."""
+        """Log the metrics of a step; the first call opens the run."""
         if self._session is None:
             self._session = self._open()
         self._session.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Marks the run as finished."""
+        """Mark the run as finished."""
         if self._session is not None:
             self._session.finish()
         self._session = None
@@ -47,7 +47,7 @@ class WandbTracker(Tracker):
         return {_STATE: self._id}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continues the run that the checkpoint knows; a start over (-1) is a new run, one that goes back the same."""
+        """Resume the run of the checkpoint; starting over (-1) opens a new run, a rollback keeps the current one."""
         if self._session is not None:
             return
         if _STATE in state:
