@@ -428,18 +428,18 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     chat = load_chat_template(config.model)
     with pytest.raises(
         DataError,
-        match=r"data\.jsonl: 1 of 2 rows .*row 1: the chat template refuses .* system, user \(No system role!\)",
+        match=r"data\.jsonl: 1 of 2 rows .*row 1: the chat template rejects .* system, user \(No system role!\)",
     ):
         load_tasks(config, chat.task_prompt_ids)
     half = replace(config, data=replace(config.data, max_bad_share=0.5))
     (kept,), _, (report,) = load_tasks(half, chat.task_prompt_ids)
     assert len(kept) == 1 and "2 rows, 1 used, 1 dropped (1 unreadable, row 1: the chat template" in str(report)
     demonstrations = read_demonstrations(str(data))
-    with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template refuses"):
+    with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template rejects"):
         to_demonstration_samples(demonstrations, chat, 99)
     assert len(to_demonstration_samples(demonstrations, chat, 99, 0.5)) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
-    with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template refuses .* roles user"):
+    with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template rejects .* roles user"):
         load_tasks(config, load_chat_template(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
     with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be read \(line 1: "):
@@ -450,7 +450,7 @@ def test_a_tokenizer_that_cannot_tell_what_its_tokens_cover_is_refused(tmp_path:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = "Hi"
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"the tokenizer in .* is a slow one.* add its tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* is a slow tokenizer.* add its tokenizer\.json"):
         load_chat_template(ModelConfig(path=str(tmp_path)))
 
 

@@ -145,7 +145,7 @@ def test_a_command_without_search_has_no_environment(caplog: pytest.LogCaptureFi
     assert load_config([*words, "do_search=true"]) == load_config(words)
     with pytest.raises(ConfigError, match="do_search=true needs a retriever"):
         load_config(["do_search=true"])
-    with pytest.raises(ConfigError, match=r"do_search=false contradicts env\.codec"):
+    with pytest.raises(ConfigError, match=r"do_search=false contradicts env\.tool_call_format"):
         load_config(["recipe=search_r1", "do_search=false"])
 
 

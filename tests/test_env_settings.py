@@ -89,12 +89,12 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
             ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
             "data='/nowhere' has no folder retail",
         ),
-        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is no codec: JSONDecoder has no render_prompt"),
+        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is not a tool-call format: JSONDecoder has no render_prompt"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
         (("env.tool_call_format_options.limit=5",), "env.tool_call_format_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
         (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
-        ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template has the name or path '/nowhere.txt'"),
+        ((*FENCE, "data.prompt_template=/nowhere.txt"), "there is no prompt template with the name or path '/nowhere.txt'"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(chat: ChatTemplate, words: tuple[str, ...], said: str) -> None:
@@ -129,7 +129,7 @@ def test_a_format_can_be_given_another_tool(chat: ChatTemplate) -> None:
 def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatTemplate) -> None:
     template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=template)
-    with pytest.raises(ConfigError, match="leaves out messages of the roles tool; choose another codec"):
+    with pytest.raises(ConfigError, match="drops messages with the roles tool; choose another tool-call format"):
         built(ChatTemplate(tokenizer), OTHER)
     assert built(ChatTemplate(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
 

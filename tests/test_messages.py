@@ -92,7 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "arguments": (
         {"prompt": changed(2, tool_calls=call(arguments="{"))},
         "prompt[2].tool_calls[0].function.arguments",
-        "no JSON",
+        "not JSON",
     ),
     "arguments are a list": (
         {"prompt": changed(2, tool_calls=call(arguments="[1]"))},
@@ -135,8 +135,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "content is a number": ({"prompt": changed(4, content=3)}, "prompt[4].content", "is of type int"),
     "tools without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
     "another kind of tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-    "two tools of one name": ({"tools": [WEATHER, WEATHER]}, "tools[1]", "a second time"),
-    "tools are a text": ({"tools": "weather"}, "tools", "no JSON"),
+    "two tools of one name": ({"tools": [WEATHER, WEATHER]}, "tools[1]", "repeats the name"),
+    "tools are a text": ({"tools": "weather"}, "tools", "not JSON"),
     "a schema as a text": (
         {"tools": [{"name": "f", "parameters": "{}"}]},
         "tools[0].parameters",
@@ -280,7 +280,7 @@ def test_texts_in_parts_are_lines_of_one() -> None:
 )
 def test_what_a_template_leaves_out_is_named(template: str, prompt: Any, field: str) -> None:
     task = to_task(row(prompt, tools=None), "rows.jsonl#7")
-    with pytest.raises(DataError, match="is left out by the chat template") as caught:
+    with pytest.raises(DataError, match="is dropped by the chat template") as caught:
         format_of(template).task_prompt_ids(task)
     assert caught.value.field == field
 
@@ -290,7 +290,7 @@ def test_what_a_template_uses_is_passed_on_whatever_it_is() -> None:
     tool_call_format = format_of("qwen3")
     text = text_of(tool_call_format, tool_call_format.task_prompt_ids(to_task(row(thought), "x#0")))
     assert "<think>\nI have to look.\n</think>" in text
-    with pytest.raises(DataError, match=r"refuses messages of the roles .*, tool, user .*single tool"):
+    with pytest.raises(DataError, match=r"rejects messages with the roles .*, tool, user .*single tool"):
         format_of("llama3").task_prompt_ids(to_task(row(changed(2, tool_calls=[CALL] * 2)), "x"))
 
 
@@ -308,7 +308,7 @@ def test_calls_without_a_text_are_null_or_empty_as_the_template_knows_them() -> 
 
 def test_a_template_that_lists_no_tools_is_refused_with_a_way_out() -> None:
     said = (
-        r"tokenizer in '.*' lists no tools, so .* weather, weather\(city\), weather\(days\); name a tokenizer .*toolrl"
+        r"tokenizer in '.*' does not list tools, so .* weather, weather\(city\), weather\(days\); set model.tokenizer_path .*toolrl"
     )
     with pytest.raises(ConfigError, match=said):
         format_of("mini").task_prompt_ids(to_task(row(DIALOGUE[:2]), "rows.jsonl#0"))
@@ -338,23 +338,23 @@ def test_formats_write_earlier_calls_in_their_own_words() -> None:
 
 
 def test_formats_refuse_what_they_have_no_words_for() -> None:
-    with pytest.raises(DataError, match=r"'prompt\[2\].tool_calls': cannot be written by this env.tool_call_format"):
+    with pytest.raises(DataError, match=r"'prompt\[2\].tool_calls': cannot be rendered by this env.tool_call_format"):
         opened("search_r1", to_task(row(tools=None), "x"))
     with pytest.raises(DataError, match=r"'prompt\[0\].role': 'developer' is unknown"):
         opened("toolrl", to_task(row(changed(0, role="developer")), "x"))
-    with pytest.raises(DataError, match=r"'prompt\[4\].name': is left out by this env.tool_call_format"):
+    with pytest.raises(DataError, match=r"'prompt\[4\].name': is dropped by this env.tool_call_format"):
         opened("toolrl", to_task(row(changed(4, name="Ann")), "x"))
-    with pytest.raises(DataError, match=r"'prompt\[1\]': has no place in a prompt without a chat template"):
+    with pytest.raises(DataError, match=r"'prompt\[1\]': cannot be part of a prompt without a chat template"):
         opened("fence", to_task(row([DIALOGUE[1], {"role": "assistant", "content": "?"}, DIALOGUE[4]]), "x"))
     own = "Use tools.\n**Available Tools**\n1. Name: clock\nDescription: Time\nParameters: {}"
-    with pytest.raises(DataError, match="lists its tools itself, and not weather"):
+    with pytest.raises(DataError, match="lists its own tools, but not weather"):
         opened("toolrl", to_task(row(changed(0, content=own)), "x"))
 
 
 def test_a_prompt_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Answer: {question}")
-    with pytest.raises(ConfigError, match=r"never learn of weather; put \{tools\} into it"):
+    with pytest.raises(ConfigError, match=r"would not know weather; add \{tools\} to it"):
         opened("hermes", to_task(row(DIALOGUE[:2]), "x"), {"prompt_template": str(path)})
 
 
@@ -439,7 +439,7 @@ def test_any_row_reaches_the_template_unchanged_or_is_refused(name: str, data: s
         again = to_task(row([as_openai(message) for message in task.prompt], tools=tools), "rows.jsonl#0")
         ids = tool_call_format.task_prompt_ids(task)
     except DataError as error:
-        assert error.field.startswith("prompt[") or "chat template refuses" in error.problem
+        assert error.field.startswith("prompt[") or "chat template rejects" in error.problem
         return
     expected = tool_call_format.tokenizer.apply_chat_template(
         said, tools=tools or None, add_generation_prompt=True, return_dict=False

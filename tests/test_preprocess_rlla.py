@@ -130,7 +130,7 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
             "row 0, field 'output': line 1 of the gold calls is not JSON",
         ),
         ([example(), {**example(), "input": " "}], "row 1, field 'input': is empty"),
-        ([{**example(), "input": "\ud800"}], "row 0, field 'input': holds half a surrogate pair"),
+        ([{**example(), "input": "\ud800"}], "row 0, field 'input': has a lone surrogate"),
         ([], "has no usable row"),
     ],
 )

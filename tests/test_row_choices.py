@@ -330,10 +330,10 @@ def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatTemplate) 
 def test_a_run_whose_template_lists_no_tools_does_not_start(words: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "reward.name=math", *words])
-    with pytest.raises(ConfigError, match=r"mini/model' lists no tools, so .* calculator, calculator\(expression\); "):
+    with pytest.raises(ConfigError, match=r"mini/model' does not list tools, so .* calculator, calculator\(expression\); "):
         load_inputs(config)
     tool = [*("env.name=tool", "env.tools=[calculator]"), *(words or ("env.tool_call_format=xml",))]
-    with pytest.raises(ConfigError, match="lists no tools, so that the policy would never learn of calculator"):
+    with pytest.raises(ConfigError, match="does not list tools, so the policy would not know calculator"):
         episode_runner(with_template(NO_TOOLS), *tool)
     assert (
         episode_runner(with_template(NO_TOOLS), *tool[:2], "env.tool_call_format=toolrl") is not None
@@ -344,7 +344,7 @@ def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: 
     path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
     words = [f"model.path={MINI / 'model'}", f"files=[{path}]", "engine=hf", "device=cpu", "reward.name=math"]
     assert main_generation.main(words) == 2
-    assert "lists no tools" in capsys.readouterr().out
+    assert "does not list tools" in capsys.readouterr().out
 
 
 def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_three_kinds_of_rows_agree() -> None:
     [
         ({"messages": [{"role": "user", "content": "U"}]}, "has no assistant turn"),
         ({"messages": []}, "is empty; expected a list"),
-        ({"messages": "[{"}, "is no JSON"),
+        ({"messages": "[{"}, "is not JSON"),
         ({"instruction": "S", "input": "U", "output": ""}, "field 'output': is missing or empty"),
         ({"text": "x"}, "has the columns ['text']"),
         (["x"], "is of type list"),
@@ -175,8 +175,8 @@ def test_arguments_may_hold_what_a_response_may_not_quote() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("mini", r"rows.jsonl, row 3, field 'messages\[1\].tool_calls\[0\]': is left out by the chat template"),
-        ("llama3", r"rows.jsonl, row 3, field 'messages\[1\].content': is left out by the chat template"),
+        ("mini", r"rows.jsonl, row 3, field 'messages\[1\].tool_calls\[0\]': is dropped by the chat template"),
+        ("llama3", r"rows.jsonl, row 3, field 'messages\[1\].content': is dropped by the chat template"),
         (
             "rewrites",
             r"row 3, field 'messages\[1\]': the chat template does not continue its own prompt",
@@ -200,5 +200,5 @@ def test_templates_whose_turns_cannot_be_trained_are_errors_with_the_row(templat
 
 def test_a_template_that_lists_no_tools_teaches_no_calls() -> None:
     demonstration = to_demonstration({"messages": CALLS[:1] + CALLS[3:], "tools": TOOLS})
-    with pytest.raises(ConfigError, match=r"lists no tools, .* weather, weather\(city\)"):
+    with pytest.raises(ConfigError, match=r"does not list tools, .* weather, weather\(city\)"):
         to_samples([demonstration], format_of("mini"), 1000, max_bad_share=1.0)

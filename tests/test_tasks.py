@@ -74,7 +74,7 @@ BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),
     "source of wrong type": (row(data_source=1), "data_source", "is of type int"),
     "no prompt": ({"data_source": "rlla"}, "prompt", "is missing"),
-    "prompt is a text": (row(prompt="hi"), "prompt", "is no JSON"),
+    "prompt is a text": (row(prompt="hi"), "prompt", "is not JSON"),
     "empty prompt": (row(prompt=[]), "prompt", "is empty"),
     "message is a text": (row(prompt=["hi"]), "prompt[0]", "is of type str"),
     "message without content": (row(prompt=[{"role": "user"}]), "prompt[0].content", "is missing"),
@@ -167,7 +167,7 @@ def test_a_ground_truth_that_is_no_text_becomes_its_json(truth: Any, answer: str
         ("long" * 100 + ".jsonl", None, "there is no such file"),
         ("torn.parquet", "PAR1 not really", "cannot be read as parquet"),
         ("torn.json", '[{"a": 1}, {"a"', "cannot be read as json"),
-        ("object.json", '{"a": 1}', "does not begin with"),
+        ("object.json", '{"a": 1}', "does not start with"),
         ("deep.json", f"[{'[' * 100_000}", "cannot be read as json"),
         ("folder/notes.txt", None, "neither a data file"),
         ("empty.jsonl", "", "has no usable row"),
@@ -204,7 +204,7 @@ def test_a_row_that_is_nested_too_deep_to_be_copied_is_a_bad_row(tmp_path: Path)
         deep = {"deeper": deep}
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(row())}\n{json.dumps({**row(), 'extra_info': deep})}\n")
-    with pytest.raises(DataError, match=r"t\.jsonl, row 1: has a value in more than 100 lists and objects"):
+    with pytest.raises(DataError, match=r"t\.jsonl, row 1: has a value nested in more than 100 lists and objects"):
         TaskSet(str(path))
     assert len(TaskSet(str(path), max_bad_share=1.0)) == 1
 
@@ -243,9 +243,9 @@ DIGITS = "9" * 6000
         (PLAIN, DIGITS, "is not JSON .*6000 digits"),
         (GOLD, DIGITS, "is not JSON .*6000 digits"),
         (PLAIN, f'"a", "role": {DIGITS}', "is not JSON .*6000 digits"),
-        (PLAIN, r'"a\ud83db"', "'prompt': holds half a surrogate pair"),
-        (PLAIN, r'"a", "\ude00": 1', "'prompt': holds half a surrogate pair"),
-        (GOLD, r'["\ude00"]', "'reward_model': holds half a surrogate pair"),
+        (PLAIN, r'"a\ud83db"', "'prompt': has a lone surrogate"),
+        (PLAIN, r'"a", "\ude00": 1', "'prompt': has a lone surrogate"),
+        (GOLD, r'["\ude00"]', "'reward_model': has a lone surrogate"),
     ],
 )
 def test_nul_1e999_6000_digits_and_half_a_surrogate_pair_are_bad_rows(
@@ -376,9 +376,9 @@ def test_a_csv_line_with_too_many_or_too_few_values_is_a_bad_row(tmp_path: Path)
     (tmp_path / "t.csv").write_text("a,b\n1,2,3\n\n4,5\n6\n")
     many, good, few = read_rows(str(tmp_path / "t.csv"))
     assert (str(many), good, str(few)) == (
-        "line 2 has 3 values; expected 2, one a column",
+        "line 2 has 3 values; expected 2, one per column",
         {"a": "4", "b": "5"},
-        "line 5 has 1 values; expected 2, one a column",
+        "line 5 has 1 values; expected 2, one per column",
     )
 
 
@@ -429,7 +429,7 @@ def test_a_machine_without_datasets_reads_files_and_names_the_package_for_the_re
     for kind in ("parquet", "jsonl", "json", "csv"):
         assert list(read_rows(str(tmp_path / f"t.{kind}"))) == [{"a": "1"}]
     for source in (str(tmp_path), "owner/name"):
-        with pytest.raises(DataError, match="is read with the package datasets, which cannot be imported"):
+        with pytest.raises(DataError, match="needs the package datasets, which cannot be imported"):
             list(read_rows(source))
 
 
@@ -452,11 +452,11 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # no file may grow beyond 10 kB
     try:
-        with pytest.raises(DataError, match=f"cannot keep the rows in {tmp_path} .*TMPDIR"):
+        with pytest.raises(DataError, match=f"cannot store the rows in {tmp_path} .*TMPDIR"):
             RowStore(("x" * 1000 for _ in range(100)), directory=str(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with pytest.raises(DataError, match="cannot keep the rows in /nowhere"):
+    with pytest.raises(DataError, match="cannot store the rows in /nowhere"):
         RowStore([1], directory="/nowhere")
 
 

@@ -33,7 +33,7 @@ from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import call_text, parse_calls
 from verl.utils.reward_score.prompt import listed_tools
 
-CORPORA = sorted((ROOT / "tests" / "codecs").glob("*.jsonl"))
+CORPORA = sorted((ROOT / "tests" / "formats").glob("*.jsonl"))
 CASES = [
     pytest.param(path.stem, json.loads(line), id=f"{path.stem}: {json.loads(line)['case']}")
     for path in CORPORA
@@ -137,7 +137,7 @@ def test_a_megabyte_of_anything_is_read_in_linear_time(name: str) -> None:
 
 
 def test_numbers_and_nesting_that_python_refuses_are_told() -> None:
-    for value, said in (("1" * 5000, "too many digits"), ("[" * 100_000, "too deep")):
+    for value, said in (("1" * 5000, "too many digits"), ("[" * 100_000, "too deeply")):
         text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
         assert said in as_told(format_of("hermes").parse(text))["malformed"]
 
@@ -361,7 +361,7 @@ def test_templates(tmp_path: Path) -> None:
     assert tool_call_format.render_prompt(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
     assert build_tool_call_format("retool", {"prompt_template": None}).render_prompt(QUESTION, ()) == QUESTION
     path.write_text("no place", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"own.txt' lacks \{question\}"):
+    with pytest.raises(ConfigError, match=r"own.txt' lacks the placeholder \{question\}"):
         build_tool_call_format("fence", {"prompt_template": str(path)})
     path.write_bytes(b"\xff{question}")
     with pytest.raises(ConfigError, match="not in UTF-8"):
@@ -373,10 +373,10 @@ def test_templates(tmp_path: Path) -> None:
     [
         ("herms", {}, "did you mean 'hermes'"),
         ("retool", {"limits": 3}, "no option 'limits'; did you mean 'limit'"),
-        ("retool", {"limit": "3"}, "codec 'retool': option 'limit' must be of type int, not '3'"),
+        ("retool", {"limit": "3"}, "tool-call format 'retool': option 'limit' must be of type int, not '3'"),
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
-        ("fence", {"prompt_template": None}, "raw=true leaves out the chat template"),
+        ("fence", {"prompt_template": None}, "raw=true skips the chat template"),
         ("verl.data.formats.base:TOOL_CALL_FORMATS", {}, "must be a class or a function"),
     ],
 )
@@ -391,7 +391,7 @@ def test_shortened_texts_keep_both_ends() -> None:
 
 
 def test_the_page_tells_of_every_format() -> None:
-    page = (ROOT / "docs" / "codecs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tool_call_formats.md").read_text(encoding="utf-8")
     assert {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")} == set(TOOL_CALL_FORMATS)
 
 

@@ -204,7 +204,7 @@ def test_sft_counts_responses_that_are_too_long(chat: ChatTemplate, tmp_path: Pa
     samples = sft.to_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
     assert [sample.group for sample in samples] == [7, 9]
     assert str(report) == (
-        "sft.jsonl: 4 rows, 2 used (1 with replies that are left out, as they are longer than 100 tokens), "
+        "sft.jsonl: 4 rows, 2 used (1 with responses dropped for being longer than 100 tokens), "
         "2 dropped (1 longer than 100 tokens; 1 with a bad messages, row 3: is empty)"
     )
 

@@ -1,6 +1,6 @@
-"""What a format is: how tools are told, how calls are written, where the policy pauses, and how answers come back.
+"""The tool-call format interface: how tools are listed, calls parsed, stop strings set and tool results rendered.
 
-Formats handle text alone; tokens are the framework's business. What a format returns is tokenised once and appended.
+Formats handle text only; the framework tokenizes what a format returns, once, and appends it.
 """
 
 from __future__ import annotations
@@ -32,72 +32,72 @@ TOOL_CALL_FORMATS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The policy asks for these, side by side."""
+    """The policy makes these calls in parallel."""
 
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParseError:
-    """The policy meant to call a tool, but not in a way that can be read."""
+    """The policy attempted a tool call that cannot be parsed."""
 
-    problem: str  # in words that help the policy to do better
+    problem: str  # message for the policy
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """The policy paused at a stop string without asking for anything yet: it is to go on from where it is."""
+    """The policy paused at a stop string without a call yet: generation continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The policy is done: this is its answer."""
+    """The response is the final answer."""
 
 
 Parsed = Calls | ParseError | Continue | Final
 
 
 class ToolCallFormat(Protocol):
-    """One format. Stateless: the same text gives the same answer, and it never raises for what a policy wrote."""
+    """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text."""
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """The prompt: messages for the model's chat template, or a plain text where the recipe uses no template."""
+        """The prompt: messages for the model's chat template, or a plain text for recipes without one."""
 
     @property
     def template_tools(self) -> bool:
-        """Whether the chat template is to tell of the tools itself (`tools=`), so that `render_prompt` does not."""
+        """Whether the chat template lists the tools (`tools=`) instead of `render_prompt`."""
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """Where the policy is to pause, besides at its end token. `written`: its text since the last observation."""
+        """Stop strings in addition to the end token. `written`: the policy's text since the last observation."""
 
     @property
     def final_stop_strings(self) -> tuple[str, ...]:
-        """Where the last assistant turn stops, in which no tool is run: at what ends an answer in this format."""
+        """Stop strings of the last assistant turn, in which tools are disabled: the end of an answer in this format."""
 
     @property
     def turns_per_call(self) -> int:
-        """Assistant turns that one call costs: as many as the policy is made to pause until the call is run."""
+        """Assistant turns per call: the number of pauses until the call is run."""
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether one turn may hold several calls."""
+        """Whether one turn may contain several calls."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """What the policy asks for. Calls inside its thinking are none.
+        """Parses the response. Calls inside thoughts are ignored.
 
-        `written`: all of its text since the last observation, the stop string that it paused at included.
-        tools: those that are offered, for formats that write arguments without their types
+        `written`: the policy's text since the last observation, including the stop string.
+        tools: the offered tools, for formats with untyped arguments
         """
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The answers as they are put before the policy: a text that continues its own turn, or messages that the
-        chat template puts into turns of their own, with the head of the policy's next turn."""
+        """The tool results as shown to the policy: a text that continues its turn, or messages that the chat template
+        renders as separate turns, followed by the generation prompt."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """How a policy writes these calls; `parse` reads them back, unless a text in them ends a call or a thought."""
+        """The calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
 
 
-_ASKED = (  # of every format in an episode
+_REQUIRED = (  # attributes that an episode uses
     "render_prompt",
     "template_tools",
     "stop_strings",
@@ -110,17 +110,18 @@ _ASKED = (  # of every format in an episode
 
 
 def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) -> ToolCallFormat:
-    """The format called `name`: a known one, or a class or function `module:attribute`, made with `options`.
+    """The format named `name`: a built-in one, or a class or function `module:attribute`, called with `options`.
 
     Raises ConfigError for an unknown name, an unknown or missing option, or a value of another type than the default.
     """
-    make: Callable[..., ToolCallFormat] = resolve("codec", name, TOOL_CALL_FORMATS)
+    make: Callable[..., ToolCallFormat] = resolve("tool-call format", name, TOOL_CALL_FORMATS)
     given = dict(options or {})
     if not callable(make):
-        raise ConfigError(f"codec {name!r} must be a class or a function, not an object of {type(make).__name__}")
-    check_options("codec", name, make, given)
-    made = make(**given)
-    lacking = [each for each in _ASKED if not hasattr(made, each)]
+        kind = type(make).__name__
+        raise ConfigError(f"tool-call format {name!r} must be a class or a function, not an object of type {kind}")
+    check_options("tool-call format", name, make, given)
+    built = make(**given)
+    lacking = [each for each in _REQUIRED if not hasattr(built, each)]
     if lacking:
-        raise ConfigError(f"{name!r} is no codec: {type(made).__name__} has no {', '.join(lacking)}")
-    return made
+        raise ConfigError(f"{name!r} is not a tool-call format: {type(built).__name__} has no {', '.join(lacking)}")
+    return built

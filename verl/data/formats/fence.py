@@ -1,7 +1,7 @@
-"""Python in Markdown fences, run as it is written, with the output in a fence of its own.
+"""Python in Markdown fences, executed as it is written; the output gets its own fence.
 
-ToRL (arXiv 2503.23383) lets the policy begin the output's fence and pauses there. ZeroTIR (Agent RL Scaling Law,
-arXiv 2505.07773) pauses twice: where the code's fence opens, and where it closes.
+ToRL (arXiv 2503.23383) lets the policy open the output fence and pauses there. ZeroTIR (Agent RL Scaling Law,
+arXiv 2505.07773) pauses twice: where the code fence opens, and where it closes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOSING_ANYWHERE = re.compile(re.escape(CLOSING))
 
 @dataclass(frozen=True)
 class _Code:
-    """A block of code outside thoughts; `end` is behind its closing fence, None where there is none yet."""
+    """A block of code outside thoughts; `end`: end of its closing fence, None if it is still open."""
 
     text: str
     end: int | None
@@ -38,7 +38,7 @@ def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
         if fence is None:
             return [*found, _Code(written[start:], None)]
         position = fence.end()
-        text = written[start : fence.start()].rpartition(f"\n{OPENING}\n")[2]  # what was left open is begun anew
+        text = written[start : fence.start()].rpartition(f"\n{OPENING}\n")[2]  # a second opening restarts the block
         found.append(_Code(text.strip("\n"), position))
     return found
 
@@ -47,7 +47,7 @@ def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
 class FenceFormat(InlineFormat):
     """ToRL: at ```` ```output ```` the last complete block since the last output is run.
 
-    empty: as in its published code, which takes an output without text for one that timed out
+    empty: as in its published code, which treats an empty output as a timeout
     """
 
     prompt_template: str | None = "torl"
@@ -57,30 +57,30 @@ class FenceFormat(InlineFormat):
     empty: str = "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """The opening of the output, which the policy writes itself."""
+        """The opening output fence, which the policy writes itself."""
         return (OUTPUT,)
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """A fence closes on a line of its own; without any complete block the policy goes on."""
+        """A fence closes on its own line; without a complete block, generation continues."""
         if not written.rstrip().endswith(OUTPUT):
             return Final()
         complete = [block for block in _blocks(written, _CLOSING_LINE) if block.end is not None and block.text.strip()]
         return Calls((self.call(complete[-1].text),)) if complete else Continue()
 
     def wrap(self, output: str, written: str) -> str:
-        """The rest of the fence that the policy opened."""
+        """The output and the end of the fence that the policy opened."""
         return f"{'' if written.endswith(chr(10)) else chr(10)}{output}\n{CLOSING}\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Code in its fence, and the output's fence begun."""
+        """Code in its fence, followed by the opening output fence."""
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}\n{OUTPUT}" for call in calls)
 
 
 @dataclass(frozen=True)
 class ZeroTirFormat(InlineFormat):
-    """ZeroTIR: code is run as soon as its fence closes, wherever on a line that is.
+    """ZeroTIR: code is run as soon as its fence closes, anywhere on a line.
 
-    A call costs two turns: one up to the opening fence, one in it. Its published code counts stops the same way.
+    A call takes two turns: one up to the opening fence, one inside it. Its published code counts stops the same way.
     """
 
     turns_per_call: ClassVar[int] = 2
@@ -91,16 +91,16 @@ class ZeroTirFormat(InlineFormat):
     empty: str = "(no output)"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """The closing fence while one is open, else the opening one."""
+        """The closing fence inside a block, else the opening one."""
         blocks = _blocks(written, _CLOSING_ANYWHERE)
         return (CLOSING,) if blocks and blocks[-1].end is None else (OPENING,)
 
     def paused(self, written: str) -> bool:
-        """At either fence; at the closing one, `stop_strings` already tells of the next."""
+        """At either fence; after a closing one, `stop_strings` is already the opening one."""
         return written.rstrip().endswith((OPENING, CLOSING))
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """Code that ends with what was written is run; at an opening fence the policy goes on."""
+        """Runs a block that ends the text; after an opening fence, generation continues."""
         ended = written.rstrip()
         if ended.endswith(OPENING):
             return Continue()
@@ -110,7 +110,7 @@ class ZeroTirFormat(InlineFormat):
         return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else Continue()
 
     def wrap(self, output: str, written: str) -> str:
-        """A fence of its own."""
+        """The output in its own fence."""
         return f"{'' if written.endswith(chr(10)) else chr(10)}{OUTPUT}\n{output}\n{CLOSING}\n\n\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:

@@ -1,7 +1,7 @@
-"""Hermes and Qwen: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, several side by side.
+"""Hermes and Qwen: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, with parallel calls.
 
-The chat template tells of the tools and puts results of the role "tool" into turns; a prompt template does it instead
-for models whose chat template knows no tools.
+The chat template lists the tools and renders results with the role "tool"; for models whose chat template does not
+support tools, a prompt template lists them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 @dataclass(frozen=True)
 class HermesFormat(TurnFormat):
-    """One JSON object a block."""
+    """One JSON object per block."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """All blocks outside thoughts, or what is wrong with the first that cannot be read."""
+        """The calls of all blocks outside thoughts, or the error of the first malformed one."""
         calls: list[ToolCall] = []
         position = speech_start(written, self.in_thought)
         try:
@@ -34,7 +34,7 @@ class HermesFormat(TurnFormat):
         return Calls(tuple(calls)) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """A block each."""
+        """One block per call."""
         return "\n".join(
             f"{TOOL_CALL}\n{to_json({'name': call.name, 'arguments': call.arguments})}\n{TOOL_CALL_END}"
             for call in calls
@@ -42,13 +42,13 @@ class HermesFormat(TurnFormat):
 
 
 def _read(written: str, start: int) -> tuple[ToolCall, int]:
-    """(the call of the block that opened before `start`, where the block ends). JSON may quote the closing tag."""
+    """(the call of the block opened before `start`, end of the block). The JSON may contain the closing tag."""
     if written.find(TOOL_CALL_END, start) < 0:
         raise BadCallError(f"{TOOL_CALL} is never closed with {TOOL_CALL_END}.")
     value, end = read_json(written, start)
     end = skip_space(written, end)
     if not written.startswith(TOOL_CALL_END, end):
-        raise BadCallError(f"Behind the JSON object of a call must come {TOOL_CALL_END}; write a block for each call.")
+        raise BadCallError(f"The JSON object of a call must be followed by {TOOL_CALL_END}; write one block per call.")
     return to_call(value, "arguments"), end + len(TOOL_CALL_END)
 
 

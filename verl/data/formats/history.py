@@ -1,4 +1,4 @@
-"""Rows under a format that writes its own prompt: earlier calls in its format, and an error for what it leaves out."""
+"""Rows under a format with its own prompt: renders earlier calls in that format and checks that nothing is dropped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl.errors import ConfigError, DataError
 from verl.types import Message, ToolSpec
 from verl.utils.reward_score.prompt import listed_tools
 
-_MEND = "Change the row, or choose another env.tool_call_format"
-_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that formats write in their own format
+_HINT = "Change the row, or choose another env.tool_call_format"
+_REWRITTEN = ("system", "user", "assistant", "tool")  # roles that formats render themselves
 
 
 def with_calls_written(tool_call_format: ToolCallFormat, messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages, in which every call stands in its message's content, and every result names its tool.
+    """The messages with all calls rendered into the content, and with tool names in all results.
 
-    Raises DataError for a format that cannot write calls of earlier turns.
+    Raises DataError if the format cannot render calls of earlier turns.
     """
     names: dict[str, str] = {}
     found = []
@@ -28,8 +28,8 @@ def with_calls_written(tool_call_format: ToolCallFormat, messages: Sequence[Mess
         if message.tool_calls and not message.calls_in_content:
             if isinstance(tool_call_format, InlineFormat) or not hasattr(tool_call_format, "render"):
                 raise DataError(
-                    "cannot be written by this env.tool_call_format: its calls are no turns",
-                    hint=_MEND,
+                    "cannot be rendered by this env.tool_call_format: its calls are not separate turns",
+                    hint=_HINT,
                     field=f"prompt[{number}].tool_calls",
                 )
             content = "\n".join(filter(None, (message.content, tool_call_format.render(message.tool_calls))))
@@ -47,31 +47,31 @@ def check_shown(
     tools: Sequence[ToolSpec],
     shown: str | Sequence[Message],
 ) -> None:
-    """Raises DataError for what a format's opening leaves out of a row, ConfigError where it lists no tools.
+    """Raises DataError if the format's prompt drops parts of a row, ConfigError if it does not list the tools.
 
-    messages: of `with_calls_written`. shown: what the format made of them
+    messages: result of `with_calls_written`; shown: result of `render_prompt`
     """
     for number, message in enumerate(messages):
         field = f"prompt[{number}]"
         if isinstance(shown, str):
             if message.role in ("assistant", "tool"):
-                raise DataError("has no place in a prompt without a chat template", hint=_MEND, field=field)
+                raise DataError("cannot be part of a prompt without a chat template", hint=_HINT, field=field)
         elif message not in shown:
             if message.role not in _REWRITTEN:
                 raise DataError(
-                    f"{message.role!r} is unknown to this env.tool_call_format", hint=_MEND, field=f"{field}.role"
+                    f"{message.role!r} is not supported by this env.tool_call_format", hint=_HINT, field=f"{field}.role"
                 )
             for key in message.template_fields:
-                raise DataError("is left out by this env.tool_call_format", hint=_MEND, field=f"{field}.{key}")
+                raise DataError("is dropped by this env.tool_call_format", hint=_HINT, field=f"{field}.{key}")
     names = [tool.name for tool in tools]
     own = listed_tools(messages)
     if own is not None and tuple(shown) == tuple(messages) and (lacking := [name for name in names if name not in own]):
         raise DataError(
-            f"lists its tools itself, and not {', '.join(lacking)}, which the column tools or env.tools offers",
-            hint="Give the tools in one place",
+            f"lists its own tools, but not {', '.join(lacking)} from the column tools or from env.tools",
+            hint="List the tools in one place",
             field="prompt",
         )
-    # the prompt of a format that pauses may describe its one tool under any name, and so may a user's own format
+    # the prompt of an inline format may describe its tool under any name, and so may a user-defined format
     prompt = (
         None
         if isinstance(tool_call_format, InlineFormat) or not isinstance(tool_call_format, PromptTemplateMixin)
@@ -79,6 +79,6 @@ def check_shown(
     )
     if names and prompt is not None and TOOLS not in prompt.text:
         raise ConfigError(
-            f"the prompt template of env.tool_call_format lists no tools, so that the policy would never learn of "
-            f"{', '.join(names)}; put {TOOLS} into it, or choose another"
+            f"the prompt template of env.tool_call_format does not list tools, so the policy would not know "
+            f"{', '.join(names)}; add {TOOLS} to it, or choose another"
         )

@@ -1,4 +1,4 @@
-"""Formats in which the policy pauses at a stop string, and the answer goes on in its own turn."""
+"""Formats in which the policy pauses at a stop string and the tool output continues the same turn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from verl.types import Message, ToolCall, ToolSpec
 
 @dataclass(frozen=True)
 class InlineFormat(PromptTemplateMixin, ABC):
-    """What such formats share. The policy's text becomes the one argument of the one tool.
+    """Base class of inline formats. The policy's text becomes the single argument of a single tool.
 
     raw: the filled-in prompt template is the whole prompt, without a chat template and without the other messages
-    tool, argument: the name of the tool, and of its argument
-    limit: outputs of so many characters or more lose their middle; 0: none do
-    too_long: what is shown of such outputs instead, where it is not empty
-    last_line_of_errors: an output with the word "Error" is shown by its last line alone
-    empty: what is shown of an output without any text
+    tool, argument: names of the tool and its argument
+    limit: outputs with at least this many characters lose their middle; 0: no limit
+    too_long: replacement for such outputs, if not empty
+    last_line_of_errors: show only the last line of outputs that contain "Error"
+    empty: replacement for an empty output
     """
 
     parallel_calls: ClassVar[bool] = False
@@ -38,42 +38,42 @@ class InlineFormat(PromptTemplateMixin, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.raw and self.prompt is None:
-            raise ConfigError("raw=true leaves out the chat template, so prompt_template must name a text to use")
+            raise ConfigError("raw=true skips the chat template, so prompt_template must name a prompt text")
 
     @property
     def template_tools(self) -> bool:
-        """The recipe's prompt tells of the tool."""
+        """False: the recipe's prompt describes the tool."""
         return False
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See verl.data.formats.base.Format."""
+        """See verl.data.formats.base.ToolCallFormat."""
         return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
 
     @abstractmethod
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """Where the policy pauses."""
+        """Strings at which the policy pauses."""
 
     @abstractmethod
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """What it asks for."""
+        """The call in the text, if any."""
 
     @abstractmethod
     def wrap(self, output: str, written: str) -> str:
-        """An output that is to be shown as it is, in the recipe's marks."""
+        """A tool output in the recipe's delimiters."""
 
     def paused(self, written: str) -> bool:
-        """Whether the policy stopped where it waits for an answer, rather than that it ended its turn."""
+        """Whether the policy paused for an answer, rather than ending its turn."""
         return written.rstrip().endswith(self.stop_strings(written))
 
     def call(self, text: str) -> ToolCall:
-        """The call that a policy's text stands for."""
+        """The tool call for a text of the policy."""
         return ToolCall(self.tool, {self.argument: text})
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The outputs, in the recipe's marks, or what was wrong with the call, without them.
+        """The outputs in the recipe's delimiters, or the parse error without them.
 
-        Where the policy ended its turn instead of pausing, and where somebody else than a tool speaks, the answer is
-        a turn of its own; a raw prompt knows no turns, so all goes on in one text.
+        If the policy ended its turn instead of pausing, or a message is not from a tool, the answer is a separate turn;
+        a raw prompt has no turns, so everything continues in one text.
         """
         if not self.raw and not (self.paused(written) and all(each.role == "tool" for each in results)):
             return tuple(Message("user" if each.role == "tool" else each.role, each.content) for each in results)
@@ -82,7 +82,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return self.wrap("\n".join(self.shown(each.content) for each in results), written)
 
     def shown(self, output: str) -> str:
-        """As much of an output as the policy gets to see."""
+        """The part of an output that is shown to the policy."""
         text = output.strip("\n")
         if not text.strip():
             return self.empty

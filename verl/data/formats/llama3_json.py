@@ -1,5 +1,4 @@
-"""Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several with semicolons between
-them."""
+"""Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several separated by semicolons."""
 
 from __future__ import annotations
 
@@ -19,20 +18,20 @@ _CALL_KEYS = ('"name"', '"parameters"')
 
 @dataclass(frozen=True)
 class Llama3JsonFormat(TurnFormat):
-    """A response that is JSON but of no call is an answer, unless the python tag announces a call."""
+    """A response with JSON that is not a call is an answer, unless the python tag announces a call."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls that the response is, thoughts before them left out."""
-        said = written[speech_start(written, self.in_thought) :].strip()
-        if said.startswith(THINK):
-            said = said.partition(THINK_END)[2].strip()
-        announced = said.startswith(PYTHON_TAG)
-        said = said.removeprefix(PYTHON_TAG)
-        if not announced and not said.startswith("{"):
+        """The calls of the response, after its thoughts."""
+        text = written[speech_start(written, self.in_thought) :].strip()
+        if text.startswith(THINK):
+            text = text.partition(THINK_END)[2].strip()
+        announced = text.startswith(PYTHON_TAG)
+        text = text.removeprefix(PYTHON_TAG)
+        if not announced and not text.startswith("{"):
             return Final()
-        meant = announced or said.startswith(_CALL_KEYS, skip_space(said, 1))
+        meant = announced or text.startswith(_CALL_KEYS, skip_space(text, 1))
         try:
-            values = _values(said)
+            values = _values(text)
             if not announced and not any(map(_means_a_call, values)):
                 return Final()
             meant = True
@@ -41,32 +40,32 @@ class Llama3JsonFormat(TurnFormat):
             return ParseError(str(error)) if meant else Final()
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """Results are of the role that Llama's template has for them."""
+        """The results with the role that Llama's template uses for them."""
         return tuple(replace(each, role="ipython") if each.role == "tool" else each for each in results)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls, a semicolon between them."""
+        """The calls, separated by semicolons."""
         return "; ".join(
             to_json({"name": call.name, "parameters": call.arguments}, (THINK, THINK_END)) for call in calls
         )
 
 
 def _means_a_call(value: Any) -> bool:
-    """Whether an object has what only calls have, or nothing but what calls have."""
+    """Whether an object has a key that only calls have, or only keys of calls."""
     if not isinstance(value, dict):
         return False
     return "parameters" in value or ("name" in value and value.keys() <= {"name", "type", "arguments"})
 
 
-def _values(said: str) -> list[Any]:
+def _values(text: str) -> list[Any]:
     values: list[Any] = []
     position = 0
     while True:
-        value, position = read_json(said, position)
+        value, position = read_json(text, position)
         values.append(value)
-        position = skip_space(said, position)
-        if position < len(said) and said[position] != ";":
-            raise BadCallError("A reply that calls tools is nothing but the JSON of calls, with ; between them.")
-        position = skip_space(said, position + 1)
-        if position >= len(said):
+        position = skip_space(text, position)
+        if position < len(text) and text[position] != ";":
+            raise BadCallError("A response that calls tools must contain only the JSON of calls, separated by ;.")
+        position = skip_space(text, position + 1)
+        if position >= len(text):
             return values

@@ -1,4 +1,4 @@
-"""Prompts as plain text files, with `{question}` and `{tools}` in the places that are filled in."""
+"""Prompt templates: plain text files with the placeholders `{question}` and `{tools}`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from verl.types import Message, ToolSpec
 
 _FOLDER = Path(__file__).parent / "prompts"
 _PLACES = re.compile(r"\{(question|tools)\}")
-TOOLS = "{tools}"  # the place of the list in a text
+TOOLS = "{tools}"  # placeholder of the tool list
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """A text with places to fill; `sha256` tells two of them apart in the record of a run."""
+    """A text with placeholders; `sha256` identifies it in the record of a run."""
 
     text: str
 
     @property
     def sha256(self) -> str:
-        """Digest of the text in UTF-8."""
+        """Digest of the UTF-8 text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def fill(self, question: str, tools: str) -> str:
-        """Each place is filled once; what is put in is never looked at again."""
+        """Fills each placeholder once; inserted text is not expanded again."""
         values = {"question": question, "tools": tools}
         return _PLACES.sub(lambda found: values[found[1]], self.text)
 
 
 def load_template(path_or_name: str, place: str = "{question}") -> PromptTemplate:
-    """One of this package's prompts by name, or any file by its path, without the newline at its end.
+    """One of this package's prompts by name, or any file by path, without its trailing newline.
 
-    Raises ConfigError if there is no such file, if it is no UTF-8, or if it does not have the `place`.
+    Raises ConfigError if there is no such file, if it is not UTF-8, or if it lacks the placeholder `place`.
     """
     own = _FOLDER / f"{path_or_name}.txt"
     path = own if own.is_file() else Path(path_or_name)
@@ -48,16 +48,16 @@ def load_template(path_or_name: str, place: str = "{question}") -> PromptTemplat
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
         known = nearest(path_or_name, [each.stem for each in _FOLDER.glob("*.txt")])
-        raise ConfigError(f"no prompt template has the name or path {path_or_name!r}; {known}") from error
+        raise ConfigError(f"there is no prompt template with the name or path {path_or_name!r}; {known}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt template {str(path)!r} is not in UTF-8 ({error})") from error
     if place not in text:
-        raise ConfigError(f"the prompt template {str(path)!r} lacks {place}, which is replaced; put it where that goes")
+        raise ConfigError(f"the prompt template {str(path)!r} lacks the placeholder {place}")
     return PromptTemplate(text)
 
 
 def function_schema(tool: ToolSpec) -> dict[str, Any]:
-    """The tool as chat templates and OpenAI's interface expect it: as its row has it, where it is of a row."""
+    """The tool in OpenAI's format, as chat templates expect it; for a tool of a row, the row's own schema."""
     if tool.schema is not None:
         return dict(tool.schema)
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
@@ -65,7 +65,7 @@ def function_schema(tool: ToolSpec) -> dict[str, Any]:
 
 
 def tool_lines(tools: Sequence[ToolSpec]) -> str:
-    """One tool a line, as JSON."""
+    """One tool per line, as JSON."""
     return "\n".join(json.dumps(function_schema(tool), ensure_ascii=False) for tool in tools)
 
 
@@ -80,15 +80,15 @@ def numbered_tools(tools: Sequence[ToolSpec]) -> str:
 def _flat(tool: ToolSpec) -> dict[str, Any]:
     properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
     common = {"description": "", "type": "string", "default": ""}
-    # true is a schema, too, and allows anything
+    # true is a valid schema that allows any value
     return {name: {**common, **(schema if isinstance(schema, Mapping) else {})} for name, schema in properties.items()}
 
 
 @dataclass(frozen=True)
 class PromptTemplateMixin:
-    """A format whose question can be put into words of the recipe's own.
+    """A format with an optional prompt template of the recipe.
 
-    prompt_template: name or path of a text with `{question}`, which replaces the last user message
+    prompt_template: name or path of a text with `{question}`; the filled text replaces the last user message
     """
 
     place: ClassVar[str] = "{question}"
@@ -97,15 +97,15 @@ class PromptTemplateMixin:
     prompt_template: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.prompt  # a bad file is told before the run begins
+        _ = self.prompt  # raises early if the file is invalid
 
     @cached_property
     def prompt(self) -> PromptTemplate | None:
-        """The text, read once."""
+        """The template, loaded once."""
         return None if self.prompt_template is None else load_template(self.prompt_template, self.place)
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """The messages, with the question put into the recipe's words where there is a prompt template."""
+        """The messages, with the question inserted into the recipe's prompt template if there is one."""
         if self.prompt is None:
             return tuple(messages)
         last = _last_user(messages)
@@ -113,7 +113,7 @@ class PromptTemplateMixin:
         return (*messages[:last], Message("user", text), *messages[last + 1 :])
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: calls end with the turn."""
+        """None: a call ends with the turn."""
         return ()
 
     @property
@@ -122,34 +122,34 @@ class PromptTemplateMixin:
         return ()
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results as they are, side by side; the chat template puts them into one turn or several."""
+        """The results unchanged; the chat template renders them as one turn or several."""
         return tuple(results)
 
     def render_raw_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-        """The prompt template filled in, and nothing else."""
+        """Only the filled-in prompt template."""
         assert self.prompt is not None
         return self.prompt.fill(messages[_last_user(messages)].content, tool_lines(tools))
 
 
 @dataclass(frozen=True)
 class SystemPromptTemplateMixin(PromptTemplateMixin):
-    """A format that tells of its tools in the system message.
+    """A format that lists its tools in the system message.
 
-    prompt_template: name or path of a text with `{tools}`, which is put behind what the system message says
+    prompt_template: name or path of a text with `{tools}`; the filled text is appended to the system message
     """
 
     place: ClassVar[str] = TOOLS
 
     @property
     def template_tools(self) -> bool:
-        """The system message tells of them."""
+        """False: the system message lists them."""
         return False
 
     def system(self, messages: Sequence[Message], tools: str) -> Message:
-        """The one system message."""
+        """The combined system message."""
         assert self.prompt is not None
-        said = [message.content for message in messages if message.role == "system"]
-        return Message("system", "\n\n".join([*said, self.prompt.fill("", tools)]))
+        contents = [message.content for message in messages if message.role == "system"]
+        return Message("system", "\n\n".join([*contents, self.prompt.fill("", tools)]))
 
 
 def _last_user(messages: Sequence[Message]) -> int:

@@ -1,4 +1,4 @@
-"""One tool in a pair of tags, its output in another: ReTool, Search-R1, OTC and ARTIST are presets of one format."""
+"""One tool called in a pair of tags, its output in another pair: presets for ReTool, Search-R1, OTC and ARTIST."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FENCE, _FENCE_END = "```python", "```"
 
 @dataclass(frozen=True)
 class TagsFormat(InlineFormat):
-    """The policy writes `<call>..</call>` and pauses at the closing tag; `<result>..</result>` is put behind it.
+    """The policy writes `<call>..</call>` and pauses at the closing tag; `<result>..</result>` is appended.
 
-    call_tag, result_tag: their names, without brackets
-    before, inside, after: the white space before the result's opening tag, next to its text, and behind its closing tag
-    fenced: the text of a call may stand in a Markdown fence of Python, which is taken off
-    must_act: a turn ends with `<answer>..</answer>`, where the policy is stopped too; without one it is malformed. The
-        last turn stops at both tags, as in Search-R1's published code: what comes behind the first action is never read
+    call_tag, result_tag: tag names, without brackets
+    before, inside, after: whitespace before the result's opening tag, next to its text, and after its closing tag
+    fenced: the text of a call may be in a Markdown fence of Python, which is removed
+    must_act: every turn needs a call or `<answer>..</answer>`, which is a stop string too; otherwise it is malformed.
+        The last turn stops at both tags, as in Search-R1's published code: text after the first action is ignored
     """
 
     call_tag: str = "code"
@@ -43,11 +43,8 @@ class TagsFormat(InlineFormat):
         return f"</{self.call_tag}>"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See InlineFormat. A question that explains calls and answers already, as Search-R1's published rows do,
-        stays.
-
-        Such a question contains both tags of a call and both of an answer.
-        """
+        """See InlineFormat. A question that already explains calls and answers, as in Search-R1's published rows, is
+        kept as it is; it is recognized by both tags of a call and both of an answer."""
         question = messages[-1].content
         if all(tag in question for tag in (self._opening, self._closing, ANSWER, ANSWER_END)):
             return question if self.raw else tuple(messages)
@@ -59,11 +56,11 @@ class TagsFormat(InlineFormat):
 
     @property
     def final_stop_strings(self) -> tuple[str, ...]:
-        """Both closing tags where every turn is one action; else none, so that the text runs on to its end."""
+        """Both closing tags if every turn is one action; else none, so that the response continues to its end."""
         return (self._closing, ANSWER_END) if self.must_act else ()
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The first call outside thoughts; a pause inside a thought is none."""
+        """The first call outside thoughts; a pause inside a thought is not a call."""
         beginning = speech_start(written)
         start = find_spoken(written, self._opening, beginning)
         if start >= 0:
@@ -99,14 +96,14 @@ class TagsFormat(InlineFormat):
         return f"{self.before}<{self.result_tag}>{text}</{self.result_tag}>{self.after}"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls in their tags; code in its fence where the recipe has one."""
+        """The calls in their tags; code in its fence if the recipe has one."""
         around = (f"\n{_FENCE}\n", f"\n{_FENCE_END}\n") if self.fenced else (" ", " ")
         return "\n".join(
             f"{self._opening}{around[0]}{call.arguments[self.argument]}{around[1]}{self._closing}" for call in calls
         )
 
 
-# arXiv 2504.11536; outputs as in its inference code: 400 characters, errors by their last line
+# arXiv 2504.11536; outputs as in its inference code: 400 characters, only the last line of errors
 RETOOL = partial(
     TagsFormat,
     prompt_template="retool",

@@ -1,6 +1,6 @@
-"""What the formats share: where speech ends and thinking begins, JSON as policies write it, and long outputs cut.
+"""Shared helpers of the formats: skipping thoughts, parsing the policy's JSON, shortening long outputs.
 
-Every function is linear in the length of its text, whatever the text.
+Every function is linear in the length of its input, for any input.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _KINDS: Mapping[type, str] = {
 
 
 class BadCallError(ValueError):
-    """A call that cannot be read; the text is what the policy gets to see."""
+    """A malformed call; the message is shown to the policy."""
 
 
 def speech_start(text: str, in_thought: bool = False) -> int:
-    """Where what the policy says begins: behind a thought that the prompt opened, else at 0.
+    """Start of the text outside thoughts: the end of a thought opened by the prompt, else 0.
 
-    A `</think>` without a `<think>` before it ends such a thought, so text that merely quotes one counts as thinking.
-    in_thought: the prompt is known to open one, so that without a `</think>` all is thinking.
+    A `</think>` without a preceding `<think>` ends such a thought, so text before a quoted `</think>` counts as one.
+    in_thought: the prompt opens a thought, so that without a `</think>` everything is a thought.
     """
     end = text.find(THINK_END)
     if end < 0:
@@ -44,7 +44,7 @@ def speech_start(text: str, in_thought: bool = False) -> int:
 
 
 def find_spoken(text: str, tag: str, position: int) -> int:
-    """Where the next `tag` begins that is outside thoughts, from a `position` outside of one; -1 if there is none."""
+    """Position of the next `tag` outside thoughts, searching from a `position` outside one; -1 if there is none."""
     either = _tag_or_thought(tag)
     while found := either.search(text, position):
         if found[0] == tag:
@@ -62,16 +62,16 @@ def _tag_or_thought(tag: str) -> re.Pattern[str]:
 
 
 def skip_space(text: str, position: int) -> int:
-    """The first position from here on that is no white space."""
+    """The next position that is not whitespace."""
     found = _SPACE.match(text, position)
     assert found is not None
     return found.end()
 
 
 def only_block(written: str) -> str | None:
-    """The inside of the one `<tool_call>` block outside thoughts, up to the first closing tag; None without a block.
+    """Content of the single `<tool_call>` block outside thoughts, up to the first closing tag; None without a block.
 
-    Raises BadCallError for a block that is not closed, and for a second one.
+    Raises BadCallError for an unclosed block and for a second one.
     """
     start = find_spoken(written, TOOL_CALL, speech_start(written))
     if start < 0:
@@ -86,10 +86,10 @@ def only_block(written: str) -> str | None:
 
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """(the JSON value that begins at `position` or after white space, where it ends).
+    """(the JSON value at `position`, after optional whitespace; its end).
 
-    Raises BadCallError for what is no JSON, and for what other programs would choke on: NaN, infinities, a key twice,
-    half a surrogate pair.
+    Raises BadCallError for invalid JSON and for values that other programs reject: NaN, infinities, duplicate keys,
+    lone surrogates.
     """
     start = skip_space(text, position)
     try:
@@ -103,14 +103,14 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
     except UnicodeEncodeError as error:
         raise BadCallError("The call is not valid JSON: a \\u escape is half of a surrogate pair.") from error
     except RecursionError as error:
-        raise BadCallError("The call is nested too deep.") from error
-    except ValueError as error:  # Python converts no integer of more than 4300 digits
+        raise BadCallError("The call is nested too deeply.") from error
+    except ValueError as error:  # Python's limit of 4300 digits per integer
         raise BadCallError("The call holds a number with too many digits.") from error
     return value, end
 
 
 def read_whole_json(text: str) -> Any:
-    """The one JSON value that the text is. Raises BadCallError as `read_json` does, and if anything follows."""
+    """The text parsed as a single JSON value. Raises BadCallError like `read_json`, and for trailing text."""
     value, end = read_json(text)
     if skip_space(text, end) < len(text):
         raise BadCallError("There is text after the JSON of the call.")
@@ -118,9 +118,9 @@ def read_whole_json(text: str) -> Any:
 
 
 def to_call(value: Any, key: str) -> ToolCall:
-    """The call that a JSON value is: an object with "name", a string, and its arguments, an object, under `key`.
+    """Converts a JSON value to a call: an object with "name", a string, and the arguments, an object, under `key`.
 
-    Raises BadCallError. Further keys are left alone.
+    Raises BadCallError. Other keys are ignored.
     """
     if not isinstance(value, dict):
         raise BadCallError(f'A call is a JSON object with "name" and "{key}", not {_KINDS[type(value)]}.')
@@ -128,7 +128,7 @@ def to_call(value: Any, key: str) -> ToolCall:
     if not isinstance(name, str) or not name.strip():
         raise BadCallError('The call names no tool: "name" must be a string.')
     if key not in value:
-        raise BadCallError(f'The call of {name[:80]!r} has no "{key}"; write {{}} where there are none.')
+        raise BadCallError(f'The call of {name[:80]!r} has no "{key}"; write {{}} if there are none.')
     if not isinstance(value[key], dict):
         kind = _KINDS[type(value[key])]
         raise BadCallError(f'"{key}" in the call of {name[:80]!r} must be a JSON object, not {kind}.')
@@ -136,7 +136,7 @@ def to_call(value: Any, key: str) -> ToolCall:
 
 
 def to_json(value: Any, tags: Iterable[str] = (THINK, THINK_END, TOOL_CALL, TOOL_CALL_END)) -> str:
-    """The value as JSON, in which no tag appears: its `<` is written as an escape."""
+    """The value as JSON without any of the tags: their `<` is escaped."""
     text = json.dumps(value, ensure_ascii=False)
     for tag in tags:
         text = text.replace(tag, f"\\u003c{tag[1:]}")
@@ -144,7 +144,7 @@ def to_json(value: Any, tags: Iterable[str] = (THINK, THINK_END, TOOL_CALL, TOOL
 
 
 def shorten(text: str, limit: int) -> str:
-    """A text of `limit` characters or more without its middle."""
+    """The text; its middle is removed if it has `limit` characters or more."""
     half = limit // 2
     return text if len(text) < limit else f"{text[:half]}...{text[len(text) - half :]}"
 
@@ -159,12 +159,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _number(text: str) -> float:
     if (value := float(text)) in (float("inf"), float("-inf")):
-        _no_number(text)
+        _reject_number(text)
     return value
 
 
-def _no_number(text: str) -> NoReturn:
-    raise BadCallError(f"The call is not valid JSON: {text[:20]} is no number.")
+def _reject_number(text: str) -> NoReturn:
+    raise BadCallError(f"The call is not valid JSON: {text[:20]} is not a number.")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_reject_number)

@@ -14,18 +14,18 @@ from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 
 @dataclass(frozen=True)
 class ToolN1Format(SystemPromptTemplateMixin):
-    """A lone object counts as a list of one, and an empty list as no call, as in the paper's reward."""
+    """A single object counts as a list of one, and an empty list as no call, as in the paper's reward."""
 
     prompt_template: str = "tool_n1"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """With the tools in the system message, where there are any."""
+        """The messages, with any tools listed in the system message."""
         if not tools:
             return tuple(messages)
         return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """Every element of the list, or what is wrong with the first that cannot be read."""
+        """The calls of the list, or the error of the first malformed one."""
         try:
             block = only_block(written)
             if block is None:

@@ -1,6 +1,6 @@
 """ToolRL (arXiv 2504.13958): a thought, then calls as lines of one block, a response, or both.
 
-Its data tell of the tools and of what was said before in their own words, inside a system and a user message.
+Its data has its own text format for the tools and the dialogue history, inside a system and a user message.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ HISTORY_HEADING = "**Dialogue Records History**"
 
 @dataclass(frozen=True)
 class ToolRlFormat(SystemPromptTemplateMixin):
-    """Whatever it reads as calls, ToolRL's reward reads as the same calls."""
+    """Parses calls exactly as ToolRL's reward does."""
 
     prompt_template: str = "toolrl"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """ToolRL's own rows as they are; other dialogues in the form of its rows."""
+        """ToolRL's own rows unchanged; other dialogues in the format of its rows."""
         if not tools or listed_tools(messages) is not None:
             return tuple(messages)
         history = _history([message for message in messages if message.role != "system"])
         return (self.system(messages, numbered_tools(tools)), Message("user", f"{HISTORY_HEADING}\n{history}"))
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """Every line of the block, or what is wrong with the first that cannot be read."""
+        """The calls of all lines of the block, or the error of the first malformed one."""
         try:
             block = only_block(written)
             if block is None:
@@ -45,7 +45,7 @@ class ToolRlFormat(SystemPromptTemplateMixin):
             return ParseError(str(error))
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """A user's turn, in the form in which the data tell of results."""
+        """A user turn with the results in ToolRL's format."""
         return (Message("user", _history(results)),)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -55,14 +55,14 @@ class ToolRlFormat(SystemPromptTemplateMixin):
 
 
 def _history(messages: Sequence[Message]) -> str:
-    """Turns with an empty line between them; results follow the call they are of on the next line."""
+    """Turns separated by empty lines; results follow on the line after their call."""
     text = ""
     for role, group in groupby(messages, key=lambda message: message.role):
-        said = list(group)
+        same_role = list(group)
         if role == "tool":
-            text += f"\n<obs> {json.dumps([_result(each) for each in said])} </obs>"
+            text += f"\n<obs> {json.dumps([_result(each) for each in same_role])} </obs>"
         else:
-            turns = [f"<user> {each.content} </user>" if role == "user" else each.content for each in said]
+            turns = [f"<user> {each.content} </user>" if role == "user" else each.content for each in same_role]
             text += "".join(f"\n\n{turn}" for turn in turns)
     return text.lstrip("\n")
 

@@ -1,4 +1,4 @@
-"""Formats that the chat templates of models know: calls end the turn, results are turns of their own."""
+"""Formats supported by the models' chat templates: calls end the turn, results are separate turns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from verl.data.formats.prompt import PromptTemplateMixin
 
 @dataclass(frozen=True)
 class TurnFormat(PromptTemplateMixin):
-    """What such formats share. A prompt template tells of the tools where the chat template cannot.
+    """Base class of turn-based formats. A prompt template lists the tools if the chat template cannot.
 
-    in_thought: the chat template opens `<think>` itself, so that a response without `</think>` is all thinking
+    in_thought: the chat template opens `<think>` itself, so that a response without `</think>` is all thought
     """
 
     in_thought: bool = False
 
     @property
     def template_tools(self) -> bool:
-        """Unless a prompt template tells of them."""
+        """True unless a prompt template lists the tools."""
         return self.prompt is None

@@ -1,4 +1,4 @@
-"""Arguments that are written as plain texts, read as what the tool's JSON schema says that they are."""
+"""Converts arguments written as plain text to the types of the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ _JSON_TYPES: Mapping[type, str] = {
     str: "string",
     type(None): "null",
 }
-_MAX_DEPTH = 16  # of references and alternatives in a schema; a schema may refer to itself
+_MAX_DEPTH = 16  # nesting of references and alternatives in a schema, which may be recursive
 
 
 def argument_types(tools: Sequence[ToolSpec], tool: str, argument: str) -> frozenset[str]:
-    """The JSON types that a tool's schema allows for an argument; empty for a tool or an argument that it has not."""
+    """The JSON types that a tool's schema allows for an argument; empty for an unknown tool or argument."""
     schema = next((each.parameters for each in tools if each.name == tool), {})
     properties = schema.get("properties")
     return _types(properties.get(argument), schema) if isinstance(properties, Mapping) else frozenset()
 
 
 def typed(text: str, types: frozenset[str], argument: str) -> Any:
-    """The value that a text stands for: itself where a string is allowed or nothing is known, else as JSON.
+    """The value of a text: the text itself if a string is allowed or the type is unknown, else parsed as JSON.
 
-    `null` is read as null for every other type, too: models write it for what they leave out, and BFCL's golds hold it.
+    `null` is accepted for all other types, too: models write it for omitted arguments, and BFCL's gold calls have it.
     Raises BadCallError, with a message for the policy, for a text of another type.
     """
-    word = text.strip().lower()
+    literal = text.strip().lower()
     text_is_allowed = not types or "string" in types
-    if word == "null" and ("null" in types or not text_is_allowed):
+    if literal == "null" and ("null" in types or not text_is_allowed):
         return None
     if text_is_allowed:
         return text
-    if "boolean" in types and word in ("true", "false"):  # also as Python writes them
-        return word == "true"
+    if "boolean" in types and literal in ("true", "false"):  # also in Python's spelling
+        return literal == "true"
     wrong = f"The parameter {argument[:80]!r} must be {' or '.join(_KINDS[each] for each in sorted(types))}"
     try:
         value = read_whole_json(text)
     except BadCallError as error:
-        raise BadCallError(f"{wrong}, as JSON writes it.") from error
+        raise BadCallError(f"{wrong}, in JSON syntax.") from error
     found = _JSON_TYPES[type(value)]
     if found == "number" and "number" not in types and value.is_integer():
         value, found = int(value), "integer"
@@ -64,7 +64,7 @@ def typed(text: str, types: frozenset[str], argument: str) -> Any:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows, as far as it names them; empty where it names none."""
+    """JSON types that a schema allows; empty if it does not specify any."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()
     if "type" in schema:
@@ -79,11 +79,11 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[st
     narrowed = [types for each in schema.get("allOf", ()) if (types := _types(each, root, depth + 1))]
     if narrowed:
         return frozenset.intersection(*narrowed)
-    return _types(_referred(schema.get("$ref"), root), root, depth + 1)
+    return _types(_dereferenced(schema.get("$ref"), root), root, depth + 1)
 
 
-def _referred(pointer: Any, root: Mapping[str, Any]) -> Any:
-    """What `#/$defs/NAME` stands for; nothing outside the schema is ever looked up."""
+def _dereferenced(pointer: Any, root: Mapping[str, Any]) -> Any:
+    """The target of `#/$defs/NAME`; references outside the schema are not followed."""
     if not isinstance(pointer, str) or not pointer.startswith("#/"):
         return None
     found: Any = root

@@ -22,15 +22,15 @@ _NAME = re.compile(r"([^<>\n]+)>")
 
 @dataclass(frozen=True)
 class XmlFormat(TurnFormat):
-    """`<tool_call>` around a function is allowed and not asked for.
+    """`<tool_call>` around a function is optional.
 
-    A value is read by the tool's schema: where that allows a string the text is one, as it stands but for one newline
-    at each end, even if it looks like a number, JSON or another parameter's tag; other types are read as JSON. Without
-    a schema it is text. A value ends at the first `</parameter>`, as in OpenHands.
+    A value is parsed by the tool's schema: if that allows a string, the text is taken literally except for one newline
+    at each end, even if it looks like a number, JSON or another parameter's tag; other types are parsed as JSON.
+    Without a schema it is text. A value ends at the first `</parameter>`, as in OpenHands.
     """
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """All functions outside thoughts, or what is wrong with the first that cannot be read."""
+        """The calls of all functions outside thoughts, or the error of the first malformed one."""
         calls: list[ToolCall] = []
         beginning = position = speech_start(written, self.in_thought)
         try:
@@ -44,12 +44,12 @@ class XmlFormat(TurnFormat):
         return Calls(tuple(calls)) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """As Qwen3-Coder's template writes them."""
+        """The calls in the format of Qwen3-Coder's template."""
         return "\n".join(_render(call) for call in calls)
 
 
 def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
-    """(the call whose name begins here, where its closing tag ends)"""
+    """(the call whose name starts here, end of its closing tag)"""
     name, position = _name(written, position, FUNCTION)
     arguments: dict[str, Any] = {}
     while True:
@@ -59,7 +59,7 @@ def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolC
         if position == len(written):
             raise BadCallError(f"{FUNCTION}{name[:80]}> is never closed with {FUNCTION_END}.")
         if not written.startswith(PARAMETER, position):
-            raise BadCallError(f"Between parameters of {name[:80]!r} must come {PARAMETER}NAME> or {FUNCTION_END}.")
+            raise BadCallError(f"After a parameter of {name[:80]!r}, expected {PARAMETER}NAME> or {FUNCTION_END}.")
         key, start = _name(written, position + len(PARAMETER), PARAMETER)
         end = written.find(PARAMETER_END, start)
         if end < 0:
