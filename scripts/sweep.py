@@ -222,7 +222,7 @@ def _metrics(study: Study, point: Point) -> list[dict[str, Any]]:
 
 
 def _is_figure(name: str) -> bool:
-    return (name.startswith("eval/") and name.endswith("/figure")) or (
+    return (name.startswith("eval/") and name.endswith("/score")) or (
         name.startswith("val/") and name.endswith(("/total", "/correct", "/exact"))
     )
 

@@ -197,7 +197,7 @@ def check_errors(folder: Path) -> None:
     reference.save(folder / "reference")
     reference.load(folder / "reference")
     assert not (folder / "reference").exists()
-    nowhere = r"nowhere: cannot be loaded: rank 0 finds no \.metadata there"
+    nowhere = r"nowhere: cannot be loaded: \.metadata not found on rank 0"
     for source, problem in (("nowhere", nowhere), ("policy", "Missing key")):
         with pytest.raises(DataError, match=problem):
             make_engine("critic", 1).load(folder / source)
@@ -220,7 +220,7 @@ def export(folder: Path, tied: bool) -> None:
     export_hf(engine, folder / "default", TOKENIZER)
     export_hf(engine, folder / "float32", str(folder), TOKENIZER, dtype=torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(DataError, match="holds no tokenizer"):
+    with pytest.raises(DataError, match="contains no tokenizer"):
         export_hf(engine, folder / "without", str(folder))
 
 

@@ -209,7 +209,7 @@ def test_a_step_that_is_not_full_after_its_draws_is_trained(
     names = order(6)
     Scripted(dict.fromkeys(names, (1.0, 1.0)) | {names[0]: (0.0, 1.0)}, monkeypatch)
     collected = asyncio.run(trainer(replace(DAPO_SHORT, max_resample_rounds=2)).rollouts.take(0))
-    assert len(collected.kept) == 1 and "1 groups of 2 after 2 draws" in caplog.text
+    assert len(collected.kept) == 1 and "1 of 2 groups after 2 resample rounds" in caplog.text
 
 
 def test_one_draw_drops_and_draws_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_rewards_of_turns_are_refused_where_an_episode_has_one(
 
     monkeypatch.setattr(GroupRollout, "run", run)
     with pytest.raises(
-        ConfigError, match=rf"rewards for single turns .*, but algorithm.name={algorithm.name} takes one"
+        ConfigError, match=rf"turn-level rewards .*, but algorithm.name={algorithm.name} supports only one"
     ):
         asyncio.run(trainer(algorithm).rollouts.take(0))
     assert len(asyncio.run(trainer(GIGPO).rollouts.take(0)).kept) == 2

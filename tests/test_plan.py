@@ -49,7 +49,7 @@ from verl.trainer.plan import (
     read_shape,
     shape_of,
 )
-from verl.trainer.plan_show import compared
+from verl.trainer.plan_show import format_peak
 from verl.workers import attention
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings
@@ -311,7 +311,7 @@ def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> No
     words = [f"model.path={model}", "env.name=tool", "env.tool_call_format=hermes", "env.tools=[calculator]"]
     config = load_config([*words, "data.max_response_length=777"])
     lengths = lengths_of(config, TaskSet(str(MINI / "train.parquet")))
-    assert lengths.response == 777 and "as long as they may be" in lengths.source
+    assert lengths.response == 777 and "episodes of maximum length" in lengths.source
 
 
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
@@ -375,7 +375,7 @@ def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int)
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
     config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", RESPONSES])
     plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config))
-    assert compared(plan, {"memory/trainer_gib": 1.5}).startswith("memory of a training rank: 1.50 GiB at most, ")
+    assert format_peak(plan, {"memory/trainer_gib": 1.5}).startswith("peak memory of a training rank: 1.50 GiB, ")
 
 
 def test_every_device_is_found_by_its_own_name() -> None:
@@ -389,9 +389,9 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spelled_out([*words, "gpu=h100"])[1] == "h100"
     assert main([*words, "gpu=h100"]) == 0
     said = capsys.readouterr().out
-    assert "It fits" in said and "Seconds of a step" in said and "2 x h100 train" in said
+    assert "It fits" in said and "Lower bounds of step times" in said and "2 x h100 train" in said
     assert main([*words, "gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
-    assert "to change: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
+    assert "suggested changes: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
 
 
 def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,13 +402,13 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
         assert main([*words, place]) == 0
         said.append(" ".join(capsys.readouterr().out.split()))
     on_gpus, on_cpu = said
-    assert "1 x h100 train, 2 more x h100 generate, at the same time" in on_gpus
-    assert "rollout beside score, update and step: the longer" in on_gpus and "Of 3 GPUs, best" in on_gpus
-    assert "1 rank(s) train, 2 more engine(s) generate, at the same time" in on_cpu and "1 for each of them" in on_cpu
+    assert "1 x h100 train, 2 more x h100 generate, concurrently" in on_gpus
+    assert "max(rollout, score + update + step) + weight_sync" in on_gpus and "Best split of 3 GPUs" in on_gpus
+    assert "1 rank(s) train, 2 more engine(s) generate, concurrently; 1 of" in on_cpu
     in_flight = "at most 4096 episodes in flight"
-    assert f"{in_flight}, 2048 decoded at once" in on_gpus and f"{in_flight}, 512 decoded at once" in on_cpu
+    assert f"{in_flight}, 2048 decoded concurrently" in on_gpus and f"{in_flight}, 512 decoded concurrently" in on_cpu
     assert main([*words[:4], "gpu=h100", "rollout.placement=separate"]) == 0
-    assert "in turn: the one pool waits for the other" in " ".join(capsys.readouterr().out.split())
+    assert "alternately: each pool waits for the other" in " ".join(capsys.readouterr().out.split())
 
 
 def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,7 +449,7 @@ def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp
     ("words", "said"),
     [
         (["data.max_response_length=9999"], "the model supports"),
-        (["gpu=l4"], "gpu='l4' is not known; known: H200"),
+        (["gpu=l4"], "gpu='l4' is unknown; choose one of H200"),
         (["gpus=1"], "unknown key 'gpus'"),
         (["files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
     ],

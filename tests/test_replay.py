@@ -128,7 +128,8 @@ def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog
     for step in (1, 2):
         record = read_record(record_path(plain_run, step))
         settings = {**record.settings, "actor.optim.lr": 0.5} if step == 1 else record.settings
-        Recorder(tmp_path, settings, {**record.made_by, "code": "older"}).write(step, record.train_batch, record.metrics)
+        older = Recorder(tmp_path, settings, {**record.made_by, "code": "older"})
+        older.write(step, record.train_batch, record.metrics)
     replay_step(tmp_path, 2)
     assert "but older in the record: the result may differ" in caplog.text
     assert "actor.optim.lr is 0.5 in step 1, but 0.01 in the record" in caplog.text
@@ -153,7 +154,7 @@ def test_a_run_that_is_taken_back_forgets_its_later_records(plain_run: Path, tmp
     [
         ([], 1, "has no record of step 1; expected one of the recorded steps: none; trainer.record=true writes them"),
         ([1, 2, 4], 9, "has no record of step 9; expected one of the recorded steps: 1-2, 4"),
-        ([1, 4], 4, "from the model as it was given on, the nearest that is left, there is no record of step 2-3"),
+        ([1, 4], 4, "the nearest start is the initial model, and there is no record of step 2-3"),
     ],
 )
 def test_a_step_without_a_way_is_refused(

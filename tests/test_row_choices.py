@@ -147,7 +147,7 @@ def test_the_lab_tries_the_reward_of_each_row(tmp_path: Path, capsys: pytest.Cap
     assert lab.main(["--data", path, "--reward", "zerotir"]) == 2
     assert f"rows.jsonl#1: reward {mine!r} brings no maximum()" in capsys.readouterr().out.replace("\n", "")
     tasks = [task(reward=mine)]
-    assert check_reward(build_rewards("zerotir"), tasks) == "brings no golden replies to try"
+    assert check_reward(build_rewards("zerotir"), tasks) == "has no golden responses to try"
 
 
 def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine: str) -> None:

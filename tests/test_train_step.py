@@ -61,7 +61,7 @@ from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
-from verl.workers.policy_worker import PolicyWorker, _engine_gap
+from verl.workers.policy_worker import PolicyWorker, _engine_metrics
 
 EOS = 0
 PLAIN = replace(GRPO, kl=KLTerm())
@@ -139,7 +139,7 @@ def value_model() -> Critic:
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
     receiver, found = Receiver(torch.device("cpu")), {}
     for layout in trained.weight_sync.layouts:
-        flat = receiver.receive(layout, trained.learner.policy.offers(layout.number))
+        flat = receiver.receive(layout, trained.learner.policy.send_bucket(layout.number))
         found |= {name: view.clone() for name, view in layout.named(flat)}
     return found
 
@@ -290,7 +290,7 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
 class Forgetful(HFEngine):
     """Says that it has the new weights, and has not."""
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         pass
 
 
@@ -325,7 +325,7 @@ def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_sav
 def test_a_stale_engine_stops_the_run() -> None:
     learning = trainer(PLAIN)
     learning.weight_sync.engine.__class__ = Forgetful
-    with pytest.raises(StaleEngineError, match="generates with other weights"):
+    with pytest.raises(StaleEngineError, match="stale weights or different numerics"):
         asyncio.run(learning.train_step())
 
 
@@ -488,9 +488,10 @@ def test_the_gap_is_that_of_the_tokens_that_the_engine_sampled() -> None:
     observed = replace(sample((False, True, True, True), 1.0), rollout_logprobs=(0.0, -1.0, math.nan, -2.0))
     weighted = with_metric_weights(with_weights(build_experience([observed], None, PLAIN), PLAIN.aggregation))
     ((packed,),) = Policy(LocalGroup(None), PackSettings(400)).packs(weighted)
-    gap = _engine_gap(packed.columns, torch.tensor([-1.2, -7.0, -2.4]))
-    assert gap["engine_gap_mean"].item() == pytest.approx(0.3) and gap["engine_gap_max"].item() == pytest.approx(0.4)
-    assert gap["engine_kl"].item() == pytest.approx(0.3)
+    diff = _engine_metrics(packed.columns, torch.tensor([-1.2, -7.0, -2.4]))
+    assert diff["engine_logprob_diff_mean"].item() == pytest.approx(0.3)
+    assert diff["engine_logprob_diff_max"].item() == pytest.approx(0.4)
+    assert diff["engine_kl"].item() == pytest.approx(0.3)
 
 
 class Recorder(LocalGroup):

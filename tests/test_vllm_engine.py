@@ -36,7 +36,7 @@ from verl.single_controller.local import LocalGroup
 from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
-from verl.workers.model import PackedPolicy, load_causal_lm, hf_named_parameters
+from verl.workers.model import PackedPolicy, hf_named_parameters, load_causal_lm
 
 need_vllm()
 
@@ -249,7 +249,8 @@ def test_a_forgotten_part_of_a_fused_weight_is_refused(runner: Runner, policy: P
 
 
 def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> None:
-    weights = [*hf_named_parameters(policy), ("model.layers.0.no_such.bias", torch.zeros(3))]  # vLLM skips unknown biases
+    unknown = ("model.layers.0.no_such.bias", torch.zeros(3))  # vLLM skips unknown biases
+    weights = [*hf_named_parameters(policy), unknown]
     with pytest.raises(EngineError, match=r"model\.layers\.0\.no_such\.bias is unknown"):
         runner(sync(runner.engine, 2, weights))
 

@@ -113,10 +113,11 @@ class TrainingRun:
             return last
         async with self.trainer.weight_sync.ranks:
             await self._sync_weights()
-        if self.trainer.step == 0 and self.settings.val_before_train and (self.validator.sets or self.online_eval.eval_tasks):
+        has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval.eval_tasks)
+        if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)
             self.trackers.log(0, self.before)
-        save_pending = False  # a checkpoint that fell due while a collapse rule was triggered
+        save_pending = False  # a checkpoint was due while a collapse rule was triggered
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._take_snapshot()
@@ -150,7 +151,7 @@ class TrainingRun:
 
     @property
     def _may_save(self) -> bool:
-        """Whether to save now: a run that may roll back must not save a checkpoint while a collapse rule is triggered."""
+        """Whether to save now: while a collapse rule is triggered, a run that may roll back must not."""
         return self.settings.on_collapse == "warn" or not self.watch.triggered
 
     def _listening(self) -> AbstractContextManager[None]:
@@ -186,9 +187,9 @@ class TrainingRun:
         assert self.stop.number is not None
         step, last = self.trainer.step, self.store.latest()
         if step == 0:
-            note = "no step was trained, so there was nothing to save"
+            note = "no step was trained, nothing to save"
         elif last is not None and last.name == Checkpoint(step, 0, None, {}).name:
-            note = f"{last} has all that was trained"
+            note = f"{last} is up to date"
         elif not self._may_save:
             note = f"not saved, because a collapse rule is triggered; the newest checkpoint is {last}"
         else:
@@ -225,7 +226,7 @@ class TrainingRun:
         self.rollbacks += 1
         count = f"{self.rollbacks} of at most {MAX_ROLLBACKS}"
         _log.warning("%s\nRolled back to %s, continuing with other prompts (rollback %s)", message, path, count)
-        await self.trainer.rollouts.begin_again()
+        await self.trainer.rollouts.restart()
         state = read_state(path)
         then, now = state["trainer"]["rollouts"], self.trainer.rollouts.state()
         state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is repeated or lost

@@ -1,9 +1,9 @@
-"""The memory of a training rank and of an engine, term by term, in bytes, from shapes alone.
+"""Memory of a training rank and of an engine, term by term, in bytes, computed from shapes.
 
 N parameters, T packed tokens, A trained tokens of a pack, E hidden size, V vocabulary, c bytes of the compute dtype.
-Every term names its source; what belongs to the attention and the loss stands in two functions, `_attention` and
-`loss_chunk`, that change with `verl/workers/attention.py` and `verl/workers/logprobs.py`. Dense decoders with gated
-MLPs; a test compares the saved activations with what autograd saves.
+Every term states its source; `_attention` and `loss_chunk` must be kept in sync with `verl/workers/attention.py` and
+`verl/workers/logprobs.py`. Dense decoders with gated MLPs; a test compares the activations with those that autograd
+saves.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from verl.workers.logprobs import LOGITS_AT_ONCE
 Terms = dict[str, float]
 
 GIB = 2**30
-MASTER = 4  # float32, whatever is computed in
-_LOGIT_BYTES = 12  # of each logit that exists at once, float32: itself, its exponential, their product
-# What glibc holds of freed blocks below 32 MiB, in shares of the activations: measured with and without
-# MALLOC_MMAP_THRESHOLD_ (which gives them back, at 30 % more CPU time).
+MASTER = 4  # bytes: float32, independent of the compute dtype
+_LOGIT_BYTES = 12  # per materialized logit, float32: itself, its exponential, their product
+# Freed blocks below 32 MiB that glibc retains, as a fraction of the activations: measured with and without
+# MALLOC_MMAP_THRESHOLD_ (which releases them, at 30 % more CPU time).
 _HEAP_SHARE = 0.65
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder, as far as memory depends on it."""
+    """The sizes of a decoder that determine its memory."""
 
-    parameters: int  # a tied weight once
-    layer_parameters: int  # of one layer, which is sharded as a unit; all else is the root unit
+    parameters: int  # tied weights counted once
+    layer_parameters: int  # per layer, which is sharded as a unit; everything else is the root unit
     largest: int  # parameters of the largest tensor
     layers: int
     hidden: int
@@ -37,28 +37,28 @@ class ModelShape:
     key: int  # width of all key heads
     intermediate: int
     vocabulary: int
-    norms: int  # of the hidden size, in one layer
-    head_norms: bool  # queries and keys are normalised, too
+    norms: int  # norms over the hidden size per layer
+    head_norms: bool  # whether queries and keys are normalized
 
     @property
     def root_parameters(self) -> int:
-        """Embeddings, last norm and head, gathered for the whole forward and backward."""
+        """Embeddings, final norm and head, gathered for the whole forward and backward."""
         return self.parameters - self.layers * self.layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """One pack of groups that share a prompt: n responses of R tokens behind P."""
+    """One pack of groups that share a prompt: n responses of R tokens after a prompt of P."""
 
     tokens: float
     trained: float
-    segments: float = 0  # responses behind a prefix, each with its own copy of the prefix's keys and values
+    segments: float = 0  # responses with a shared prefix, each with its own copy of the prefix's keys and values
     prompt: float = 0
     response: float = 0
 
     @classmethod
     def of(cls, tokens: float, prompt: float, response: float, responses: int, shared: bool) -> PackShape:
-        """A pack of `tokens` full of such groups."""
+        """A pack of `tokens` tokens, filled with such groups."""
         together = shared and responses > 1
         group = prompt + responses * response if together else responses * (prompt + response)
         segments = responses * tokens / group
@@ -67,17 +67,17 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """How a model is computed on one rank of many."""
+    """Compute settings of one rank."""
 
     compute: int  # bytes of the compute dtype
-    shards: int  # ranks that a parameter is dealt to
+    shards: int  # ranks that each parameter is sharded over
     checkpointing: bool = False
     on_cpu: bool = False
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
     """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per response a copy of the keys
-    and values that it sees, and the mask that CPU kernels are given."""
+    and values in its context, and on CPU the mask of the kernel."""
     seen = pack.segments * (pack.prompt + pack.response)
     copies = 2 * seen * shape.key * c
     masks = seen * pack.response * c * on_cpu
@@ -85,7 +85,7 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
 
 
 def _layer(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
-    """Saved by one layer: norms keep a float32 copy and the normalised input, linear layers their input, the gated
+    """Saved by one layer: norms save a float32 copy and the normalized input, linear layers their input, the gated
     MLP its gate, the gate's activation, the other factor and the product."""
     norms = shape.norms * (4 + c) * shape.hidden + shape.head_norms * (4 + c) * (shape.query + shape.key)
     linear = 2 * shape.hidden * c + shape.query * c
@@ -93,20 +93,20 @@ def _layer(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
-    """Saved for one backward: every layer's, or with checkpointing its input; the last norm, the loss's inputs."""
+    """Saved for one backward: activations of every layer (with checkpointing its input), final norm, loss inputs."""
     c = settings.compute
-    of_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, c, settings.on_cpu)
+    per_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, c, settings.on_cpu)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
-    return shape.layers * of_layer + rotary + pack.tokens * (4 + c) * shape.hidden + pack.trained * shape.hidden * c
+    return shape.layers * per_layer + rotary + pack.tokens * (4 + c) * shape.hidden + pack.trained * shape.hidden * c
 
 
 def loss_chunk(shape: ModelShape, pack: PackShape, on_cpu: bool) -> float:
-    """The logits that exist at once and what is derived from them."""
+    """The materialized logits and the values derived from them."""
     return _LOGIT_BYTES * min(LOGITS_AT_ONCE["cpu" if on_cpu else "cuda"], pack.trained * shape.vocabulary)
 
 
 def resident(shape: ModelShape, settings: RankSettings) -> Terms:
-    """What a trained model keeps between its phases: float32 masters and AdamW's two moments."""
+    """State of a trained model between phases: float32 master weights and AdamW's two moments."""
     return {
         "parameters": MASTER * shape.parameters / settings.shards,
         "optimizer": 2 * MASTER * shape.parameters / settings.shards,
@@ -114,12 +114,12 @@ def resident(shape: ModelShape, settings: RankSettings) -> Terms:
 
 
 def reference_model(shape: ModelShape, settings: RankSettings) -> float:
-    """A model that is only scored: its shard in the compute dtype."""
+    """A frozen model: its shard in the compute dtype."""
     return settings.compute * shape.parameters / settings.shards
 
 
 def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
-    """A forward without gradients: what is gathered, one layer's intermediates."""
+    """A forward without gradients: gathered parameters, one layer's intermediates."""
     return {
         "gathered": settings.compute * (shape.root_parameters + _layers_gathered(shape, settings)),
         "activations": _layer(shape, pack, settings.compute, settings.on_cpu),
@@ -128,10 +128,10 @@ def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms
 
 
 def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
-    """The backward's peak, which is where the loss begins it: gradients of earlier packs, everything saved, the root
-    gathered with its gradient, and layers.
+    """Peak of the backward, at its start in the loss: gradients of earlier packs, all saved activations, the gathered
+    root unit with its gradient, and gathered layers.
 
-    Where there is little loss, the peak is a layer's backward: its recomputed activations and gradients of its MLP.
+    If the loss chunk is small, the peak is in a layer's backward: recomputed activations and gradients of its MLP.
     """
     c = settings.compute
     saved = activations(shape, pack, settings)
@@ -147,12 +147,12 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
 
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
-    """Parameters: two layers, one of them ahead; all where no other rank has a share, for they are kept then."""
+    """Gathered parameters: two layers, one of them prefetched; all layers if nothing is sharded (no resharding)."""
     return (shape.layers if settings.shards == 1 else 2) * shape.layer_parameters
 
 
 def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
-    """AdamW: gradients, and square roots of the second moments, of all tensors at once on a GPU, one by one on CPU."""
+    """AdamW: gradients, and square roots of the second moments (all tensors at once on a GPU, one by one on CPU)."""
     roots = shape.largest if settings.on_cpu else shape.parameters
     return {
         "gradients": MASTER * shape.parameters / settings.shards,
@@ -160,16 +160,16 @@ def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
     }
 
 
-def publishing(shape: ModelShape, bucket: float = 0.0) -> Terms:
-    """The largest tensor, whole, in float32, for weights leave one by one; two buckets, of `bucket` bytes each."""
+def weight_export(shape: ModelShape, bucket: float = 0.0) -> Terms:
+    """The largest full tensor in float32, as weights are exported one by one; two buckets of `bucket` bytes each."""
     return {"largest tensor": MASTER * shape.largest, "buckets": 2 * bucket}
 
 
 def cache_per_token(shape: ModelShape, dtype: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values over all layers."""
     return 2 * shape.layers * shape.key * dtype
 
 
 def pack_tokens(limit: int, group: float, groups: int, ranks: int) -> float:
-    """Tokens of the largest pack to expect: a rank's share of a mini-batch, at most `limit`."""
+    """Expected tokens of the largest pack: a rank's share of a mini-batch, at most `limit`."""
     return min(float(limit), group * math.ceil(groups / ranks))

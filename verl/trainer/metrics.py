@@ -1,4 +1,4 @@
-"""What a step tells of itself; names and units are listed in docs/metrics.md."""
+"""The metrics of a step; names and units are listed in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verl.trainer.policy import PackSettings
 from verl.types import Sample, Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 
 Metrics = dict[str, float]
-_GROUPS = ("engine", "correction")  # facts of an update that are not the policy's own
+_GROUPS = ("engine", "correction")  # groups of update metrics that do not describe the policy
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Mean reward and parts, by data source where there are several; groups without a signal; lengths of responses."""
+    """Mean reward and its parts, by data source if there are several; zero-variance groups; response lengths."""
     by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_source[group.task.data_source].append(group)
@@ -45,9 +45,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """What the policy did with its tools, where it had any: how often, with what success, in what time.
+    """Tool usage of the policy, if it has tools: rates, outcomes and times of its calls.
 
-    Calls of attempts that a broken service ended count in the shares of how calls ended, not in what the policy did.
+    Calls of attempts that failed because of a broken service count in the shares of outcomes, not in the usage.
     """
     judged = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
     responses = [trajectory for trajectory, _ in judged]
@@ -73,7 +73,7 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def _mean_seconds(uses: Iterable[ToolUse]) -> dict[str, float]:
-    """Of calls that tools answered: others may bear any name that a policy makes up."""
+    """{tool: mean seconds} of calls that reached a tool; the names of others are arbitrary policy output."""
     by_tool: dict[str, list[float]] = defaultdict(list)
     for use in uses:
         if use.status in (ToolStatus.SUCCESS, ToolStatus.TIMEOUT):
@@ -87,32 +87,32 @@ def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:
 
 
 def score_means(scores: Sequence[Score]) -> Metrics:
-    """Means of the total and of each part over all scores; a part that a score does not have is 0 in it."""
+    """Means of the total and of each part over all scores; a missing part counts as 0."""
     names = dict.fromkeys(name for score in scores for name in score.parts)
     parts = {name: sum(score.parts.get(name, 0.0) for score in scores) / len(scores) for name in names}
     return {"total": sum(score.total for score in scores) / len(scores), **parts} if scores else {}
 
 
 def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metrics:
-    """Means over a step's optimizer steps, the largest of what ends in "_max"."""
+    """Means over a step's optimizer steps; maxima for names that end in "_max"."""
     merged: Metrics = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         group, _, short = name.partition("_")
-        told = f"{group}/{short}" if group in _GROUPS else f"{prefix}/{name}"
-        merged[told] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        full_name = f"{group}/{short}" if group in _GROUPS else f"{prefix}/{name}"
+        merged[full_name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     return merged
 
 
-def of_policy_alone(update: Mapping[str, float]) -> Metrics:
-    """What an optimizer step says of the policy, without what it says of the engine that the samples are of."""
+def without_engine_metrics(update: Mapping[str, float]) -> Metrics:
+    """The update's metrics without those of the rollout engine."""
     return {name: value for name, value in update.items() if name.partition("_")[0] not in _GROUPS}
 
 
 def reference_kl(
     samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor], estimator: str = "k1"
 ) -> float:
-    """Token mean of the estimate of KL over the trained tokens."""
+    """Token mean of the KL estimate over the trained tokens."""
     estimate = KL_ESTIMATORS[estimator]
     gaps = [estimate(a, b)[mask_tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
     return float(torch.cat(gaps).mean())
@@ -125,8 +125,8 @@ def explained_variance(experience: Experience) -> float:
         torch.cat([row[mask] for row, mask in zip(experience.columns[name], masks, strict=True)])
         for name in ("returns", "values")
     )
-    spread = returns.var()
-    return float(1.0 - (returns - values).var() / spread) if spread > 0 else 0.0
+    variance = returns.var()
+    return float(1.0 - (returns - values).var() / variance) if variance > 0 else 0.0
 
 
 def throughput(
@@ -135,7 +135,7 @@ def throughput(
     computed: Sequence[Sample],
     timings: Mapping[str, float],
 ) -> Metrics:
-    """Tokens per second of the rollout (all that was drawn), the update (what it computed) and the whole step."""
+    """Tokens per second of the rollout (all responses), the update (computed samples) and the whole step."""
     written = sum(num_written(trajectory) for group in groups for trajectory in group.trajectories)
     total, updated = (sum(len(sample.token_ids) for sample in each) for each in (samples, computed))
     return {
@@ -147,14 +147,14 @@ def throughput(
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """Model FLOPs of the update by what the devices could do in its time."""
+    """Model FLOPs utilization of the update."""
 
     shape: DecoderShape
-    peak: float | None  # FLOP/s of one device; None where it is not known, and nothing is reported
+    peak: float | None  # FLOP/s of one device; None if unknown: no metric
     num_devices: int
 
     def mfu(self, samples: Sequence[Sample], packing: PackSettings, seconds: float) -> Metrics:
-        """A forward and a backward over every unit: its prefix once, each sample behind it."""
+        """Forward and backward FLOPs of every unit: its prefix once, and each sample behind it."""
         if self.peak is None:
             return {}
         segments = []

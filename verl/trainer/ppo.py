@@ -1,6 +1,6 @@
-"""The training step: one for every algorithm.
+"""The training step, shared by all algorithms.
 
-tasks -> rollout -> samples -> score -> advantages -> updates -> publish
+tasks -> rollout -> samples -> score -> advantages -> updates -> weight sync
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from verl.types import Sample, TrajectoryGroup
 
 @dataclass
 class PPOTrainer:
-    """Owns the step counter; everything else is given."""
+    """Owns the step counter; everything else is passed in."""
 
     rollouts: RolloutManager
     learner: Learner
     weight_sync: WeightSync
     meter: Meter | None = None
-    step: int = 0  # how many are done, which is the version of the weights, too
-    groups: Sequence[TrajectoryGroup] = ()  # all that the last step drew, for metrics and transcripts
-    train_batch: TrainBatch = field(default_factory=TrainBatch)  # what the last step learned from, for its record
-    learning: bool = False  # whether the ranks may hold a part of the step that comes
+    step: int = 0  # completed steps, which is also the weight version
+    groups: Sequence[TrajectoryGroup] = ()  # all groups of the last step, for metrics and transcripts
+    train_batch: TrainBatch = field(default_factory=TrainBatch)  # of the last step, for its record
+    learning: bool = False  # whether an update is in progress, so that the ranks may be between two steps
 
     async def train_step(self) -> Metrics:
-        """One step: generate, score, learn, publish. Returns its metrics."""
+        """One step: generate, score, update, sync weights. Returns its metrics."""
         timer, kl_control = self.learner.timer, self.learner.kl_control
         timer.start()
         with timer.phase("rollout"):
@@ -69,29 +69,29 @@ class PPOTrainer:
 
     @property
     def _ahead(self) -> bool:
-        """Whether rollouts go on while the policy learns."""
+        """Whether rollouts continue during the update (off-policy)."""
         return self.rollouts.settings.max_staleness > 0
 
     async def _learn(self, train_batch: TrainBatch) -> tuple[Metrics, list[Sample]]:
-        """In a thread where rollouts go on: their tools' deadlines run on meanwhile."""
+        """In a thread if rollouts continue meanwhile: the deadlines of their tools must not block."""
         if self._ahead:
             return await run_in_daemon_thread(self.learner.learn, train_batch, self.step)
         return self.learner.learn(train_batch, self.step)
 
     def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
-        """computed: by the update"""
+        """computed: samples that the update computed"""
         timings = self.learner.timer.metrics()
         used = self.meter.mfu(computed, self.learner.policy.packing, timings["time/update_s"]) if self.meter else {}
         return {**timings, **throughput(self.groups, samples, computed, timings), **used}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of the controller, as plain JSON."""
+        """The controller's state for a checkpoint, as plain JSON."""
         control = self.learner.kl_control
         coefficient = None if control is None else control.coefficient
         return {"step": self.step, "kl_coefficient": coefficient, "rollouts": self.rollouts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self.step = state["step"]
         self.rollouts.restore(state["rollouts"])
         if self.learner.kl_control is not None and state["kl_coefficient"] is not None:

@@ -1,7 +1,7 @@
-"""Preflight: what most often goes wrong, tried in under a minute on a tiny copy of the model, before the run.
+"""Preflight: checks for the most common failures before the run, in under a minute, on a tiny copy of the model.
 
 The tokenizer's round trip, the reward lab on a few rows, scripted rollouts through one optimizer step, the batch
-arithmetic and the memory to expect.
+arithmetic and the expected memory.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ from verl.workers.parity import small_copy
 from verl.workers.policy_worker import PolicyWorker
 
 _NUM_ROWS = 20
-_LR = 1e-3  # of the trial step on the tiny copy; large enough to be seen
+_LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible effect
 
 
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
-    """Raises ConfigError or DataError for the first thing that would not work; prints what was seen."""
+    """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
     chat, tasks = inputs.chat, inputs.train[0][:_NUM_ROWS]
     rewards = build_rewards(config.reward.name, config.reward.options)
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
-    for name, said in (
+    for name, result in (
         ("template", check_round_trip(chat, rewards, tasks, config.data.max_response_length)),
         ("reward", check_reward(rewards, tasks)),
         ("step", check_step(small_copy(shape), chat, rewards, tasks, config)),
         ("batch", config.batch_arithmetic()),
         ("memory", check_memory(plan)),
     ):
-        console.print(f"preflight {name:9}{said}", markup=False, soft_wrap=True)
+        console.print(f"preflight {name:9}{result}", markup=False, soft_wrap=True)
 
 
 def golden(rewards: Rewards, task: Task) -> str:
-    """The response that a task asks for: its reward's own where it knows one, else the task's answer."""
+    """The golden response of a task: the reward's own if it has one, else the task's answer."""
     reward = rewards.of(task)
     return reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer
 
 
 def check_round_trip(chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
-    """Responses must come back from their tokens as they were, or the reward would judge another text; and there must
-    be room for most of them."""
+    """Responses must survive the round trip through their tokens, or the reward would score another text; and most of
+    them must fit into the response length."""
     lengths = []
     for task in tasks:
         text = golden(rewards, task).strip()
@@ -87,42 +87,42 @@ def check_round_trip(chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task]
         stops = sorted(set(ids) & set(chat.stop_token_ids))
         if stops:
             raise ConfigError(
-                f"the golden reply of {task.id} holds a token at which a turn ends ({stops[0]}), so no policy could "
-                "write it; correct the model's generation_config.json, or the row"
+                f"the golden response of {task.id} contains a stop token ({stops[0]}), so no policy can generate it; "
+                "correct the model's generation_config.json, or the row"
             )
         back = chat.response_text((*ids, chat.end_token_id))
         if back.strip() != text:
             raise ConfigError(
-                f"the tokenizer does not give back what it was given ({task.id}): {text[:80]!r} became {back[:80]!r}"
+                f"the tokenizer's round trip changes the text of {task.id}: {text[:80]!r} became {back[:80]!r}"
             )
     too_long = sum(length > max_response_length for length in lengths)
     if too_long > len(tasks) / 2:
         raise ConfigError(
-            f"{too_long} of {len(tasks)} golden replies have more than data.max_response_length={max_response_length} "
-            f"tokens (the longest {max(lengths)}): the policy could never write them"
+            f"{too_long} of {len(tasks)} golden responses exceed data.max_response_length={max_response_length} tokens "
+            f"(the longest has {max(lengths)}): the policy could never generate them"
         )
-    return f"{len(tasks)} golden replies came back from their tokens unchanged, the longest has {max(lengths)}"
+    return f"{len(tasks)} golden responses survived the token round trip, the longest has {max(lengths)} tokens"
 
 
 def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
-    """Golden responses must score the maximum and spoiled ones less, where the reward knows such responses."""
+    """Golden responses must score the maximum and corrupted ones less, if the reward provides them."""
     tasks = [task for task in tasks if isinstance(rewards.of(task), LabReward)]
     if not tasks:
-        return "brings no golden replies to try"
+        return "has no golden responses to try"
     report = try_rewards(rewards, tasks)
     responses = sum(tally.responses for tally in report.tallies.values())
-    told = "".join(f"\n  {offence}" for offence in report.offences[:3])
-    return f"{responses} replies to {len(tasks)} tasks, {len(report.offences)} offend{told}"
+    shown = "".join(f"\n  {violation}" for violation in report.offences[:3])
+    return f"{responses} responses to {len(tasks)} tasks, {len(report.offences)} violations{shown}"
 
 
 def check_step(
     shape: PretrainedConfig, chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], config: Config
 ) -> str:
-    """Golden and spoiled responses through scoring, advantages, packing, one update: the golden ones must gain."""
+    """Golden and useless responses through scoring, advantages, packing and one update, which must favor golden ones."""
     if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
-        return "not tried: the reward knows no golden replies, and an episode is more than one"
-    asked = [_lone(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]
-    by_prompt = {chat.task_prompt_ids(task): task for task in asked}
+        return "skipped: the reward has no golden responses, and episodes are multi-turn"
+    chosen = [_single_turn(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]
+    by_prompt = {chat.task_prompt_ids(task): task for task in chosen}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
@@ -142,13 +142,14 @@ def check_step(
     before, after = run_async(roll())
     if not after > before:
         raise ConfigError(
-            f"one update on a tiny copy of the model did not make better replies likelier ({before:.4f} to {after:.4f})"
+            f"one update on a tiny copy of the model did not make better responses more likely: sum of advantage * "
+            f"log p went from {before:.4f} to {after:.4f}"
         )
     return f"one update on a tiny {shape.model_type} moved sum of advantage * log p from {before:.3f} to {after:.3f}"
 
 
-def _lone(task: Task, number: int) -> Task:
-    """The task with a prompt of one message, which no format has to rewrite; what it asks does not matter."""
+def _single_turn(task: Task, number: int) -> Task:
+    """The task with a prompt of one message, which no format has to rewrite; its content does not matter."""
     return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 
@@ -171,10 +172,10 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             algorithm = replace(GRPO, kl=KLTerm())
             experience = build_experience(samples, old, algorithm)
             if not any(bool(row.any()) for row in experience.columns["advantages"]):
-                raise ConfigError("golden and useless replies get the same reward: there is nothing to learn from it")
+                raise ConfigError("golden and useless responses get the same reward, so all advantages are zero")
             metrics = policy.update(experience, algorithm)
             if not math.isfinite(metrics["grad_norm"]) or metrics["grad_norm"] == 0.0:
-                raise ConfigError(f"the gradient's norm on a tiny copy of the model is {metrics['grad_norm']}")
+                raise ConfigError(f"grad_norm is {metrics['grad_norm']} on a tiny copy of the model")
             new = policy.score(layout)
             advantages = experience.columns["advantages"]
             return [sum(float((a * p).sum()) for a, p in zip(advantages, scored, strict=True)) for scored in (old, new)]
@@ -184,13 +185,13 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
 
 
 def check_memory(plan: Plan) -> str:
-    """What a rank and an engine will need. Raises ConfigError where a GPU has less, with what to change."""
+    """Expected memory of a rank and an engine. Raises ConfigError with suggestions if it exceeds a GPU's."""
     rank, engine = plan.peak_gib(), sum(plan.engine().values()) / GIB
-    said = (
-        f"{plan.policy.parameters / 1e6:.1f}M parameters; {rank:.2f} GiB per trainer rank at most, "
+    summary = (
+        f"{plan.policy.parameters / 1e6:.1f}M parameters; at most {rank:.2f} GiB per trainer rank, "
         f"{engine:.2f} GiB per engine, of {plan.hardware.memory_gib:.1f} GiB"
     )
     violations = plan.violations()
     if violations and not plan.hardware.on_cpu:
         raise ConfigError(f"{'; '.join(violations)}. Set {format_suggestions(plan)}")
-    return "; ".join([said, *violations])
+    return "; ".join([summary, *violations])

@@ -1,7 +1,7 @@
-"""What a step learned from and what came of it, on disk, so that the step can be run again without any rollout.
+"""The training batch and the metrics of a step on disk, to replay the step without rollouts.
 
-`records/step-000012.npz` in the run folder holds the samples in their order as plain arrays (fields of tokens end to
-end, fields of samples one value each) and a header in JSON. Floats keep every bit.
+`records/step-000012.npz` in the run folder holds the samples in order as plain arrays (per-token fields concatenated,
+per-sample fields with one value each) and a JSON header. Floats are bit-exact.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from verl.trainer.threads import threads_of
 from verl.types import Sample
 
 FORMAT = 2
-_TURN_REWARDS = "turn_rewards"  # few, and of another length than everything else: they are in the header
+_TURN_REWARDS = "turn_rewards"  # stored in the header: few values, and neither per token nor per sample
 _NAMES = tuple(field.name for field in fields(Sample) if field.name != _TURN_REWARDS)
 _LENGTHS, _BASELINES, _HEADER = "lengths", "baselines", "header"
 _PACKAGE = Path(__file__).parents[1]
-_DAMAGED = "Copy it again if it was copied; a step without a record cannot be run again"
+_DAMAGED = "Copy it again if it was copied; a step without a record cannot be replayed"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What a step learns from, as the filters and the shaping left it; whatever else its arithmetic needs is settings,
-    weights and the step's number.
+    """The samples of a step after filters and reward shaping. With settings, weights and step number it determines the
+    update.
 
-    baselines: [B] the reward of the greedy response to each sample's prompt, where the algorithm asks for one
-    kl_coefficient: the adaptive controller's at the beginning of the step, where there is one
+    baselines: [B] the reward of the greedy response to each sample's prompt, if the algorithm needs one
+    kl_coefficient: of the adaptive controller at the start of the step, if there is one
     """
 
     samples: Sequence[Sample] = ()  # [B]
@@ -50,32 +50,32 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One step."""
+    """The record of one step."""
 
     step: int  # counted from 1, as in metrics.jsonl
     train_batch: TrainBatch
-    metrics: Mapping[str, float]  # all of the step's
+    metrics: Mapping[str, float]  # all metrics of the step
     settings: Mapping[str, Any]  # the whole configuration, flat
-    made_by: Mapping[str, Any]  # what else may change the rounding: versions, threads
+    made_by: Mapping[str, Any]  # everything else that may change rounding: versions, threads
 
 
 @dataclass(frozen=True)
 class Recorder:
     """Writes a run's records."""
 
-    folder: Path  # the run's
+    folder: Path  # of the run
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
 
     def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
-        """The record of a step, whole or not at all. Raises DataError when it cannot be written."""
+        """Write the record of a step atomically. Raises DataError if that fails."""
         record = Record(step, train_batch, metrics, self.settings, self.made_by)
         with replacing(record_path(self.folder, step)) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **_arrays(record))
 
 
 def made_by(config: Config, device: str, total_steps: int) -> dict[str, Any]:
-    """What decides, beside the settings, how a step's arithmetic is rounded. total_steps: where schedules end"""
+    """Everything besides the settings that affects rounding. total_steps: end of the schedules"""
     sources = sorted(_PACKAGE.rglob("*.py"))
     digest = hashlib.sha256(b"".join(hashlib.sha256(source.read_bytes()).digest() for source in sources))
     return {
@@ -89,7 +89,7 @@ def made_by(config: Config, device: str, total_steps: int) -> dict[str, Any]:
 
 
 def record_path(run_folder: Path, step: int) -> Path:
-    """Where the record of a step lies."""
+    """Path of the record of a step."""
     return run_folder / "records" / f"step-{step:06d}.npz"
 
 
@@ -99,13 +99,13 @@ def recorded_steps(run_folder: Path) -> list[int]:
 
 
 def truncate_after(run_folder: Path, step: int) -> None:
-    """Removes the records of later steps, which a run that was taken back will write again."""
+    """Removes the records of later steps, which a run that was rolled back will write again."""
     for later in recorded_steps(run_folder):
         if later > step:
             record_path(run_folder, later).unlink()
 
 
-# What numpy raises for an archive, an array's header (which it parses as Python), or numbers that are not whole.
+# Errors of numpy for a damaged archive, array header (which it parses as Python) or array data.
 _DAMAGES = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
@@ -142,9 +142,9 @@ def _arrays(record: Record) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name in _NAMES:
         values = [getattr(sample, name) for sample in train_batch.samples]
-        of_tokens = isinstance(values[0], tuple)
-        columns[f"{'token' if of_tokens else 'sample'}.{name}"] = (
-            np.concatenate([np.array(each) for each in values]) if of_tokens else np.array(values)
+        per_token = isinstance(values[0], tuple)
+        columns[f"{'token' if per_token else 'sample'}.{name}"] = (
+            np.concatenate([np.array(each) for each in values]) if per_token else np.array(values)
         )
     return {
         **columns,

@@ -1,4 +1,4 @@
-"""A step of a run again, from its record: no engine, no tasks, no reward; the same ranks, weights and arithmetic."""
+"""Replay of a training step from its record: no engine, tasks or reward; the same ranks, weights and arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.trainer.manifest import verify
 from verl.trainer.record import Record, made_by, read_record, record_path, recorded_steps
 from verl.workers.rank import TrainingRank
 
-_OF_ARITHMETIC = (
+_ARITHMETIC_KEYS = (
     "actor.",
     "critic.",
     "model.",
@@ -41,26 +41,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a step was and what it was again."""
+    """The metrics of a step, recorded and replayed."""
 
     recorded: Mapping[str, float]
     replayed: Mapping[str, float]
 
     def differing(self) -> list[str]:
-        """The metrics that are not the same number, bit for bit; NaN is NaN."""
+        """Names of the metrics that are not bit-equal; NaN equals NaN."""
         return [name for name, value in self.replayed.items() if not _same(value, self.recorded.get(name))]
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """How to come to a step: the checkpoint to start from (None: the model as it was given), the records after it."""
+    """How to reach a step: the checkpoint to start from (None: the initial model), and the records after it."""
 
     start: Path | None
-    records: Sequence[Path]  # the last is the step's own
+    records: Sequence[Path]  # the last is that of the step itself
 
 
 def plan_replay(folder: Path, step: int) -> ReplayPlan:
-    """The shortest way to a step of the run in `folder`. Raises DataError if a record on it is missing."""
+    """The shortest replay of a step of the run in `folder`. Raises DataError if it needs a missing record."""
     recorded = recorded_steps(folder)
     if step not in recorded:
         known = _ranges(recorded) if recorded else "none; trainer.record=true writes them"
@@ -78,9 +78,9 @@ def plan_replay(folder: Path, step: int) -> ReplayPlan:
             first, start = after, path
             break
     if missing := sorted(set(range(first + 1, step)) - set(recorded)):
-        begin = "the model as it was given" if start is None else start.name
+        nearest = "the initial model" if start is None else start.name
         raise DataError(
-            f"cannot come to step {step}: from {begin} on, the nearest that is left, there is no record of step "
+            f"cannot replay step {step}: the nearest start is {nearest}, and there is no record of step "
             f"{_ranges(missing)}",
             hint="Keep more checkpoints (trainer.save_freq, trainer.keep_last), or record from the first step on",
             file=str(folder),
@@ -89,40 +89,40 @@ def plan_replay(folder: Path, step: int) -> ReplayPlan:
 
 
 def replay(folder: Path, step: int) -> Replay:
-    """Run a recorded step again, in processes of its own. Raises DataError or ConfigError where that cannot be."""
-    way = plan_replay(folder, step)
-    asked = read_record(way.records[-1])
-    config = restored_config(asked.settings)
+    """Replay a recorded step in new processes. Raises DataError or ConfigError if that is impossible."""
+    plan = plan_replay(folder, step)
+    target = read_record(plan.records[-1])
+    config = restored_config(target.settings)
     run, join = config.trainer, config.trainer.nnodes > 1
     with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
-        return replay_from(way, asked, config, cluster)
+        return replay_from(plan, target, config, cluster)
 
 
-def replay_from(way: ReplayPlan, asked: Record, config: Config, cluster: Cluster) -> Replay:
-    """Start the ranks and go the way to its end, each record read when its turn comes.
+def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:
+    """Start the ranks and replay the records one after the other.
 
-    asked: the last of them; the others should be of the same settings, and this machine and code like those it was
-    made by. What differs is told, for the step may then come out rounded otherwise.
+    target: the last record. Logs a warning if the others have different settings, or if this machine and code differ
+    from those that made it: rounding may then differ.
     """
-    device, total_steps = str(asked.made_by["device"]), int(asked.made_by["total_steps"])
-    _tell_differences("here", made_by(config, device, total_steps), asked.made_by)
+    device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
+    _log_differences("here", made_by(config, device, total_steps), target.made_by)
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
     try:
-        if way.start is not None:
-            ranks.call(TrainingRank.load, way.start)
+        if plan.start is not None:
+            ranks.call(TrainingRank.load, plan.start)
         learner = build_learner(config, algorithm, ranks)
-        for path in way.records[:-1]:
+        for path in plan.records[:-1]:
             record = read_record(path)
-            _tell_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(asked))
+            _log_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(target))
             replay_step(learner, record)
-        return Replay(asked.metrics, replay_step(learner, asked))
+        return Replay(target.metrics, replay_step(learner, target))
     finally:
         ranks.close()
 
 
 def replay_step(learner: Learner, record: Record) -> dict[str, float]:
-    """The recorded step, on the weights of this moment; its metrics."""
+    """Replay the step on the current weights. Returns its metrics."""
     if learner.kl_control is not None and record.train_batch.kl_coefficient is not None:
         learner.kl_control.coefficient = record.train_batch.kl_coefficient
     learner.timer.start()
@@ -131,19 +131,19 @@ def replay_step(learner: Learner, record: Record) -> dict[str, float]:
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:
-    """What decides how a step is computed."""
-    chosen = {key: value for key, value in record.settings.items() if key.startswith(_OF_ARITHMETIC)}
+    """Settings that affect how a step is computed."""
+    chosen = {key: value for key, value in record.settings.items() if key.startswith(_ARITHMETIC_KEYS)}
     return {**chosen, **record.made_by}
 
 
-def _tell_differences(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    told = [
+def _log_differences(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    differences = [
         f"{key} is {found.get(key)} {where}, but {wanted.get(key)} in the record"
         for key in sorted({*found, *wanted})
         if found.get(key) != wanted.get(key)
     ]
-    if told:
-        _log.warning("%s: the result may differ", "; ".join(told))
+    if differences:
+        _log.warning("%s: the result may differ", "; ".join(differences))
 
 
 def _same(one: float, other: float | None) -> bool:

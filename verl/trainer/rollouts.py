@@ -1,12 +1,11 @@
-"""Where a step's groups come from: prompts in flight, as many as the allowed staleness has slots for.
+"""Rollout management: keeps prompts in flight, in as many slots as the allowed staleness permits.
 
-Slots, not queues, bound the work: a step's fresh prompts, and those of as many more steps as the depth, which is 1 and
-grows while the trainer waits, up to what max_reuse leaves of max_staleness. A slot is taken when its prompt is drawn
-and is free again once the weights that were trained on it are published; a prompt whose responses the filters drop
-gives
-its place to the next one at once. A step takes what has landed, but lets nothing be overtaken that could then not be
-trained on before it is too old; taken in their order, all of them can. With max_staleness=0 that is the synchronous
-loop: a step's own prompts, all of them, in their order.
+Slots, not queues, bound the work: the fresh prompts of one step, plus those of `depth` further steps. The depth starts
+at 1 and grows while the trainer waits, up to what max_reuse leaves of max_staleness. A slot is taken when its prompt is
+drawn, and freed by the weight sync after the step that trained on it; if the filters drop all responses of a prompt,
+the next prompt takes over its slot. A step takes groups as they finish, unless a later group would overtake one that
+would then exceed max_staleness. With max_staleness=0 this is the synchronous, on-policy loop: a step's own prompts, all
+of them, in order.
 """
 
 from __future__ import annotations
@@ -32,46 +31,46 @@ _SHOWN_FAULTS = 3
 
 
 class RewardFaultError(VerlError, RuntimeError):
-    """The reward failed on more responses than the run may lose."""
+    """The reward failed on more responses than max_fault_share allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutManagerConfig:
-    """How much is drawn, and how far ahead."""
+    """Batch size and lookahead."""
 
     prompts_per_step: int
     rollouts_per_prompt: int
-    max_staleness: int = 0  # weight versions that the oldest token of a sample may be behind the policy
-    max_reuse: int = 1  # steps that a group may be trained in, as far as its staleness allows
-    max_fault_share: float = 0.1  # of a step's responses that may go unscored
-    seed: int | None = 0  # of the requests; None: the engine draws from its own stream of random numbers
+    max_staleness: int = 0  # max lag of a sample's oldest token behind the policy, in weight versions
+    max_reuse: int = 1  # max steps that train on a group, as far as its staleness allows
+    max_fault_share: float = 0.1  # max fraction of a step's responses that fail to be scored
+    seed: int | None = 0  # of the requests; None: the engine uses its own random stream
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A prompt of the stream: what it takes to draw it again."""
+    """A prompt's position in the task stream, from which it can be drawn again."""
 
-    drawn: Sequence[int]  # tasks that the stream had drawn of each file before
-    attempt: int = 1  # prompts drawn in this place, those included that filters dropped
+    drawn: Sequence[int]  # by file: number of tasks drawn before this one
+    attempt: int = 1  # prompts drawn for this slot, including those that filters dropped
 
     @property
     def number(self) -> int:
-        """Its place among all draws of the run."""
+        """Index among all draws of the run."""
         return sum(self.drawn)
 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A prompt in flight, or landed and not yet trained on."""
+    """A prompt in flight, or finished and not yet trained on."""
 
     draw: Draw
-    policy_version: int  # version of the weights that were published then
+    policy_version: int  # weight version at its start
     work: asyncio.Task[TrajectoryGroup]
 
 
 @dataclass(eq=False)
 class _Used:
-    """A group that has been trained on, and may be once more."""
+    """A group that has been trained on and may be reused."""
 
     group: TrajectoryGroup
     policy_version: int
@@ -80,41 +79,41 @@ class _Used:
 
 @dataclass
 class RolloutManager:
-    """Draws prompts and hands over what came of them, a step's worth at a time."""
+    """Draws prompts and returns their rollouts, one step at a time."""
 
     settings: RolloutManagerConfig
     algorithm: Algorithm
     tasks: TaskStream
     rollout: GroupRollout
-    rewards: Rewards | None = None  # which may shape those of a group; None: none does
+    rewards: Rewards | None = None  # for reward shaping within a group; None: no shaping
     shaping_state: Mapping[str, Any] = field(default_factory=dict)  # by the reward's name
     clock: Callable[[], float] = time.monotonic  # seconds
     depth: LookaheadController = field(init=False)
-    _slots: list[_Slot] = field(default_factory=list)  # the oldest first
-    _used: list[_Used] = field(default_factory=list)  # the newest last
-    _left: list[Draw] = field(default_factory=list)  # of the run that this one resumes
-    _news: asyncio.Future[None] | None = None
+    _slots: list[_Slot] = field(default_factory=list)  # oldest first
+    _used: list[_Used] = field(default_factory=list)  # newest last
+    _pending: list[Draw] = field(default_factory=list)  # to be drawn again after a resume or rollback
+    _finished: asyncio.Future[None] | None = None
     _failed: asyncio.Task[TrajectoryGroup] | None = None
 
     def __post_init__(self) -> None:
-        kept_for_reuse = self.settings.max_reuse - 1  # versions; what begins further ahead is too old to be used again
+        kept_for_reuse = self.settings.max_reuse - 1  # versions; prompts started earlier would be too stale for reuse
         self.depth = LookaheadController(self.settings.max_staleness - kept_for_reuse)
 
     async def take(self, step: int) -> StepGroups:
-        """Groups for the step that trains the weights of version `step`, which are published.
+        """Groups for the step that trains version `step` of the weights, which the engines hold.
 
         Raises RewardFaultError if too many responses were not scored, NoTrainableGroupsError if no group is left.
         """
         n, waited = self.settings.rollouts_per_prompt, 0.0
         min_group_size = 2 if n > 1 and self.algorithm.needs_group else 1
         collected = StepGroups(self.algorithm, min_group_size, depth=self.depth.steps_ahead)
-        self._use_again(collected, step)
+        self._add_reused(collected, step)
         wanted = left = self.settings.prompts_per_step - len(collected.reused)
         await self._draw(wanted + self.depth.steps_ahead * self._fresh_per_step - len(self._slots), step)
         while left > 0:
-            asked = self.clock()
-            slot = await self._landed(step, left)
-            waited += self.clock() - asked
+            started = self.clock()
+            slot = await self._next_finished(step, left)
+            waited += self.clock() - started
             self._slots.remove(slot)
             if not self._add(collected, slot, step, wanted) and slot.draw.attempt < self.algorithm.max_resample_rounds:
                 await self._draw(1, step, slot.draw.attempt + 1)
@@ -123,37 +122,37 @@ class RolloutManager:
         self.depth.update(step, waited, self.clock())
         collected.check()
         if faults := self._faults(collected):
-            _log.warning("%s", self._told(step, collected, faults))
+            _log.warning("%s", self._format_faults(step, collected, faults))
         if self.algorithm.max_resample_rounds > 1 and len(collected.fresh) < wanted:
-            told = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)
-            _log.warning("step %d: %d groups of %d after %d draws", *told)
+            counts = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)
+            _log.warning("step %d: %d of %d groups after %d resample rounds", *counts)
         return collected
 
-    async def begin_again(self) -> None:
-        """Drop what came of weights that are given up; its prompts that were not trained on come next."""
-        await self._end()
-        await self.rollout.engine.interrupt()  # what nobody waits for would share it with what comes next
-        self._left[:0] = [slot.draw for slot in self._slots]
+    async def restart(self) -> None:
+        """Drop all rollouts of discarded weights; prompts that were not trained on are drawn again first."""
+        await self._cancel_all()
+        await self.rollout.engine.interrupt()  # abandoned requests would slow down the next ones
+        self._pending[:0] = [slot.draw for slot in self._slots]
         self._slots, self._used, self._failed = [], [], None
         self.depth.reset()
 
     async def close(self) -> None:
-        """End what is in flight, and what the episodes share."""
-        await self._end()
+        """Cancel rollouts in flight, and close resources shared by episodes."""
+        await self._cancel_all()
         await self.rollout.close()
 
-    async def _end(self) -> None:
+    async def _cancel_all(self) -> None:
         for slot in self._slots:
             slot.work.cancel()
         await asyncio.gather(*(slot.work for slot in self._slots), return_exceptions=True)
 
     @property
     def _fresh_per_step(self) -> int:
-        """Groups of a step that no step has trained on before, once there are some to use again."""
+        """Groups per step that are not reused."""
         return -(-self.settings.prompts_per_step // self.settings.max_reuse)
 
-    def _use_again(self, collected: StepGroups, step: int) -> None:
-        """Groups of earlier steps, the newest first, beside the fresh ones."""
+    def _add_reused(self, collected: StepGroups, step: int) -> None:
+        """Add groups of earlier steps, newest first."""
         most, oldest = self.settings.max_reuse, step - self.settings.max_staleness
         self._used = [used for used in self._used if used.uses < most and used.policy_version >= oldest]
         count = self.settings.prompts_per_step - self._fresh_per_step
@@ -162,17 +161,17 @@ class RolloutManager:
             collected.add_reused(used.group, step - used.policy_version)
 
     async def _draw(self, count: int, version: int, attempt: int = 1) -> None:
-        """Let so many prompts begin: those that an interrupted run had begun, then the stream's next."""
-        draws = [self._left.pop(0) if self._left else self._next_draw(attempt) for _ in range(count)]
+        """Start `count` prompts: first those left by an interrupted run, then the next of the stream."""
+        draws = [self._pending.pop(0) if self._pending else self._next_draw(attempt) for _ in range(count)]
         tasks = [self.tasks.at(draw.drawn) for draw in draws]
-        begun: list[_Slot] = []
-        # The engine starts them as they come, and a long one that starts last is waited for.
+        started: list[_Slot] = []
+        # Longest first: the engine starts them in this order, and a long prompt at the end would delay the step.
         for draw, task in sorted(zip(draws, tasks, strict=True), key=lambda pair: -prompt_length(pair[1])):
             work = asyncio.ensure_future(self._roll(task, version, self._seed(draw)))
-            work.add_done_callback(self._tell)
-            begun.append(_Slot(draw, version, work))
-            await asyncio.sleep(0)  # so that an engine has the first prompt while the others are made tokens of
-        self._slots += sorted(begun, key=lambda slot: slot.draw.number)
+            work.add_done_callback(self._on_done)
+            started.append(_Slot(draw, version, work))
+            await asyncio.sleep(0)  # lets the engine start on this prompt while the next ones are tokenized
+        self._slots += sorted(started, key=lambda slot: slot.draw.number)
 
     def _next_draw(self, attempt: int) -> Draw:
         drawn = self.tasks.cursor.drawn
@@ -180,41 +179,41 @@ class RolloutManager:
         return Draw(drawn, attempt)
 
     def _seed(self, draw: Draw) -> int | None:
-        """The first of the prompt's seeds, of which each rollout has one."""
+        """Seed of the prompt's first rollout; the others count up from it."""
         if self.settings.seed is None:
             return None
         return (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
 
     async def _roll(self, task: Task, version: int, seed: int | None) -> TrajectoryGroup:
-        """One prompt's rollouts; none of them where the greedy one that they are to be compared with is missing."""
+        """One prompt's rollouts; an empty group if its greedy baseline failed."""
         rolled = self.rollout.run(task, self.settings.rollouts_per_prompt, version, seed)
         if not self.algorithm.greedy_baseline:
             return await rolled
         greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
-        group, lone = await asyncio.gather(rolled, greedy.run(task, 1, version, seed))
-        lost = (*group.lost_uses, *lone.lost_uses)
-        if lone.faults:
-            return TrajectoryGroup(task, (), (), (), (*group.faults, *lone.faults), lost)
-        return replace(group, baseline=apply_overlong_penalty(lone, self.algorithm.overlong).rewards[0], lost_uses=lost)
+        group, baseline = await asyncio.gather(rolled, greedy.run(task, 1, version, seed))
+        lost = (*group.lost_uses, *baseline.lost_uses)
+        if baseline.faults:
+            return TrajectoryGroup(task, (), (), (), (*group.faults, *baseline.faults), lost)
+        return replace(group, baseline=apply_overlong_penalty(baseline, self.algorithm.overlong).rewards[0], lost_uses=lost)
 
-    def _tell(self, work: asyncio.Task[TrajectoryGroup]) -> None:
-        """Wake up whoever waits for something to land."""
+    def _on_done(self, work: asyncio.Task[TrajectoryGroup]) -> None:
+        """Wake `_next_finished`."""
         if not work.cancelled() and work.exception() is not None:
             self._failed = work
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
 
-    async def _landed(self, step: int, left: int) -> _Slot:
-        """The next slot for this step, landed. Raises what any of them has failed with."""
+    async def _next_finished(self, step: int, left: int) -> _Slot:
+        """The next finished slot for this step. Raises the error of any failed slot."""
         while (slot := self._ready(step, left)) is None:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._finished = asyncio.get_running_loop().create_future()
+            await self._finished
         return slot
 
     def _ready(self, step: int, left: int) -> _Slot | None:
-        """The oldest that has landed, unless one before it could then not be trained on in time.
+        """The oldest finished slot, unless taking it would make an older slot exceed max_staleness.
 
-        left: slots that this step still takes
+        left: number of slots that this step still takes
         """
         if self._failed is not None:
             self._failed.result()
@@ -227,9 +226,9 @@ class RolloutManager:
         return None
 
     def _add(self, collected: StepGroups, slot: _Slot, step: int, wanted: int) -> bool:
-        """Put what came of a slot into the collection. Returns whether the filters left anything.
+        """Add a slot's group to the collection. Returns whether the filters kept any response.
 
-        wanted: fresh groups of this step
+        wanted: number of fresh groups of this step
         """
         group = slot.work.result()
         check_turn_rewards(group, self.algorithm)
@@ -238,57 +237,57 @@ class RolloutManager:
         kept = collected.add(group, slot.draw.attempt, step - slot.policy_version)
         if kept is not None:
             self._used.append(_Used(kept, slot.policy_version))
-        if len(collected.drawn) >= wanted:  # fewer tell little
+        if len(collected.drawn) >= wanted:  # fewer are not representative
             self._check_faults(collected, step)
         return kept is not None
 
     def _check_faults(self, collected: StepGroups, step: int) -> None:
         faults, limit = self._faults(collected), self.settings.max_fault_share
-        if len(faults) > limit * self._num_asked(collected):
-            told = self._told(step, collected, faults)
-            raise RewardFaultError(f"{told}\nMore than reward.max_fault_share={limit:g}: mend what failed, then resume")
+        if len(faults) > limit * self._num_requested(collected):
+            message = self._format_faults(step, collected, faults)
+            raise RewardFaultError(f"{message}\nThis exceeds reward.max_fault_share={limit:g}: fix the cause and resume")
 
-    def _num_asked(self, collected: StepGroups) -> int:
+    def _num_requested(self, collected: StepGroups) -> int:
         return len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
 
     @staticmethod
     def _faults(collected: StepGroups) -> list[str]:
         return [fault for group in collected.drawn for fault in group.faults]
 
-    def _told(self, step: int, collected: StepGroups, faults: Sequence[str]) -> str:
+    def _format_faults(self, step: int, collected: StepGroups, faults: Sequence[str]) -> str:
         shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
-        asked = self._num_asked(collected)
-        return f"step {step + 1}: {len(faults)} of {asked} replies could not be scored:\n{shown}"
+        total = self._num_requested(collected)
+        return f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain JSON: the cursor, what was begun and not trained on, how far ahead."""
+        """State for a checkpoint, as plain JSON: the stream's cursor, prompts not yet trained on, lookahead depth."""
         cursor = self.tasks.cursor
-        pending = (*(slot.draw for slot in self._slots), *self._left)
+        pending = (*(slot.draw for slot in self._slots), *self._pending)
         return {
             "data": {"drawn": list(cursor.drawn), "made_of": cursor.made_of},
-            "pending": [{"drawn": list(draw.drawn), "round": draw.attempt} for draw in pending],
+            "pending": [{"drawn": list(draw.drawn), "attempt": draw.attempt} for draw in pending],
             "depth": self.depth.steps_ahead,
             "shaping": dict(self.shaping_state),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; the task stream is made with its cursor by who builds it."""
-        self._left = [Draw(**draw) for draw in state["pending"]]
+        """Restore `state`, except for the cursor, with which the caller creates the task stream."""
+        self._pending = [Draw(**draw) for draw in state["pending"]]
         self.depth.steps_ahead = min(state["depth"], self.depth.max_steps_ahead)
         self.shaping_state = state["shaping"]
 
 
 def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
-    """Raises ConfigError for rewards of single turns that the algorithm would add up, or lose."""
+    """Raises ConfigError for turn-level rewards if the algorithm does not support them."""
     given = any(turn.reward is not None for trajectory in group.trajectories for turn in trajectory.turns)
     if given and not algorithm.takes_turn_rewards:
         raise ConfigError(
-            f"the environment of {group.task.id} gives rewards for single turns (StepResult.reward), but "
-            f"algorithm.name={algorithm.name} takes one reward for an episode; choose gigpo or ppo, or let the "
-            "environment give one score at the end (`judge`)"
+            f"the environment of {group.task.id} returns turn-level rewards (StepResult.reward), but "
+            f"algorithm.name={algorithm.name} supports only one reward per episode; choose gigpo or ppo, or let the "
+            "environment return one score at the end (`judge`)"
         )
 
 
 def prompt_length(task: Task) -> int:
-    """Characters of all messages: enough to tell long prompts from short ones before they are tokenised."""
+    """Characters of all messages: an estimate of the prompt length before tokenization."""
     return sum(len(message.content) for message in task.prompt)
