@@ -1,13 +1,13 @@
-"""Row 8: episodes with slow tools, a loop with a barrier after every turn / ours, which has none. Wall time.
+"""Row 8: wall time of episodes with slow tools, a loop with a barrier after every turn / ours without barriers.
 
     python bench/async_tools.py [--episodes 512] [--places 64] [--turns 3] [--median-ms 60] [--rounds 3]
 
-Both sides run the same episodes in the same number of places (what a machine's sandboxes or a search server can take
-at a time), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call
-in a hundred takes ten times longer. The barrier's side works off one batch of places after the other, and in it one
-turn after the other, as rollout loops do that call the engine with whole batches. The engine is a script: nothing is
-computed in between, so that the ratio belongs to the loops. With as many episodes as places nobody can win more than
-the turns' longest calls, added up, by the longest episode: about 1.8. That limit is printed, too.
+Both sides run the same episodes in the same number of slots (the capacity of a machine's sandboxes or of a search
+server), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call in a
+hundred takes ten times longer. The barrier side processes one batch of slots after the other and, within a batch, one
+turn after the other, like rollout loops that call the engine with whole batches. The engine is scripted: no compute in
+between, so the ratio is that of the loops. With as many episodes as slots, the gain is bounded by the sum of the turns'
+longest calls / the longest episode, about 1.8. This bound is printed, too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.types import Message, Score, Task, ToolStatus, ToolUse, Trajectory
 
 MINI = ROOT / "dataset/mini"
-TARGETS = {0.0: 2.0, 0.01: 4.0}  # share of calls that are ten times slower
+TARGETS = {0.0: 2.0, 0.01: 4.0}  # share of slow calls (10 x)
 SLOWER = 10
 CALL, ANSWER = "<search> q </search>", "<answer> a </answer>"
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Seconds of every call, by episode and turn."""
+    """Latency in seconds by episode and turn."""
 
     seconds: Sequence[Sequence[float]]
 
@@ -58,13 +58,13 @@ class Latencies:
         )
 
     def one_batch(self, places: int) -> float:
-        """The best ratio there can be with as many episodes as places."""
+        """The upper bound of the ratio with as many episodes as slots."""
         batch = self.seconds[:places]
         return sum(max(turn) for turn in zip(*batch, strict=True)) / max(sum(episode) for episode in batch)
 
 
 class SlowTool:
-    """An environment whose answers take their time; as many at once as there are places."""
+    """An environment with slow answers; its concurrency is limited by the slots."""
 
     def __init__(self, seconds: Sequence[float], places: asyncio.Semaphore) -> None:
         self._seconds, self._places, self._turn = seconds, places, 0
@@ -87,7 +87,7 @@ class SlowTool:
 
 
 class SlowTools:
-    """Environments by the task's number."""
+    """Environments by task number."""
 
     def __init__(self, latencies: Latencies, places: int) -> None:
         self._latencies, self._places = latencies, asyncio.Semaphore(places)
@@ -96,18 +96,18 @@ class SlowTools:
         return SlowTool(self._latencies.seconds[int(task.id)], self._places)
 
     async def close(self) -> None:
-        """Nothing is shared but the places."""
+        """No-op: only the slots are shared."""
 
 
 class CountsCalls:
-    """A reward that costs nothing."""
+    """A reward without cost."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(float(trajectory.num_tool_calls), {})
 
 
 def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> int:
-    """Every episode for itself. Returns the calls made."""
+    """Independent episodes. Returns the number of calls."""
     ids = {text: (*chat.response_ids(text)[0],) for text in (CALL, ANSWER)}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
@@ -118,9 +118,9 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
         observations = ObservationTokenizer(
             chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
         )
-        budgets = EpisodeLimits(max_turns=turns + 1, max_tool_calls=turns + 1)
-        setting = EpisodeRunner(SlowTools(latencies, places), observations, budgets)
-        rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), setting)
+        limits = EpisodeLimits(max_turns=turns + 1, max_tool_calls=turns + 1)
+        runner = EpisodeRunner(SlowTools(latencies, places), observations, limits)
+        rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), runner)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(len(latencies.seconds))]
         groups = await asyncio.gather(*(rollout.run(task, 1, 0) for task in tasks))
         return sum(int(score.total) for group in groups for score in group.scores)
@@ -129,7 +129,7 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
 
 
 def barrier(latencies: Latencies, places: int) -> int:
-    """Batch after batch, turn after turn. Returns the calls made."""
+    """Sequential batches with a barrier per turn. Returns the number of calls."""
 
     async def run() -> int:
         made = 0
@@ -164,7 +164,7 @@ def main() -> None:
             arguments.rounds,
             lambda work, wanted=wanted: timed(work, wanted),
         )
-        size = f"{arguments.episodes} episodes in {arguments.places} places"
+        size = f"{arguments.episodes} episodes in {arguments.places} slots"
         slow = f", {slow_share:.0%} of the calls {SLOWER} x slower" if slow_share else ""
         report(
             Result(
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def timed(work: object, wanted: int) -> float:
-    """Wall seconds of a round; both sides must have made every call."""
+    """Wall seconds of a round; asserts that all calls were made."""
     assert callable(work)
     started = time.perf_counter()
     made = work()

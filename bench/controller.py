@@ -1,10 +1,10 @@
-"""Row 9: how much of a step's wall time nobody works, 512 prompts x 4 responses through Ray, lower is better.
+"""Row 9: share of a step's wall time without worker activity, 512 prompts x 4 responses with Ray, lower is better.
 
     python bench/controller.py [--rounds 3] [key=value ...]
 
-Runs the embedded GRPO experiment at that size with every call to a worker (trainer ranks, engines, rewards) watched.
-What is left of a step's wall time when no such call is running is the controller's own: packing, advantages, waiting
-for nothing. There is no other side: the ratio is the share of the step.
+Runs the embedded GRPO experiment at that size and times every call to a worker (trainer ranks, engines, rewards). The
+wall time of a step without a running call is the controller's own: packing, advantages, overhead. There is no second
+side: the ratio is the share of the step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Watched:
-    """A worker group whose calls are watched."""
+    """A worker group with timed calls."""
 
     group: WorkerGroup
     watch: Watch = field(compare=False)
@@ -81,9 +81,9 @@ class Watched:
         with self.watch.call():
             return self.group.scatter(function, shards, *args)
 
-    def refer(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         with self.watch.call():
-            return self.group.refer(function, *args)
+            return self.group.call_ref(function, *args)
 
     async def submit(self, rank: int, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         with self.watch.call():
@@ -95,7 +95,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class WatchedScorer:
-    """A scorer whose calls are watched."""
+    """A scorer with timed calls."""
 
     scorer: Any
     watch: Watch
@@ -108,15 +108,15 @@ class WatchedScorer:
         self.scorer.close()
 
 
-def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
+def measure(overrides: Sequence[str], steps: int) -> list[tuple[float, float]]:
     """[(wall seconds, seconds without a running call)] of every step but the first."""
-    config = load_config([*SIZE, *words])
+    config = load_config([*SIZE, *overrides])
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        built(config, load_inputs(config), Path(folder), Console(quiet=True)) as fit,
+        built(config, load_inputs(config), Path(folder), Console(quiet=True)) as run,
     ):
-        trainer = fit.trainer
+        trainer = run.trainer
         trainer.learner.policy = replace(trainer.learner.policy, workers=Watched(trainer.learner.policy.workers, watch))
         pool: EnginePool = trainer.rollouts.rollout.engine  # type: ignore[assignment]
         engine = EnginePool(Watched(pool._workers, watch), pool._sources)
@@ -128,7 +128,7 @@ def measure(words: Sequence[str], steps: int) -> list[tuple[float, float]]:
 
 async def run_steps(trainer: PPOTrainer, watch: Watch, steps: int) -> list[tuple[float, float]]:
     """[(wall seconds, seconds without a running call)] of every step."""
-    await trainer.weight_sync.publish(0)
+    await trainer.weight_sync.sync(0)
     figures = []
     for _ in range(steps):
         watch.busy_s, started = 0.0, time.perf_counter()
@@ -141,15 +141,15 @@ async def run_steps(trainer: PPOTrainer, watch: Watch, steps: int) -> list[tuple
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="steps that count, after one that does not")
-    parser.add_argument("words", nargs="*", help=f"key=value over {' '.join(SIZE)}")
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps, after one warm-up step")
+    parser.add_argument("overrides", nargs="*", help=f"key=value over {' '.join(SIZE)}")
     arguments = parser.parse_args()
-    figures = measure(arguments.words, arguments.rounds)
+    figures = measure(arguments.overrides, arguments.rounds)
     idle = statistics.median(idle for _, idle in figures)
     report(
         Result(
             row=9,
-            name=" ".join(["the controller's share of a step, 512 prompts x 4", *arguments.words]),
+            name=" ".join(["the controller's share of a step, 512 prompts x 4", *arguments.overrides]),
             ratio=statistics.median(idle / wall for wall, idle in figures),
             target=MAX_SHARE,
             ours={"step s": statistics.median(wall for wall, _ in figures), "controller s": idle},

@@ -1,12 +1,12 @@
-"""Row 15: how much final reward older samples cost, from the runs of bench/convergence.sh. Lower is better.
+"""Row 15: loss of final reward through stale samples, from the runs of bench/convergence.sh. Lower is better.
 
     python bench/convergence.py outputs/convergence/mini
 
-Reads every finished run below the folder (k<rollout.max_staleness>_seed<seed>/metrics.jsonl). For each k it tells the
-final reward, steps and seconds until fixed rewards, what a step took, and how old samples were; for k=0 and k=1 the
-difference of their final rewards, paired over seeds, with its 95 % t interval. Rewards are those of the validation set,
-greedy; between validations they are taken to lie on a line. Seconds are wall time since the validation before training,
-later ones included: rollouts that go on while the policy learns go on during those, too.
+Reads every finished run below the folder (k<rollout.max_staleness>_seed<seed>/metrics.jsonl). For each k it reports
+the final reward, steps and seconds to fixed rewards, time per step and staleness; for k=0 and k=1 the difference of
+their final rewards, paired over seeds, with its 95 % t interval. Rewards are greedy validation rewards, interpolated
+linearly between validations. Seconds are wall time since the validation before training, including later validations,
+during which asynchronous rollouts continue.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from scipy.stats import t as student
 
 from verl.tracking.jsonl import read_rows
 
-MAX_SHORTFALL = 0.15  # of k=1 behind k=0, on a scale of -3 to 4
-LEVELS = {"mini": (2.0, 2.25, 2.4), "tool_loop": (-0.5, 0.0, 0.5)}  # rewards whose steps and seconds are told
+MAX_SHORTFALL = 0.15  # of k=1 relative to k=0, on a scale of -3 to 4
+LEVELS = {"mini": (2.0, 2.25, 2.4), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
 _NAME = re.compile(r"k(\d+)_seed(\d+)")
 
 
@@ -42,24 +42,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What metrics.jsonl says of one run: a row a step, the first of which is the validation before."""
+    """metrics.jsonl of one run: one row per step, after one for the initial validation."""
 
     rows: Sequence[Mapping[str, Any]]
 
     @property
     def points(self) -> list[Point]:
-        """Reward against steps and seconds."""
+        """Validation rewards by step and time."""
         [name] = {name for row in self.rows for name in row if re.fullmatch("val/[^/]+/total", name)}
         began = self.rows[0]["time"]
         return [Point(row["step"], row["time"] - began, row[name]) for row in self.rows if name in row]
 
     def mean(self, name: str) -> float:
-        """Of a metric over the steps; 0 where it does not apply, NaN where it was no number."""
+        """The mean of a metric over the steps; 0 if absent, NaN if a value is not a number."""
         values = [math.nan if row[name] is None else row[name] for row in self.rows[1:] if name in row]
         return statistics.fmean(values) if values else 0.0
 
     def step_s(self) -> float:
-        """What a step took, the median."""
+        """The median time per step."""
         return statistics.median(row["time/step_s"] for row in self.rows[1:])
 
 
@@ -74,7 +74,7 @@ COLUMNS: Mapping[str, Callable[[Run], float]] = {
 
 
 def read_runs(folder: Path) -> Runs:
-    """The finished ones. Ends the benchmark where their numbers of steps differ, or where there are none."""
+    """The finished runs. Exits if their numbers of steps differ, or if there are none."""
     runs: dict[int, dict[int, Run]] = {}
     for done in sorted(folder.glob("k*_seed*/done")):
         if named := _NAME.fullmatch(done.parent.name):
@@ -82,13 +82,13 @@ def read_runs(folder: Path) -> Runs:
             runs.setdefault(staleness, {})[seed] = Run(read_rows(done.with_name("metrics.jsonl")))
     lengths = {run.rows[-1]["step"] for seeds in runs.values() for run in seeds.values()}
     if len(lengths) != 1:
-        told = f"finished runs of {sorted(lengths)} steps" if lengths else "no finished runs"
-        raise SystemExit(f"{folder}: {told}; some, all of one number of steps, were expected: name another OUT")
+        found = f"finished runs of {sorted(lengths)} steps" if lengths else "no finished runs"
+        raise SystemExit(f"{folder}: {found}; expected runs with equal numbers of steps: use another OUT")
     return dict(sorted(runs.items()))
 
 
 def reached(points: Sequence[Point], reward: float) -> Point | None:
-    """Where the line through the validations first comes to `reward`; None if it never does."""
+    """The first point where the interpolated reward reaches `reward`; None if it never does."""
     if points[0].reward >= reward:
         return points[0]
     for before, after in pairwise(points):
@@ -113,7 +113,7 @@ def shortfalls(runs: Runs, staleness: int) -> dict[int, float]:
 
 
 def curves(runs: Runs) -> list[list[str]]:
-    """Mean reward against steps and seconds."""
+    """Table of mean rewards by step and time."""
     some = next(iter(runs.values()))
     steps = [point.step for point in next(iter(some.values())).points]
     table = [["k", "seeds", *(f"step {step:g}" for step in steps)]]
@@ -125,7 +125,7 @@ def curves(runs: Runs) -> list[list[str]]:
 
 
 def summary(runs: Runs, levels: Sequence[float]) -> list[list[str]]:
-    """What each k came to."""
+    """Table of results by k."""
     table = [["k", "final reward", *(f"steps (s) to {level:g}" for level in levels), *COLUMNS]]
     for staleness, seeds in runs.items():
         finals = [run.points[-1].reward for run in seeds.values()]
@@ -134,7 +134,7 @@ def summary(runs: Runs, levels: Sequence[float]) -> list[list[str]]:
             [
                 str(staleness),
                 f"{_mean(finals):.3f}{spread}",
-                *(_told([reached(run.points, level) for run in seeds.values()]) for level in levels),
+                *(_format_reached([reached(run.points, level) for run in seeds.values()]) for level in levels),
                 *(
                     f"{round(_mean(each(run) for run in seeds.values()), 3) + 0.0:.3g}"  # no -0
                     for each in COLUMNS.values()
@@ -144,8 +144,8 @@ def summary(runs: Runs, levels: Sequence[float]) -> list[list[str]]:
     return table
 
 
-def _told(points: Sequence[Point | None]) -> str:
-    """Means over the runs that came there, and how many did, if not all."""
+def _format_reached(points: Sequence[Point | None]) -> str:
+    """Mean step and seconds over the runs that reached the level, with their number if not all."""
     there = [point for point in points if point is not None]
     if not there:
         return "never"
@@ -164,10 +164,10 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Judge and report."""
+    """Compare and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what bench/convergence.sh wrote: OUT/mini or OUT/tool_loop")
-    parser.add_argument("--rounds", type=int, help="ignored: a run is a run")
+    parser.add_argument("--rounds", type=int, help="ignored")
     folder = parser.parse_args().folder
     runs = read_runs(folder)
     for table in (curves(runs), summary(runs, LEVELS.get(folder.name, ()))):
@@ -175,14 +175,14 @@ def main() -> None:
     for staleness in runs:
         if staleness and (found := shortfalls(runs, staleness)):
             pairs = ", ".join(f"{each:+.3f}" for each in found.values())
-            told = f"k=0 - k={staleness}: {_mean(found.values()):+.3f}, {_interval_told(found)}: {pairs}"
-            console.print(told, soft_wrap=True, highlight=False)
+            line = f"k=0 - k={staleness}: {_mean(found.values()):+.3f}, {_format_interval(found)}: {pairs}"
+            console.print(line, soft_wrap=True, highlight=False)
     if found := shortfalls(runs, 1):
         report(result(folder.name, runs, found))
 
 
 def result(what: str, runs: Runs, found: Mapping[int, float]) -> Result:
-    """The row of k=1 beside k=0, over the seeds that both have."""
+    """The row for k=1 against k=0, over their common seeds."""
     sides = [
         {
             "final reward": _mean(runs[staleness][seed].points[-1].reward for seed in found),
@@ -198,13 +198,13 @@ def result(what: str, runs: Runs, found: Mapping[int, float]) -> Result:
         ours=sides[0],
         theirs=sides[1],
         lower_is_better=True,
-        note=_interval_told(found),
+        note=_format_interval(found),
     )
 
 
-def _interval_told(found: Mapping[int, float]) -> str:
+def _format_interval(found: Mapping[int, float]) -> str:
     if len(found) < 2:
-        return "one pair, and so no interval"
+        return "one pair, no interval"
     low, high = interval(list(found.values()))
     return f"{len(found)} pairs, 95 % t interval {low:+.3f} to {high:+.3f}"
 

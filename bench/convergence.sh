@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Does a policy learn as well from older samples? Reward against steps and time for several rollout.max_staleness:
+# Does training converge as well with stale samples? Reward by step and time for several rollout.max_staleness:
 #
-#   bash bench/convergence.sh [mini|tool_loop]...     both, if none is named
+#   bash bench/convergence.sh [mini|tool_loop]...     default: both
 #
-# mini is `bash train_grpo.sh`, tool_loop the training of scripts/train_tool_loop.sh, where all runs of a seed start from
-# one cold start. Each run has a folder of its own below OUT, and bench/convergence.py judges them at the end. A finished
-# run is not run again: what was interrupted goes on when this is called once more. Settings, all optional:
-#   STEPS (30)                    training steps of a run; another number needs another OUT
+# mini is `bash train_grpo.sh`, tool_loop the training of scripts/train_tool_loop.sh, where all runs of a seed share a
+# cold start. Each run has its own folder below OUT, and bench/convergence.py evaluates them at the end. Finished runs
+# are skipped, so that a second call resumes an interrupted study. Settings, all optional:
+#   STEPS (30)                    training steps per run; another number needs another OUT
 #   STALENESS ("0 1 4")           values of rollout.max_staleness
-#   SEEDS ("0 1 2")               of every value
-#   PAIR_SEEDS ("3 4")            further seeds of mini for 0 and 1, whose final rewards are compared in pairs
+#   SEEDS ("0 1 2")               seeds per value
+#   PAIR_SEEDS ("3 4")            further seeds of mini for 0 and 1, for the paired comparison
 #   OUT (outputs/convergence)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -35,12 +35,12 @@ tool_loop() {  # SEED STALENESS
         data.train_files=["$start/data/train.jsonl"] data.val_files=["$start/data/test.jsonl"]
 }
 
-run() {  # EXPERIMENT SEED STALENESS WORD...
+run() {  # EXPERIMENT SEED STALENESS OVERRIDE...
     local folder="$out/$1" name="k$3_seed$2"
     if [[ -e "$folder/$name/done" ]]; then
         return
     fi
-    rm -rf "${folder:?}/$name"  # an interrupted one
+    rm -rf "${folder:?}/$name"  # left by an interruption
     mkdir -p "$folder"
     echo "$(date +%T) $1, seed $2, rollout.max_staleness=$3" >&2
     if "$VERL_PYTHON" -m verl.trainer.main_ppo "${@:4}" \

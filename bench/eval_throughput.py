@@ -2,11 +2,11 @@
 
     python bench/eval_throughput.py [--items 200] [--tokens 96] [--rounds 3] [--model PATH]
 
-Ours answers, scores and records every row of dataset/mini/test.parquet greedily, as main_eval does: its runner, its
-records, its scoring process, our engine. Theirs only generates, from prompts that are tokens already. Each side lives
-in a process of its own, with one engine, and both find the prompts in their prefix caches after the first round, which
-is not counted; rounds alternate. Beside the ratio: the processor time of the scoring process by the wall time of the
-round, and by the processor time of all processes. CPU only, two free cores.
+Ours generates, scores and records every row of dataset/mini/test.parquet greedily with main_eval's runner, records and
+scoring process, and our engine. Theirs only generates, from tokenized prompts. Each side runs in its own process with
+one engine; after the uncounted warm-up round both have the prompts in their prefix caches; rounds alternate. Also
+measured: CPU time of the scoring process / wall time of the round, and / CPU time of all processes. CPU only, two free
+cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import psutil
 from common import ROOT, Result, Side, alternate, answer, cpu_seconds, median_ratio, medians, report, requests
 
-if TYPE_CHECKING:  # heavy; the sides alone import it
+if TYPE_CHECKING:  # heavy; imported only by the sides
     from verl.data.chat import ChatTemplate
 
 DATA = ROOT / "dataset/mini/test.parquet"
@@ -34,7 +34,7 @@ MODEL = ROOT / "dataset/mini/model"
 MAX_PROMPT_LENGTH = 512
 KV_CACHE_GIB = 1
 TARGET = 0.9
-MOST_SCORING = 0.05  # of the time
+MAX_SCORING_SHARE = 0.05
 Figures = dict[str, float]
 Round = Callable[[], Figures]
 
@@ -60,17 +60,17 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
             VLLMEngine.start(VLLMSettings(arguments.model, length, "float32", kv_cache_gib=KV_CACHE_GIB))
         )
         others = set(psutil.Process().children(recursive=True))
-        play = category.episode
-        with ScoringPool(play.reward, play.reward_options, 1, ScoringLimits(timeout_s=60.0)) as scorer:
+        episode = category.episode
+        with ScoringPool(episode.reward, episode.reward_options, 1, ScoringLimits(timeout_s=60.0)) as scorer:
             sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
             rollout = GroupRollout(engine, chat, scorer, sampling)
-            playing = Runner(rollout, chat.task_prompt_ids, build_rewards(play.reward), MAX_PROMPT_LENGTH)
+            evaluation = Runner(rollout, chat.task_prompt_ids, build_rewards(episode.reward), MAX_PROMPT_LENGTH)
 
             def evaluate() -> Figures:
                 started = scoring_seconds(others)
                 with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
                     records = Records(Path(folder), category, 1)
-                    faults = runner.run(playing.run(category, tasks, records, lambda: None))
+                    faults = runner.run(evaluation.run(category, tasks, records, lambda: None))
                 assert not faults, faults[0]
                 tokens = sum(row["num_tokens"] for rows in records.of(tasks) for row in rows)
                 return {"tokens": tokens, "scoring CPU s": scoring_seconds(others) - started}
@@ -80,7 +80,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
 
 
 def scoring_seconds(others: set[psutil.Process]) -> float:
-    """CPU seconds of the processes that came after `others`."""
+    """CPU seconds of the descendants not in `others`."""
     times = [each.cpu_times() for each in psutil.Process().children(recursive=True) if each not in others]
     return sum(each.user + each.system for each in times)
 
@@ -133,7 +133,7 @@ SIDES = {"ours": our_evaluation, "theirs": plain_vllm}
 
 
 def run_side(arguments: argparse.Namespace) -> None:
-    """One round for every request; answers with rates and shares."""
+    """One round per request; answers with rates and shares."""
     with SIDES[arguments.side](arguments) as work:
         for _ in requests():
             wall, cpu = time.perf_counter(), cpu_seconds()
@@ -151,7 +151,7 @@ def run_side(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> Result:
-    """Rounds of both sides in turns."""
+    """Alternating rounds of both sides."""
     command = [sys.executable, __file__, f"--model={arguments.model}"]
     command += [f"--{name}={getattr(arguments, name)}" for name in ("items", "tokens")]
     with Side([*command, "--side=ours"]) as ours, Side([*command, "--side=theirs"]) as theirs:
@@ -166,21 +166,21 @@ def compare(arguments: argparse.Namespace) -> Result:
         ours={name: found[name] for name in ("items/s", "tokens")},
         theirs={name: plain[name] for name in ("items/s", "tokens")},
         limits={
-            "scoring's CPU time by wall time": (found["scoring / wall"], MOST_SCORING),
-            "by all CPU time": (found["scoring / CPU"], MOST_SCORING),
+            "scoring's CPU time by wall time": (found["scoring / wall"], MAX_SCORING_SHARE),
+            "by all CPU time": (found["scoring / CPU"], MAX_SCORING_SHARE),
         },
     )
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=96, help="at most, of a reply")
+    parser.add_argument("--tokens", type=int, default=96, help="maximum response length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default=str(MODEL), help="a folder")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.side:
         run_side(arguments)
         return

@@ -1,4 +1,4 @@
-"""A policy in this very process, made of the library's own parts: one FSDP rank behind a local worker group."""
+"""An in-process policy built from the library's parts: one FSDP rank behind a local worker group."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker, policy_loss
 
-PLAIN_GRPO: Algorithm = replace(GRPO, kl=KLTerm())  # no KL, so no reference
+PLAIN_GRPO: Algorithm = replace(GRPO, kl=KLTerm())  # no KL, so no reference model
 LEARNING_RATE = 1e-6
-TOKENS_PER_PACK = 5000  # without checkpointing, what fits beside another engine on a small machine
+TOKENS_PER_PACK = 5000  # fits next to another engine on a small machine, without checkpointing
 
 
 def join_alone() -> None:
-    """A process group of one, and one thread."""
+    """A process group of size one, with one thread."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
 def load_worker(path: Path, dtype: torch.dtype) -> PolicyWorker:
-    """A rank whose weights are held and computed in `dtype`, with AdamW."""
+    """A rank with weights and compute in `dtype`, with AdamW."""
     return worker_of(load_causal_lm(str(path), dtype), dtype)
 
 
 def worker_of(model: PreTrainedModel, dtype: torch.dtype) -> PolicyWorker:
-    """A rank with this model, whose weights are in `dtype`, with AdamW."""
+    """A rank with this model, weights in `dtype`, with AdamW."""
     module = PackedPolicy(model)
     optimizer = OptimizerSettings(lr=LEARNING_RATE, weight_decay=0.0)
     layers = decoder_layers(module)
@@ -52,12 +52,12 @@ def worker_of(model: PreTrainedModel, dtype: torch.dtype) -> PolicyWorker:
 
 
 def policy_of(worker: PolicyWorker | None, share_prefix: bool = True) -> Policy:
-    """The controller's view of it. Without a worker it can still pack."""
+    """The controller's view of the worker. Without a worker it can still pack."""
     return Policy(LocalGroup(worker), PackSettings(TOKENS_PER_PACK, share_prefix))
 
 
 def made_up_groups(lengths: Sequence[tuple[int, int]], n: int, vocabulary: int, seed: int = 0) -> list[Sample]:
-    """`n` samples for each (prompt length, response length), of random tokens, with random rewards and log-probs."""
+    """`n` samples per (prompt length, response length), with random tokens, rewards and log-probs."""
     draw = random.Random(seed)
     samples = []
     for group, (prompt, response) in enumerate(lengths):
@@ -76,7 +76,7 @@ def experience_of(samples: Sequence[Sample]) -> Experience:
 
 
 def gradient_gap(path: Path, ways: Sequence[tuple[Experience, bool]]) -> float:
-    """|difference| / |gradient| of one and the same update in two ways, in float32.
+    """|difference| / |gradient| of the same update computed in two ways, in float32.
 
     ways: (experience, whether prompts are shared)
     """

@@ -1,9 +1,9 @@
-"""Row 5: memory of the loss, full logits / chunks, forward and backward, and what that costs in time.
+"""Row 5: memory of the loss, full logits / chunks, forward and backward, and the time of both.
 
     python bench/loss_memory.py [--tokens 4096] [--vocabulary 49152] [--hidden 576] [--rounds 3]
 
-Each side is a process of its own in every round, whose peak of resident memory over what it held before is taken. bf16
-and float32 are two rows.
+Each side runs in a fresh process per round; measured is the increase of its peak resident memory. bf16 and float32 are
+two rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 8
 
 
 def full_logits(hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor) -> Tensor:
-    """[A] log p(target) by the shortest way, in float32."""
+    """[A] log p(target), naive, in float32."""
     return (hidden_AE @ head_VE.T).float().log_softmax(-1).gather(-1, target_A[:, None]).squeeze(-1)
 
 
@@ -39,7 +39,7 @@ SIDES = {"theirs": full_logits, "ours": chunked}
 
 
 def run_side(arguments: argparse.Namespace) -> None:
-    """One forward and backward; answers with CPU seconds and MiB, and with the loss for comparison."""
+    """One forward and backward; answers with CPU seconds, MiB and the loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
@@ -58,7 +58,7 @@ def run_side(arguments: argparse.Namespace) -> None:
 
 
 def measured(arguments: argparse.Namespace, dtype: str) -> Result:
-    """Rounds of fresh processes that take turns."""
+    """Alternating rounds in fresh processes."""
     command = [sys.executable, __file__, f"--tokens={arguments.tokens}", f"--vocabulary={arguments.vocabulary}"]
     command += [f"--hidden={arguments.hidden}", f"--dtype={dtype}"]
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
@@ -86,7 +86,7 @@ def measured(arguments: argparse.Namespace, dtype: str) -> Result:
 
 
 def main() -> None:
-    """Measure and report; one row for each dtype."""
+    """Measure and report; one row per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=49152)

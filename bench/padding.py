@@ -2,9 +2,9 @@
 
     python bench/padding.py [--rows 8] [--rounds 3] [--model DIR] [--data FILE]
 
-A row's prompt and gold answer give the lengths; the tokens are random, one response to a prompt. The padded batch is
-the same update with as many tokens after every response as the longest prompt and the longest response of the batch ask
-for; the gradients' norms of the two are compared. Asked for is 0.9 of what the padding costs in tokens.
+The lengths are those of the rows' prompts and gold answers; the tokens are random, one response per prompt. The padded
+batch is the same update, padded to the longest prompt plus the longest response; the gradients of both are compared.
+The target is 0.9 of the ratio of the token counts.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from verl.types import Sample
 SHARE_OF_PADDING = 0.9
 MAX_PROMPT = 2048  # tokens
 TOLERANCE = 1e-5
-CHECKED = 2  # rows, whose gradients are compared in float32
+CHECKED = 2  # rows for the float32 gradient comparison
 
 
 def real_lengths(chat: ChatTemplate, data: Path, rows: int) -> list[tuple[int, int]]:
-    """(prompt, response) tokens of rows drawn with a fixed seed."""
+    """(prompt, response) token counts of rows drawn with a fixed seed."""
     stream = TaskStream([TaskSet(str(data), max_bad_share=1.0)], seed=0)
     lengths = ((len(chat.prompt_ids(task.prompt)), len(chat.response_ids(task.answer)[0]) + 1) for task in stream)
     return list(islice((each for each in lengths if each[0] <= MAX_PROMPT), rows))
 
 
 def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> list[Sample]:
-    """The samples with untrained tokens at the end, up to the longest prompt and the longest response."""
+    """The samples with padding up to the longest prompt plus the longest response."""
     length = sum(max(each) for each in zip(*lengths, strict=True))
     missing = [length - len(sample.token_ids) for sample in samples]
     return [

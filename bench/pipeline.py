@@ -1,22 +1,20 @@
-"""Row 14: wall time of a step where rollouts wait for training (max_staleness=0) / where they go on beside it.
+"""Row 14: wall time of a step, synchronous (max_staleness=0) / asynchronous rollouts.
 
     python bench/pipeline.py [--rounds 3] [--steps 4] [--token-ms 4] [--tool-ms 130]
 
-The loop is the real one: PPOTrainer, Rollouts with their slots, an EnginePool over two engines and a trainer rank, each
-a Ray actor of its own, weights published and checked through shared memory while responses are being written, episodes
-of three tool calls and an answer. The policy is tiny and really trained. Simulated is time alone:
+The loop is the real one: PPOTrainer, RolloutManager with its slots, an EnginePool over two engines and a trainer rank,
+each a Ray actor, weight sync with checks through shared memory during generation, episodes of three tool calls and an
+answer. The policy is tiny and really trained. Only time is simulated:
 
-- an engine writes a token of each response every --token-ms and decodes at most half of a step's episodes at once,
-  others
-  wait; prompts cost nothing, and what a publication breaks off goes on where it was, as `on_weight_sync=continue` has
-it;
-- an update takes as long as the mean episode, waited for beside what the tiny policy needs: rollout and training cost
-  the same;
-- a tool sleeps in the controller: always for the mean (no tails), or for seconds drawn from a lognormal of that mean,
-  sigma 1, the same ones for the same call of the same episode on all sides.
+- an engine generates a token of each response every --token-ms and decodes at most half of a step's episodes at once,
+  others are queued; prefill is free, and a response interrupted by a weight sync is continued
+  (`on_weight_sync=continue`);
+- an update takes as long as the mean episode (it sleeps for the remaining time): rollout and training cost the same;
+- a tool sleeps in the controller: always for the mean (no tails), or for a lognormal time with that mean, sigma 1,
+  equal for the same call of the same episode on all sides.
 
-A figure is the mean of --steps steps, after those in which prompts begin further and further ahead. Every step has to
-train the same number of samples, and no token may be of older weights than max_staleness allows.
+Results are means over --steps steps, after the steps in which the lookahead grows. Every step must train the same
+number of samples, and no token may come from weights older than max_staleness allows.
 """
 
 from __future__ import annotations
@@ -66,33 +64,33 @@ from verl.workers.policy_worker import PolicyWorker
 
 PROMPTS, RESPONSES, CALLS, ENGINES = 8, 4, 3, 2
 SAMPLES = PROMPTS * RESPONSES
-THOUGHT = "so " * 15  # as long as responses are, so that they are broken off in the middle
+THOUGHT = "so " * 15  # long enough for responses to be interrupted
 TARGETS = {(False, 1): 1.5, (True, 1): 1.5, (True, 4): 2.0}  # (whether tools have tails, max_staleness)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of what is simulated."""
+    """The simulated times."""
 
     token_s: float
-    tool_s: float  # the mean of a call
-    update_s: float  # what the mean episode takes
+    tool_s: float  # mean per call
+    update_s: float  # the duration of the mean episode
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the policy says: so many calls, then an answer."""
+    """The scripted policy: CALLS calls, then an answer."""
 
     call: tuple[int, ...]
     answer: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of an episode's responses."""
+        """Response tokens per episode."""
         return CALLS * len(self.call) + len(self.answer)
 
     def __call__(self, prompt_ids: Sequence[int], number: int) -> tuple[int, ...]:
-        """What is left of the response that the prompt ends in, or all of the next."""
+        """The rest of an interrupted response at the end of the prompt, or the next response."""
         ids, size = tuple(prompt_ids), len(self.call)
         asked = sum(ids[at : at + size] == self.call for at, first in enumerate(ids) if first == self.call[0])
         response = self.call if asked < CALLS else self.answer
@@ -100,7 +98,7 @@ class Script:
 
 
 class PacedEngine(ScriptedEngine):
-    """Writes a token of each response every `token_s`, in so many places, and takes weights only to check them."""
+    """Generates a token per response every `token_s`, with limited slots; receives weights only to check them."""
 
     def __init__(self, script: Script, token_s: float, places: int) -> None:
         super().__init__(script)
@@ -123,18 +121,18 @@ class PacedEngine(ScriptedEngine):
         self._interruption.set()
         self._interruption = asyncio.Event()
 
-    async def load_bucket(self, layout: BucketLayout, *offers: BucketHandle) -> None:
-        self._receiver.receive(layout, offers)
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        self._receiver.receive(layout, handles)
 
 
 def broken_off(whole: Completion, written: int) -> Completion:
-    """As far as it was written."""
+    """The completion, interrupted after `written` tokens."""
     kept = {"token_ids": whole.token_ids[:written], "logprobs": whole.logprobs[:written]}
     return replace(whole, finish_reason=FinishReason.ABORT, **kept)  # type: ignore[arg-type]
 
 
 class PacedTraining:
-    """A rank's engine whose updates take `update_s`."""
+    """A rank's engine with updates of `update_s`."""
 
     def __init__(self, engine: FSDPEngine, update_s: float) -> None:
         self._engine, self._update_s = engine, update_s
@@ -143,7 +141,7 @@ class PacedTraining:
         return getattr(self._engine, name)
 
     def update(self, packs: Sequence[Any], loss: Any) -> dict[str, float]:
-        """An update of the tiny policy, and what a larger one would take besides."""
+        """An update of the tiny policy, extended to the time of a larger one."""
         started = time.perf_counter()
         metrics = self._engine.update(packs, loss)
         time.sleep(max(0.0, self._update_s - (time.perf_counter() - started)))
@@ -151,12 +149,12 @@ class PacedTraining:
 
 
 def start_engine(script: Script, pace: Pace, seat: WorkerContext) -> PacedEngine:
-    """An engine, in its process."""
+    """Build an engine in its process."""
     return PacedEngine(script, pace.token_s, SAMPLES // seat.size)
 
 
 def start_rank(vocabulary: int, pace: Pace, seat: WorkerContext) -> PolicyWorker:
-    """The trainer rank, in its process."""
+    """Build the trainer rank in its process."""
     join_alone()
     register()
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -167,7 +165,7 @@ def start_rank(vocabulary: int, pace: Pace, seat: WorkerContext) -> PolicyWorker
 
 
 class Tools:
-    """Environments whose calls take their time, the same for the nth episode of a task on all sides."""
+    """Environments with slow calls; latencies are equal for the nth episode of a task on all sides."""
 
     def __init__(self, mean_s: float, tails: bool, seed: int) -> None:
         self._mean_s, self._tails, self._seed = mean_s, tails, seed
@@ -182,11 +180,11 @@ class Tools:
         return SlowTool(tuple(drawn), self._places)
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """No-op: no shared resources."""
 
 
 class EveryOther:
-    """A reward that gives every group a signal."""
+    """A reward with nonzero advantages in every group."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(float(trajectory.index % 2), {})
@@ -194,7 +192,7 @@ class EveryOther:
 
 @dataclass(frozen=True)
 class Processes:
-    """The actors that all sides use, one after the other."""
+    """The actors, shared by all sides in turn."""
 
     engines: WorkerGroup
     policy: Policy
@@ -203,9 +201,9 @@ class Processes:
     pace: Pace
 
     def trainer(self, staleness: int, tails: bool, seed: int, num_prompts: int) -> PPOTrainer:
-        """A run that has not begun."""
-        publishing = OnWeightSync.CONTINUE if staleness else None
-        pool = EnginePool(self.engines, [[0]] * ENGINES, publishing, self.chat.tokenizer.decode)
+        """A run before its first step."""
+        on_weight_sync = OnWeightSync.CONTINUE if staleness else None
+        pool = EnginePool(self.engines, [[0]] * ENGINES, on_weight_sync, self.chat.tokenizer.decode)
         observations = ObservationTokenizer(
             self.chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
         )
@@ -218,49 +216,51 @@ class Processes:
             TaskStream([tasks], seed=seed),
             rollout,
         )
-        probes, probing = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
-        # What the script says has no log-probs: the canary does its work, and whatever it finds will do.
-        weight_sync = WeightSync(self.policy, pool, self.layouts, probes, probing, tolerance=math.inf)
+        probes, probe_sampling = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
+        # The script has no real log-probs: the canary runs, with an infinite tolerance.
+        weight_sync = WeightSync(self.policy, pool, self.layouts, probes, probe_sampling, tolerance=math.inf)
         return PPOTrainer(rollouts, Learner(StepSettings(), PLAIN_GRPO, self.policy), weight_sync)
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
-        """Seconds of a step and of its phases, and how many versions its oldest token was behind."""
-        unmeasured = max(1, staleness * (staleness + 2))  # the depth may grow until then
+        """Seconds per step and phase, and the staleness of the oldest token in versions."""
+        unmeasured = max(1, staleness * (staleness + 2))  # the lookahead may grow until then
         trainer = self.trainer(staleness, tails, seed, PROMPTS * (unmeasured + steps + staleness + 1))
         return asyncio.run(run(trainer, unmeasured, steps))
 
 
 async def run(trainer: PPOTrainer, unmeasured: int, steps: int) -> dict[str, float]:
-    """Means over the steps that count; the largest lag of all."""
-    await trainer.weight_sync.publish(0)
-    told: list[dict[str, float]] = []
+    """Means over the measured steps; the maximum staleness."""
+    await trainer.weight_sync.sync(0)
+    measured: list[dict[str, float]] = []
     lag = 0
     try:
         for _ in range(unmeasured + steps):
             started = time.perf_counter()
             metrics = await trainer.train_step()
             phases = {f"{name} s": metrics[f"time/{name}_s"] for name in ("rollout", "update", "weight_sync")}
-            told.append({"step s": time.perf_counter() - started, **phases})
+            measured.append({"step s": time.perf_counter() - started, **phases})
             num_trained = metrics["actor/computed_share"] * sum(len(each.trajectories) for each in trainer.groups)
             assert num_trained == SAMPLES, f"a step trained {num_trained} samples instead of {SAMPLES}"
             lag = max(lag, trainer.step - 1 - oldest_version(trainer))
     finally:
         await trainer.rollouts.close()
         await trainer.weight_sync.engine.interrupt()
-    return {name: statistics.mean(each[name] for each in told[unmeasured:]) for name in told[0]} | {"versions": lag}
+    return {name: statistics.mean(each[name] for each in measured[unmeasured:]) for name in measured[0]} | {
+        "versions": lag
+    }
 
 
 def oldest_version(trainer: PPOTrainer) -> int:
-    """Of the weights that wrote any token of the last step."""
+    """The oldest weight version in the last step's tokens."""
     turns = (turn for group in trainer.groups for each in group.trajectories for turn in each.turns)
     return min(version for turn in turns for version in turn.completion.versions)
 
 
 def with_processes(token_s: float, tool_s: float, work: Callable[[Processes], None]) -> None:
-    """Start the actors, let `work` use them, and end them."""
+    """Start the actors, run `work` with them, and stop them."""
     chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
-    said = [f"<think> {THOUGHT}</think> {text}" for text in (CALL, ANSWER)]
-    script = Script(*(tuple(chat.response_ids(text)[0]) for text in said))
+    responses = [f"<think> {THOUGHT}</think> {text}" for text in (CALL, ANSWER)]
+    script = Script(*(tuple(chat.response_ids(text)[0]) for text in responses))
     pace = Pace(token_s, tool_s, script.num_tokens * token_s + CALLS * tool_s)
     with Cluster.start(1 + ENGINES, {"OMP_NUM_THREADS": "1"}) as cluster:
         one = Bundle()
@@ -275,7 +275,7 @@ def with_processes(token_s: float, tool_s: float, work: Callable[[Processes], No
 
 
 def compared(figures: Mapping[tuple[bool, int], Sequence[Mapping[str, float]]], pace: Pace) -> None:
-    """A row for each side against the one that waits."""
+    """A row for each asynchronous side against the synchronous one."""
     for (tails, staleness), target in TARGETS.items():
         ours, theirs = figures[tails, staleness], figures[tails, 0]
         ratios = [one["step s"] / other["step s"] for one, other in zip(theirs, ours, strict=True)]
@@ -297,8 +297,8 @@ def compared(figures: Mapping[tuple[bool, int], Sequence[Mapping[str, float]]], 
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a run that count")
+    parser.add_argument("--rounds", type=int, default=3, help="runs per side")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
     parser.add_argument("--token-ms", type=float, default=4.0)
     parser.add_argument("--tool-ms", type=float, default=130.0)
     arguments = parser.parse_args()

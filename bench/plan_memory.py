@@ -1,10 +1,11 @@
-"""Row 11: the plan's memory against the measured, the farthest of six configurations, lower is better.
+"""Row 11: planned against measured memory, the largest deviation of six configurations, lower is better.
 
     python bench/plan_memory.py [--sizes small,medium,large] [--tokens 2048,6144]
 
 For each of three model sizes with random weights and two pack lengths, one process trains a policy on one CPU rank:
-two optimizer steps of two packs each, float32 masters, bf16 computed. Its peak resident memory, less what it had after
-its imports and a step of a tiny model, is put beside the plan's sum for the update. There is no other side.
+two optimizer steps of two packs each, float32 master weights, bf16 compute. Its peak resident memory, minus the
+baseline after imports and a step of a tiny model, is compared with the plan's total for the update. There is no second
+side.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MAX_SHARE = 0.2
 
 
 def policy(size: str) -> PackedPolicy:
-    """A Llama of random weights with a tied head."""
+    """A Llama with random weights and a tied head."""
     hidden, layers, vocabulary, heads, key_heads, intermediate = SIZES[size]
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -64,7 +65,7 @@ def policy(size: str) -> PackedPolicy:
 
 
 def full_pack(tokens: int, vocabulary: int, seed: int) -> PackedBatch:
-    """A pack of groups that share their prompts."""
+    """A pack of groups with shared prompts."""
     draw = torch.Generator().manual_seed(seed)
     samples = []
     for group in range(tokens // (_PROMPT + _RESPONSES * _RESPONSE)):
@@ -91,12 +92,12 @@ def train(size: str, tokens: int, mesh: DeviceMesh) -> float:
 
 
 def measure(size: str, tokens: int) -> dict[str, float]:
-    """Of this process: planned and measured MiB, and what it had before."""
+    """In this process: planned, measured and baseline MiB."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
-        train("tiny", 2048, mesh)  # libraries load what they need at first use
+        train("tiny", 2048, mesh)  # triggers lazy initialization of libraries
         baseline = _peak()
         planned = train(size, tokens, mesh)
         dist.destroy_process_group()
@@ -108,7 +109,7 @@ def _peak() -> float:
 
 
 def measured(size: str, tokens: int) -> dict[str, float]:
-    """The same of a process of its own."""
+    """The same in a separate process."""
     with Side([sys.executable, __file__, "--measure", size, str(tokens)]) as side:
         found: dict[str, float] = side.ask()
     return found
@@ -119,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="small,medium,large")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--rounds", type=int, help="ignored: a peak is a peak")
+    parser.add_argument("--rounds", type=int, help="ignored")
     parser.add_argument("--measure", nargs=2, metavar=("SIZE", "TOKENS"), help=argparse.SUPPRESS)  # in its own process
     arguments = parser.parse_args()
     if arguments.measure:
@@ -131,7 +132,7 @@ def main() -> None:
     report(
         Result(
             row=11,
-            name="memory of an update, |measured / planned - 1|, the farthest of all",
+            name="memory of an update, |measured / planned - 1|, the largest of all",
             ratio=max(abs(each["measured"] / each["planned"] - 1.0) for each in found.values()),
             target=MAX_SHARE,
             ours={f"{name} MiB": each["measured"] for name, each in found.items()},

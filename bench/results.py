@@ -1,8 +1,8 @@
-"""The scoreboard of docs/benchmarks.md from the benchmarks' JSON lines.
+"""Writes the scoreboard of docs/benchmarks.md from the benchmarks' JSON lines.
 
     python bench/results.py LINES.jsonl [--page docs/benchmarks.md]
 
-Rewrites what stands between the page's two markers and nothing else. Of a row that was measured twice the last counts.
+Rewrites only the part between the page's two markers. If a row was measured twice, the last one counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/benchmarks.md"
 BEGIN, END = "<!-- scoreboard: written by bench/run_all.sh -->", "<!-- scoreboard ends -->"
-HEAD = ("row", "what", "ratio", "asked for", "met", "ours", "theirs", "where")
+HEAD = ("row", "what", "ratio", "target", "met", "ours", "theirs", "where")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The results in the order of their rows; lines that are none, or were cut off, are left out."""
+    """The results by row; invalid and truncated lines are skipped."""
     lines = (parsed(line) for line in path.read_text().splitlines())
     found = {(each["row"], each["name"]): each for each in lines if {"row", "name", "ratio", "target"} <= each.keys()}
     return sorted(found.values(), key=lambda each: each["row"])
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """A line's JSON object, {} where there is none."""
+    """A line's JSON object, {} if it has none."""
     with suppress(json.JSONDecodeError):
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
@@ -35,7 +35,7 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 def scoreboard(results: Sequence[Mapping[str, Any]]) -> str:
-    """A table of all rows, and below it machines and versions."""
+    """A table of all rows, followed by machines and versions."""
     places = list(dict.fromkeys(place(each) for each in results))
     rows = [HEAD, ("---",) * len(HEAD), *(cells(each, places.index(place(each))) for each in results)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -63,22 +63,22 @@ def cells(result: Mapping[str, Any], number: int) -> tuple[str, ...]:
 
 
 def place(result: Mapping[str, Any]) -> str:
-    """Machine and versions in a line; the load of that moment is left out."""
+    """Machine and versions as one line, without the load."""
     machine = result.get("machine", {})
-    hardware = f"{machine.get('cpu', 'machine not told')}, {machine.get('cores', '?')} cores"
+    hardware = f"{machine.get('cpu', 'unknown machine')}, {machine.get('cores', '?')} cores"
     memory = f"{machine.get('memory_gib', '?')} GiB"
     return ", ".join([hardware, memory, *(f"{name} {number}" for name, number in result.get("versions", {}).items())])
 
 
 def side(figures: Any) -> str:
-    """A side's figures in a cell."""
+    """A side's values as a table cell."""
     if not isinstance(figures, Mapping):
         return str(figures)
     return ", ".join(f"{name} {figure(value)}" for name, value in figures.items())
 
 
 def figure(value: Any) -> str:
-    """Three digits."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -95,10 +95,10 @@ def main() -> None:
     arguments = parser.parse_args()
     results = read(arguments.lines)
     if not results:
-        raise SystemExit(f"{arguments.lines} holds no results; the page stays as it is")
+        raise SystemExit(f"{arguments.lines}: no results; the page is unchanged")
     page = arguments.page.read_text()
     if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise SystemExit(f"{arguments.page} needs the lines {BEGIN!r} and {END!r} once each")
+        raise SystemExit(f"{arguments.page} must contain the lines {BEGIN!r} and {END!r} exactly once")
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
     arguments.page.write_text(f"{before}{BEGIN}\n{scoreboard(results)}\n{END}{after}")

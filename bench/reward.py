@@ -2,10 +2,10 @@
 
     python bench/reward.py [--data FILE] [--upstream PATH/TO/ToolRL/verl/utils/reward_score/rlla.py] [--rounds 5]
 
-The pairs are the gold answers of FILE (default: dataset/mini/train.parquet) and all their declared mutations, each pair
-once; before the clock runs, both sides must give the same scores. ToolRL's file is not part of this project: clone its
-repository and name the file; its prints are thrown away, the work of making them is its own. Without it, the baseline
-is the plain telling that the tests use. Also prints the longest CPU time that any hostile text of 1 MB takes.
+The pairs are the gold answers of FILE (default: dataset/mini/train.parquet) and all their corruptions, deduplicated;
+before the measurement, both sides must give the same scores. ToolRL's file is not part of this project: clone its
+repository and pass the file; its output is discarded, but the time to print is included. Without it, the baseline is
+the plain reimplementation in the tests. Also prints the maximum CPU time for an adversarial text of 1 MB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Scorer = Callable[[str, str], tuple[float, ...]]
 
 
 def make_pairs(source: str) -> Pairs:
-    """(whole ChatML sequence, gold answer), no pair twice."""
+    """(whole ChatML sequence, gold answer), deduplicated."""
     pairs: dict[tuple[str, str], None] = {}
     for task in TaskSet(source, max_bad_share=1.0):
         prompt = "".join(f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in task.prompt)
@@ -47,7 +47,7 @@ def make_pairs(source: str) -> Pairs:
 
 
 def load_upstream(path: str) -> Scorer:
-    """`compute_score` of ToolRL's file, which chooses its chat template by an environment variable."""
+    """`compute_score` of ToolRL's file, which selects its chat template by an environment variable."""
     os.environ["EXPERIMENT_NAME"] = "qwen"
     spec = importlib.util.spec_from_file_location("toolrl_rlla", path)
     assert spec is not None and spec.loader is not None
@@ -57,19 +57,19 @@ def load_upstream(path: str) -> Scorer:
 
 
 def score_all(scorer: Scorer, pairs: Pairs) -> list[tuple[float, ...]]:
-    """The scores, with what is printed on the way thrown away."""
+    """The scores; printed output is discarded."""
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return [scorer(solution, truth) for solution, truth in pairs]
 
 
 def plain(solution: str, truth: str) -> tuple[float, ...]:
-    """The plain telling that the tests use."""
+    """The plain reimplementation in the tests."""
     response = solution.rpartition("<|im_start|>assistant")[2].partition("<|im_end|>")[0].strip()
     return oracle_score(response, truth, 0, {name for name in TOGGLES if os.environ.get(name) == "1"})
 
 
 def slowest_hostile() -> tuple[str, float]:
-    """Name and CPU seconds of the 1 MB text that takes longest, over all answers' shapes."""
+    """Name and CPU seconds of the slowest 1 MB text, over all answer shapes."""
     seconds = {}
     for name, text in HOSTILE.items():
         for shape, answer in ANSWERS.items():
@@ -98,9 +98,9 @@ def main() -> None:
     sides = {name: partial(score_all, scorer, pairs) for name, scorer in scorers.items()}
     seconds = alternate(sides, arguments.rounds)
     rates = {name: [len(pairs) / each for each in rounds] for name, rounds in seconds.items()}
-    name = "ToolRL's file" if arguments.upstream else "a plain telling of ToolRL's"
+    name = "ToolRL's file" if arguments.upstream else "a plain reimplementation of ToolRL's"
     worst, slowest = slowest_hostile()
-    console.print(f"slowest hostile text: {worst}, {slowest:.2f} s of CPU time")
+    console.print(f"slowest adversarial text: {worst}, {slowest:.2f} s of CPU time")
     report(
         Result(
             row=10,

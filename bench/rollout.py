@@ -2,10 +2,9 @@
 
     python bench/rollout.py [--prompts 64] [--n 4] [--tokens 64] [--rounds 5] [--model PATH]
 
-Each side lives in a process of its own, with the same prompts (dataset/mini) and arguments; rounds alternate, so that
-both meet the same neighbours on the machine. The ratio is of wall time: one of plain vLLM's processes spins on a
-processor while it waits for the other, which makes its CPU seconds twice as many. The model is a random Qwen2 unless
-one is named. CPU only, two free cores.
+Each side runs in its own process, with the same prompts (dataset/mini) and arguments; rounds alternate, so that both
+see the same load on the machine. The ratio is of wall time: one of plain vLLM's processes busy-waits for the other,
+which doubles its CPU seconds. The model is a random Qwen2 unless --model is given. CPU only, two free cores.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ SIDES = {"ours": our_engine, "theirs": plain_vllm}
 
 
 def run_side(arguments: argparse.Namespace) -> None:
-    """One round for every request; answers with seconds and tokens."""
+    """One round per request; answers with rates."""
     with SIDES[arguments.side](arguments) as generate:
         for _ in requests():
             wall, cpu = time.perf_counter(), cpu_seconds()
@@ -121,12 +120,12 @@ def run_side(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> Result:
-    """Rounds of both sides in turns."""
+    """Alternating rounds of both sides."""
     command = [sys.executable, __file__, f"--model={arguments.model}"]
     command += [f"--{name}={getattr(arguments, name)}" for name in ("prompts", "n", "tokens")]
     with Side([*command, "--side=ours"]) as ours, Side([*command, "--side=theirs"]) as theirs:
         figures = alternate({"ours": ours.ask, "theirs": theirs.ask}, arguments.rounds, lambda ask: ask())
-    size = f"{arguments.prompts} x {arguments.n} replies of {arguments.tokens} tokens"
+    size = f"{arguments.prompts} x {arguments.n} responses of {arguments.tokens} tokens"
     rates = {side: [each["tokens/s of wall time"] for each in rounds] for side, rounds in figures.items()}
     return Result(
         row=6,
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=64, help="per completion")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", help="a folder; a random Qwen2 is made otherwise")
+    parser.add_argument("--model", help="a folder; default: a random Qwen2")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:

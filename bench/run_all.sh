@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Measures every row of the scoreboard and writes the table of docs/benchmarks.md:
 #     bash bench/run_all.sh [ROUNDS]
-# ROUNDS counted rounds a side, 3 by default. MODEL and DATA name SmolLM2's folder and ToolRL's test rows if they are
-# elsewhere; PYTHON names the interpreter. What is not there is skipped, what fails is named at the end. One thread each;
+# ROUNDS measured rounds per side, default 3. MODEL and DATA override the paths of SmolLM2 and ToolRL's test rows,
+# PYTHON the interpreter. Rows with missing requirements are skipped; failures are listed at the end. One thread each;
 # takes about an hour on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 rounds="${1:-3}"
-[[ "$rounds" =~ ^[1-9][0-9]*$ ]] || { echo "ROUNDS must be a number from 1, got '$rounds'" >&2; exit 2; }
+[[ "$rounds" =~ ^[1-9][0-9]*$ ]] || { echo "ROUNDS must be a positive number, got '$rounds'" >&2; exit 2; }
 python="${PYTHON:-python}"
 model=(--model "${MODEL:-models/smollm2}")
 data=(--data "${DATA:-dataset/rlla_4k/test.parquet}")
@@ -30,7 +30,7 @@ measure shared_prompt.py "${model[@]}"
 measure padding.py "${model[@]}" "${data[@]}"
 measure loss_memory.py
 measure rollout.py
-measure publish.py
+measure weight_sync.py
 measure async_tools.py
 measure controller.py
 measure pipeline.py
@@ -38,7 +38,7 @@ measure reward.py
 measure plan_memory.py
 measure sandbox.py
 measure eval_throughput.py
-for runs in outputs/convergence/*/; do  # bench/convergence.sh's, which take an hour and are not made here
+for runs in outputs/convergence/*/; do  # from bench/convergence.sh, which takes an hour and is not run here
     [[ ! -d "$runs" ]] || measure convergence.py "$runs"
 done
 "$python" bench/results.py "$lines" || failed+=("results.py $lines")

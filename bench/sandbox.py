@@ -1,10 +1,10 @@
-"""Row 12: executions/s of the sandbox on this machine, with the latency of a trivial one.
+"""Row 12: executions/s of the local sandbox, with the latency of a trivial execution.
 
     python bench/sandbox.py [--workers 2] [--executions 400] [--rounds 3]
 
-Ours: `print(1)` in LocalSandbox with numpy and sympy loaded, as many at a time as there are workers, by wall time.
-Theirs: a fresh `bwrap --unshare-all python -I -c 'print(1)'` for each, as many at a time; confined less, and nothing is
-loaded. The two take turns; all figures are medians over rounds.
+Ours: `print(1)` in LocalSandbox with numpy and sympy preloaded, one concurrent execution per worker, wall time.
+Theirs: a fresh `bwrap --unshare-all python -I -c 'print(1)'` each, same concurrency; weaker confinement and nothing
+preloaded. The sides alternate; results are medians over rounds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SLOWEST_MS = 15.0  # median latency
 
 
 async def trivial(sandbox: LocalSandbox) -> None:
-    """One execution of ours."""
+    """One execution in our sandbox."""
     done = await sandbox.run("print(1)")
     assert (done.status, done.stdout) == (Status.FINISHED, "1\n"), done
 
 
 async def fresh() -> None:
-    """One execution in a fresh bubblewrap and interpreter, which sees the whole machine read-only."""
+    """One execution in a fresh bubblewrap and interpreter, with the whole host read-only."""
     process = await asyncio.create_subprocess_exec(
         *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
         *("--ro-bind", sys.prefix, sys.prefix, sys.executable, "-I", "-c", "print(1)"),
@@ -48,7 +48,7 @@ async def fresh() -> None:
 
 
 def measure(runner: asyncio.Runner, workers: int, executions: int, execute: Callable[[], Any]) -> dict[str, float]:
-    """Rate and latencies of `executions`, `workers` at a time."""
+    """Rate and latencies of `executions`, `workers` concurrently."""
     latencies: list[float] = []
 
     async def chain() -> None:

@@ -1,9 +1,9 @@
-"""Row 3: CPU seconds of a GRPO update, prompts packed with every response / prompts held once.
+"""Row 3: CPU seconds of a GRPO update, prompts packed with every response / shared prompts.
 
     python bench/shared_prompt.py [--n 4 8] [--prompt 900] [--response 250] [--rounds 3] [--model DIR]
 
-One group of random tokens, the same on both sides, bf16. Before the clock runs, the gradients of both ways are compared
-in float32 at a quarter of the lengths.
+One group of random tokens, the same on both sides, bf16. Before the measurement, the gradients of both are compared in
+float32 at a quarter of the lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 
 
 def most(worker: PolicyWorker, prompt: int, response: int, n: int) -> float:
-    """The ratio of the FLOPs: no implementation can gain more."""
+    """The ratio of the FLOPs, an upper bound of the speedup."""
     module = worker.engine.module
     decoder = decoder_of(shape_of(module, module.model.config))
     plain, shared = [(prompt + response, 0)] * n, [(prompt, 0), *[(response, prompt)] * n]
@@ -52,11 +52,11 @@ def measure(worker: PolicyWorker, experience: Experience, n: int, rounds: int, g
 
 
 def main() -> None:
-    """Compare, measure, report; one row for each n."""
+    """Compare, measure, report; one row per n."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, nargs="+", default=[4, 8], help="replies to the prompt")
+    parser.add_argument("--n", type=int, nargs="+", default=[4, 8], help="responses per prompt")
     parser.add_argument("--prompt", type=int, default=900, help="tokens")
-    parser.add_argument("--reply", type=int, default=250, help="tokens")
+    parser.add_argument("--response", type=int, default=250, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     arguments = parser.parse_args()

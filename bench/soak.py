@@ -1,20 +1,20 @@
-"""Long runs in which processes are killed: does anything grow, is a step lost or trained twice?
+"""Long runs with killed processes: does any resource grow, is a step lost or trained twice?
 
     python bench/soak.py grow [--steps 1000] [--kill scorer,sandbox,..] [--engine hf] [--seconds 10] [key=value ...]
     python bench/soak.py break [--steps 200] [--every 20] [--engine hf] [key=value ...]
 
-grow: short steps with a tool call in each episode, while processes of the kinds named (all, if none are) are killed at
-random (seeded): scorers, sandbox workers and engines, which the run itself makes anew, and one of two environment
-servers, which play every other task and which this script starts again, as a service manager would. Between two engines
-there is a step.
-Memory, descriptors, threads and sockets of controller and rank, temporary files and the time of a step are taken at
-every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all. A figure that was
-taken at fewer than four fifths of these steps is not judged, and the bound counts as broken.
+grow: short steps with a tool call per episode, while processes of the selected kinds (default: all) are killed at
+random (seeded): scorers, sandbox workers and engines, which the run itself restarts, and one of two environment
+servers, which serve every other task and which this script restarts, as a service manager would. There is at least one
+step between two engine kills.
+Memory, descriptors, threads and sockets of controller and rank, temporary files and the step time are sampled at every
+step; by linear regression none may grow by more than 5 % from step 100 to the last. A resource sampled at fewer than
+four fifths of these steps is not judged, and counts as a failure.
 
-break: the controller is killed with SIGKILL every so many steps and the same command given again, until all steps are
-done. Every step is in the metrics once, with the figures of a run that nobody broke, and the weights are bit-equal.
+break: the controller is killed with SIGKILL every --every steps and the same command is restarted until all steps are
+done. Every step must be in the metrics once, equal to an uninterrupted run, with bit-equal weights.
 
-A table goes to standard error and JSON to standard output. The exit code is 1 where a bound is broken.
+A table goes to standard error and JSON to standard output. The exit code is 1 if a bound is violated.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from tests.service import free_port, wait_for
 from verl.envs.remote import RemoteFactory
 from verl.tracking.jsonl import read_rows
 
-WARM_UP = 100  # steps until everything has been used once
+WARM_UP = 100  # steps until every code path has run once
 MAX_GROWTH = 0.05
-MIN_SAMPLED = 0.8  # of the steps after the warm-up: a figure that was taken less often is not judged, and not met
+MIN_SAMPLED = 0.8  # share of the steps after the warm-up; fewer samples count as a failure
 _OF_EACH = ("memory, MiB", "descriptors", "threads", "sockets")
 SAMPLED = ("temporary files", *(f"{who} {what}" for who in ("controller", "rank") for what in _OF_EACH))
 STEP_TIME = "step, s"
 KINDS = ("scorer", "sandbox", "engine", "env")
-_SERVERS = "SOAK_SERVERS"  # the variable that has the addresses of environment servers
+_SERVERS = "SOAK_SERVERS"  # environment variable with the URLs of the environment servers
 _POLL_S = 0.05
-_END_S = 60.0  # for a killed run's processes to be gone
-_WORDS = (
+_END_S = 60.0  # for the processes of a killed run to exit
+_OVERRIDES = (
     "recipe=mini_grpo",
     "reward.name=math",
     "data.train_batch_size=2",
@@ -72,7 +72,7 @@ _WORDS = (
     "env.max_tool_calls=1",
     "env.max_turn_tokens=16",
     "sandbox.num_workers=1",
-    "reward.max_fault_share=0.9",  # of four responses one is a quarter
+    "reward.max_fault_share=0.9",  # one of four responses is already 0.25
     "trainer.test_freq=0",
     "trainer.val_before_train=false",
     "trainer.num_transcripts_shown=0",
@@ -83,13 +83,13 @@ _WORDS = (
 
 
 class EveryTextCalls(AlwaysCalls):
-    """A model too small to call a tool calls one with whatever it writes."""
+    """Parses any text as a tool call, for a model too small to write one."""
 
     call_s = 0.0
 
 
 class Echo(LookEnv):
-    """The environment that servers serve."""
+    """The environment on the servers."""
 
     call_s = 0.0
 
@@ -102,7 +102,7 @@ class Served(RemoteFactory):
 
 
 class Servers:
-    """Two environment servers, each started again when it has ended."""
+    """Two environment servers, restarted after an exit."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -114,12 +114,12 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def wait(self) -> None:
-        """Until both answer."""
+        """Wait until both answer."""
         for process, url in zip(self.processes, self.urls, strict=True):
             wait_for(f"{url}/health", process)
 
     def restart(self) -> None:
-        """Those that have ended."""
+        """Restart those that have exited."""
         pairs = zip(self.processes, self._ports, strict=True)
         self.processes = [process if process.poll() is None else self._start(port) for process, port in pairs]
 
@@ -128,9 +128,9 @@ class Servers:
             end(process)
 
     def _start(self, port: int) -> psutil.Popen:
-        words = [sys.executable, "-m", "verl.envs.server", "--env", f"{Path(__file__).resolve()}:Echo"]
+        argv = [sys.executable, "-m", "verl.envs.server", "--env", f"{Path(__file__).resolve()}:Echo"]
         with (self._folder / "servers.txt").open("ab") as output:
-            return psutil.Popen([*words, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
+            return psutil.Popen([*argv, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
 
 
 def _variables() -> dict[str, str]:
@@ -139,7 +139,7 @@ def _variables() -> dict[str, str]:
 
 @dataclass
 class Soaked:
-    """(step, value) of every figure where it could be taken, and what was killed."""
+    """(step, value) samples of every resource, and counts of killed processes."""
 
     last: int = 0  # the last step
     figures: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -151,9 +151,9 @@ class Soaked:
             self.figures.setdefault(name, []).append((step, value))
 
     def growth(self, name: str) -> float | None:
-        """Share by which the straight line through the figure rises from the end of the warm-up to the last step.
+        """Relative growth of the regression line from the end of the warm-up to the last step.
 
-        None for one that is no finite number, or that was taken at fewer than MIN_SAMPLED of these steps.
+        None if it is not finite, or with samples at fewer than MIN_SAMPLED of these steps.
         """
         warm = min(WARM_UP, self.last // 3)
         pairs = [(step, value) for step, value in self.figures.get(name, ()) if step > warm]
@@ -167,7 +167,7 @@ class Soaked:
 
 
 def command(folder: Path, steps: int, engine: str, more: Sequence[str], served: bool = False) -> list[str]:
-    """The run's command; its questions are written into the folder. served: every other one is for the servers."""
+    """The run's command; writes its data into the folder. served: every other task goes to the servers."""
     data = folder / "questions.jsonl"
     written = [
         {
@@ -180,24 +180,24 @@ def command(folder: Path, steps: int, engine: str, more: Sequence[str], served: 
         for two in range(20)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in written))
-    words = [
-        *_WORDS,
+    argv = [
+        *_OVERRIDES,
         f"data.train_files=[{data}]",
         f"env.tool_call_format={Path(__file__).resolve()}:EveryTextCalls",
         f"rollout.name={engine}",
     ]
-    words += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}", *more]
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+    argv += [f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}", *more]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *argv]
 
 
 @contextmanager
-def started(words: Sequence[str], folder: Path, servers: Sequence[str] = ()) -> Iterator[psutil.Popen]:
-    """The run, with temporary files of its own; ended with the block, with all below it. servers: their URLs."""
+def started(argv: Sequence[str], folder: Path, servers: Sequence[str] = ()) -> Iterator[psutil.Popen]:
+    """The run, with its own TMPDIR; killed after the block with all descendants. servers: their URLs."""
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     variables = _variables() | {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), _SERVERS: " ".join(servers)}
     with (folder / "output.txt").open("ab") as output:
-        process = psutil.Popen(words, env=variables, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
+        process = psutil.Popen(argv, env=variables, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
     try:
         yield process
     finally:
@@ -205,7 +205,7 @@ def started(words: Sequence[str], folder: Path, servers: Sequence[str] = ()) -> 
 
 
 def end(process: psutil.Popen) -> None:
-    """Kill it, and wait for what it started."""
+    """Kill it with its descendants, and wait for them."""
     below = process.children(recursive=True) if process.is_running() else []
     with suppress(psutil.NoSuchProcess):
         process.kill()
@@ -217,20 +217,20 @@ def end(process: psutil.Popen) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Of metrics, those of steps; none while the last one is being written."""
+    """The metrics rows of steps; empty while a row is being written."""
     with suppress(OSError, ValueError):
         return [row for row in read_rows(folder / "run" / "metrics.jsonl") if "time/step_s" in row]
     return []
 
 
-def words_of(process: psutil.Process) -> str:
+def command_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def victims(controller: psutil.Process, kind: str) -> list[int]:
-    """Ids of the processes of a kind that live now."""
+    """The pids of the living processes of a kind."""
     if kind == "engine":
         engines = workers(controller)[1:]
         return [each.pid for engine in engines for each in (engine, *engine.children(recursive=True))]
@@ -238,15 +238,15 @@ def victims(controller: psutil.Process, kind: str) -> list[int]:
 
 
 def workers(controller: psutil.Process) -> list[psutil.Process]:
-    """The rank, which is started first and lives throughout, then the engine, which may be a later one."""
+    """The rank, which starts first and is never replaced, then the engine, which may be."""
     below = controller.children(recursive=True)
-    return sorted((each for each in below if "ray::_Worker" in words_of(each)), key=psutil.Process.create_time)
+    return sorted((each for each in below if "ray::_Worker" in command_of(each)), key=psutil.Process.create_time)
 
 
 def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
-    """Of controller and rank; the processes that are killed are left out, since a fresh one is smaller.
+    """Samples of controller and rank; killed kinds are excluded, since a fresh process is smaller.
 
-    A figure that cannot be taken now is left out, and counted as missing in the end.
+    Unavailable samples are skipped, and counted as missing in the end.
     """
     found = {"temporary files": float(sum(len(files) for _, _, files in os.walk(temporary)))}
     with suppress(psutil.Error):
@@ -260,14 +260,14 @@ def measured(controller: psutil.Process, temporary: Path) -> dict[str, float]:
 
 def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     draw, soaked, served = random.Random(options.seed), Soaked(), "env" in options.kill
-    engine_lost_at = 0  # in which step; the fourth loss without a step between ends a run
-    words = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.words], served)
+    engine_lost_at = 0  # step of the last kill; a run aborts at the fourth loss without a step in between
+    argv = command(folder, options.steps, options.engine, ["trainer.save_freq=0", *options.overrides], served)
     with ExitStack() as stack:
         servers = Servers(folder) if served else None
         if servers is not None:
             stack.callback(servers.close)
             servers.wait()
-        controller = stack.enter_context(started(words, folder, servers.urls if servers else ()))
+        controller = stack.enter_context(started(argv, folder, servers.urls if servers else ()))
         due, written, size = float("inf"), folder / "run" / "metrics.jsonl", 0
         while controller.poll() is None:
             time.sleep(_POLL_S)
@@ -282,7 +282,7 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             kinds = [kind for kind in options.kill if kind != "engine" or soaked.last > engine_lost_at]
             if kinds and time.monotonic() > due:
                 kind = draw.choice(kinds)
-                with suppress(psutil.Error):  # it has ended meanwhile
+                with suppress(psutil.Error):  # it has exited meanwhile
                     own = [each.pid for each in servers.processes] if servers and kind == "env" else None
                     if found := own or victims(controller, kind):
                         psutil.Process(draw.choice(found)).kill()
@@ -294,7 +294,7 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def grown(folder: Path, soaked: Soaked, steps: int, code: int) -> dict[str, Any]:
-    """The table, as people and as machines read it. Met where every figure was taken, and none has grown."""
+    """Print the table; returns it as JSON. `met`: all resources were sampled and none has grown."""
     done = rows(folder)
     for row in done:
         soaked.add(row["step"], {STEP_TIME: row["time/step_s"]})
@@ -326,7 +326,7 @@ def _summary(soaked: Soaked, name: str) -> dict[str, Any]:
 
 
 def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    more = [f"trainer.save_freq={options.save_freq}", "trainer.keep_last=2", *options.words]
+    more = [f"trainer.save_freq={options.save_freq}", "trainer.keep_last=2", *options.overrides]
     whole, cut, kills = folder / "whole", folder / "cut", 0
     for each in (whole, cut):
         each.mkdir()
@@ -356,23 +356,23 @@ def broken(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("grow", "break"))
-    parser.add_argument("words", nargs="*", help="key=value of the run's configuration")
-    parser.add_argument("--steps", type=int, help="1000 to grow, 200 to break")
+    parser.add_argument("overrides", nargs="*", help="key=value overrides of the run's configuration")
+    parser.add_argument("--steps", type=int, help="default: 1000 for grow, 200 for break")
     parser.add_argument(
         "--kill",
         type=lambda text: [each for each in text.split(",") if each],
         default=list(KINDS),
-        help=f"kinds of processes, all by default: {','.join(KINDS)}; '' for none",
+        help=f"kinds of processes; default: all, {','.join(KINDS)}; '' for none",
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="between two kills, on average")
-    parser.add_argument("--every", type=int, default=20, help="steps between two kills of the controller")
+    parser.add_argument("--seconds", type=float, default=10.0, help="mean time between kills")
+    parser.add_argument("--every", type=int, default=20, help="steps between kills of the controller")
     parser.add_argument("--save-freq", type=int, default=5)
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if unknown := set(options.kill) - set(KINDS):
-        parser.error(f"--kill {', '.join(sorted(unknown))}: expected some of {', '.join(KINDS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run ends, too
+        parser.error(f"--kill {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run is killed, too
     options.steps = options.steps or (1000 if options.mode == "grow" else 200)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     console.print(f"in {folder}")

@@ -1,14 +1,14 @@
-"""Rows 1 and 2: CPU seconds of a GRPO step and of the update in it, TRL / ours.
+"""Rows 1 and 2: CPU seconds of a GRPO step and of its update, TRL / ours.
 
     python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--response 64] [--rounds 3]
                          [--model DIR] [--data FILE] [--trl DIR]
 
-Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, responses of a fixed length, no
-KL, no checkpointing, one thread. A hash of the response is added to ToolRL's reward, so that no group is without a
-signal: our side would not compute it, TRL's does. Before the clock runs, both compute loss and gradient norm of one and
-the same batch in float32. TRL lives in an environment of its own, made once, that lies over this one: torch,
-transformers and vLLM are the same on both sides. With vLLM on a CPU, TRL's own weight sync fails and is replaced by
-vLLM's `reload_weights`, and its importance sampling correction, another pass, is off.
+Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, fixed response length, no KL,
+no checkpointing, one thread. A hash of the response is added to ToolRL's reward, so that every group has nonzero
+advantages: our side skips zero-advantage groups, TRL does not. Before the measurement, both compute loss and gradient
+norm of the same batch in float32. TRL is installed once into its own environment on top of this one: torch,
+transformers and vLLM are the same on both sides. With vLLM on CPU, TRL's own weight sync fails and is replaced by
+vLLM's `reload_weights`, and its importance sampling correction, an additional pass, is off.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from verl.utils.reward_score.rlla import RllaOptions, compute_score
 TRL = "1.16.0"
 ENGINES = ("hf", "vllm")  # transformers' generate, vLLM
 HERE = Path(__file__).parent
-MAX_PROMPT = 600  # tokens; such rows have 550 on average
-MICRO_BATCH = 4  # sequences in one forward of TRL's
+MAX_PROMPT = 600  # tokens; these rows have 550 on average
+MICRO_BATCH = 4  # sequences per forward pass in TRL
 STEP_TARGETS = {("hf", "vllm"): 4.0, ("vllm", "vllm"): 3.0}  # TRL's engine and ours
 UPDATE_TARGETS = {4: 4.0, 8: 6.0}
-CHECKED_RESPONSES = 2  # to each prompt, in the batch whose loss is compared
-TOLERANCE = 1e-4  # of float32 losses, where advantages are about 1, and of gradient norms relative to one another
+CHECKED_RESPONSES = 2  # per prompt, in the batch for the loss comparison
+TOLERANCE = 1e-4  # float32 losses (absolute; advantages are about 1) and gradient norms (relative)
 RELOADED = "TRL's weight sync fails on vLLM's CPU weights and is replaced by reload_weights"
 CheckRows = list[tuple[tuple[int, ...], tuple[int, ...], float]]  # prompt, response, advantage
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What both sides are told."""
+    """The settings of both sides."""
 
     model: str
     data: str
@@ -72,7 +72,7 @@ class Spec:
 
 
 def stream(spec: Spec, chat: ChatTemplate) -> TaskStream:
-    """The tasks in the order in which both sides train on them."""
+    """The tasks in the training order of both sides."""
     tasks = TaskSet(spec.data, max_bad_share=1.0)
     return TaskStream([[task for task in tasks if len(chat.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
 
@@ -83,7 +83,7 @@ def first_tasks(spec: Spec, chat: ChatTemplate, count: int) -> list[Task]:
 
 
 def check_rows(spec: Spec, chat: ChatTemplate) -> CheckRows:
-    """The batch that both sides compute a loss of: shifted gold answers."""
+    """The batch for the loss comparison: shifted gold answers."""
     rows = []
     for task in first_tasks(spec, chat, spec.prompts):
         prompt, gold = chat.prompt_ids(task.prompt), chat.response_ids(task.answer)[0]
@@ -93,12 +93,12 @@ def check_rows(spec: Spec, chat: ChatTemplate) -> CheckRows:
 
 
 def reward(response: str, answer: str) -> float:
-    """ToolRL's, no two responses alike."""
+    """ToolRL's reward plus a hash, so that no two responses tie."""
     return compute_score(response, answer, 0, RllaOptions())[0] + zlib.crc32(response.encode()) / 2**32
 
 
 def trl_python(folder: Path) -> Path:
-    """The interpreter of an environment with TRL over this one's packages; made if it is not there."""
+    """The interpreter of an environment with TRL on top of this one's packages; created if missing."""
     python = folder / "bin/python"
     complete = folder / f"trl-{TRL}"
     if not complete.exists():
@@ -107,7 +107,7 @@ def trl_python(folder: Path) -> Path:
         purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         own = subprocess.run([python, "-c", purelib], check=True, capture_output=True, text=True).stdout.strip()
         Path(own, "beneath.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        # Conflicts that pip reports are those of the packages beneath, which stay as they are.
+        # pip reports conflicts of the underlying packages, which it does not change.
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"trl=={TRL}"]
         done = subprocess.run(install, check=False, capture_output=True, text=True)
         if done.returncode:
@@ -117,7 +117,7 @@ def trl_python(folder: Path) -> Path:
 
 
 def check(ours: Side, theirs: Side) -> dict[str, tuple[float, float]]:
-    """How far float32 loss and gradient norm of the same batch are apart; ends the benchmark if that is too far."""
+    """Differences of float32 loss and gradient norm of the same batch; exits if they are too large."""
     of_ours = ours.ask({"do": "check"})
     of_theirs = theirs.ask({"do": "check", "old_logprobs": of_ours["old_logprobs"]})
     norm_gap = abs(of_ours["grad_norm"] / of_theirs["grad_norm"] - 1.0)
@@ -127,14 +127,14 @@ def check(ours: Side, theirs: Side) -> dict[str, tuple[float, float]]:
     }
     for name, (measured, bound) in limits.items():
         if not measured <= bound:
-            raise SystemExit(f"the sides do not train the same: {name} {measured:.3g}, at most {bound:g} expected")
+            raise SystemExit(f"the sides differ: {name} {measured:.3g} > {bound:g}")
     return limits
 
 
 def results(
     spec: Spec, figures: dict[str, list[dict[str, float]]], limits: dict[str, tuple[float, float]]
 ) -> list[Result]:
-    """The step (where it has a target: n=4) and the update."""
+    """The rows of the step (for n=4, which has a target) and the update."""
     engines = f"TRL ({spec.rollout}) / ours ({spec.our_rollout})"
     size = f"{spec.prompts} prompts, n={spec.n}, {spec.response} tokens"
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--our-rollout", choices=ENGINES, default="vllm")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--n", type=int, default=4)
-    parser.add_argument("--reply", type=int, default=64)
+    parser.add_argument("--response", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--data", type=Path, default=TOOLRL_ROWS)
@@ -174,11 +174,11 @@ def main() -> None:
     fields = {name: value for name, value in vars(arguments).items() if name != "trl"}
     places = {"model": str(arguments.model), "data": str(arguments.data)}
     spec = Spec(**fields | places)
-    words = json.dumps(asdict(spec))
+    settings = json.dumps(asdict(spec))
     python = str(trl_python(arguments.trl))
     with (
-        Side([sys.executable, str(HERE / "step_ours.py"), words]) as ours,
-        Side([python, str(HERE / "step_trl.py"), words]) as theirs,
+        Side([sys.executable, str(HERE / "step_ours.py"), settings]) as ours,
+        Side([python, str(HERE / "step_trl.py"), settings]) as theirs,
     ):
         limits = check(ours, theirs)
         sides: dict[str, Any] = {"ours": ours, "theirs": theirs}

@@ -1,4 +1,4 @@
-"""Our side of bench/step.py: the library's training step, with policy and engine in this process or below it."""
+"""Our side of bench/step.py: the library's training step, with policy and engine in this process or a child."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from verl.workers.model import load_causal_lm
 
 KV_CACHE_GIB = 1  # room for 40,000 tokens of SmolLM2
 BUCKET_BYTES = 2**28  # as in a run
-NUM_PROBES, PROBE_PROMPT, PROBE_TOKENS, TOLERANCE = 2, 64, 8, 0.25  # of the canary, as in a run
+NUM_PROBES, PROBE_PROMPT, PROBE_TOKENS, TOLERANCE = 2, 64, 8, 0.25  # canary settings, as in a run
 
 
 @asynccontextmanager
@@ -53,10 +53,10 @@ async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
 
 
 def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatTemplate) -> PPOTrainer:
-    """The training step, with the canary that a run has."""
+    """The trainer, with the canary of a run."""
     sampling = Sampling(spec.response)
     probes = [chat.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, chat, NUM_PROBES)]
-    probing = replace(sampling, max_tokens=PROBE_TOKENS)
+    probe_sampling = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
     rollouts = RolloutManager(
         RolloutManagerConfig(spec.prompts, spec.n),
@@ -65,7 +65,7 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatT
         GroupRollout(engine, chat, DirectScorer(FunctionReward(reward)), sampling),
     )
     learner = Learner(StepSettings(), PLAIN_GRPO, policy, timer=PhaseTimer(cpu=cpu_seconds))
-    return PPOTrainer(rollouts, learner, WeightSync(policy, engine, layouts, probes, probing, TOLERANCE))
+    return PPOTrainer(rollouts, learner, WeightSync(policy, engine, layouts, probes, probe_sampling, TOLERANCE))
 
 
 async def step(trainer: PPOTrainer) -> dict[str, float]:
@@ -76,8 +76,8 @@ async def step(trainer: PPOTrainer) -> dict[str, float]:
 
 
 def check(spec: Spec, chat: ChatTemplate) -> dict[str, Any]:
-    """Loss and gradient norm of the common batch, and the old log-probs that belong to it: our own with noise."""
-    rounded = load_causal_lm(spec.model, torch.bfloat16).float()  # the very weights that both sides train
+    """Loss and gradient norm of the common batch, with its old log-probs: our own plus noise."""
+    rounded = load_causal_lm(spec.model, torch.bfloat16).float()  # the same weights that both sides train
     policy = policy_of(worker_of(rounded, torch.float32))
     samples, advantages = [], []
     for row, (prompt, response, advantage) in enumerate(check_rows(spec, chat)):
@@ -96,7 +96,7 @@ def check(spec: Spec, chat: ChatTemplate) -> dict[str, Any]:
 
 
 async def serve(spec: Spec) -> None:
-    """Answer requests until they end."""
+    """Answer requests until end of file."""
     chat = ChatTemplate(AutoTokenizer.from_pretrained(spec.model))
     policy = policy_of(load_worker(Path(spec.model), torch.bfloat16))
     async with engine_of(spec) as engine:

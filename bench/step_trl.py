@@ -1,4 +1,4 @@
-"""TRL's side of bench/step.py: GRPOTrainer with its public options, its phases timed around its own methods."""
+"""TRL's side of bench/step.py: GRPOTrainer with its public options, with timers around its own methods."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ VLLM_VARIABLES = {
 
 
 class Steps(TrainerCallback):
-    """Waits for a request before each step and answers it after."""
+    """Waits for a request before each step and answers it after the step."""
 
-    def __init__(self, asked: Iterator[Any]) -> None:
-        self._asked = asked
+    def __init__(self, incoming: Iterator[Any]) -> None:
+        self._requests = incoming
         self.spent: Counter[str] = Counter()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        next(self._asked)
+        next(self._requests)
         self.spent.clear()
         self._started = cpu_seconds()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         step = cpu_seconds() - self._started
-        prepared, rollout = self.spent["prepared"], self.spent["rollout"]  # the second is a part of the first
+        prepared, rollout = self.spent["prepared"], self.spent["rollout"]  # rollout is part of prepared
         answer({"step": step, "rollout": rollout, "score": prepared - rollout, "update": step - prepared})
 
     def timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`work`, its CPU seconds counted under `name`."""
+        """`work`, with its CPU seconds added to `name`."""
 
         def counted(*args: Any, **options: Any) -> Any:
             started = cpu_seconds()
@@ -62,12 +62,12 @@ class Steps(TrainerCallback):
 
 
 def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """By the code that our side uses."""
+    """The reward function of our side."""
     return [reward(each[0]["content"], gold) for each, gold in zip(completions, answer, strict=True)]
 
 
 def build_trainer(spec: Spec, chat: ChatTemplate, steps: Steps, folder: str) -> GRPOTrainer:
-    """The trainer as a user would make it, its phases timed."""
+    """The trainer as a user would configure it, with timers."""
     tasks = first_tasks(spec, chat, spec.prompts * (spec.rounds + 1))
     rows = [{"prompt": [{"role": m.role, "content": m.content} for m in t.prompt], "answer": t.answer} for t in tasks]
     on_vllm = spec.rollout == "vllm"
@@ -98,7 +98,7 @@ def build_trainer(spec: Spec, chat: ChatTemplate, steps: Steps, folder: str) -> 
         model_init_kwargs={"dtype": "bfloat16"},
         use_vllm=on_vllm,
         vllm_mode="colocate",
-        vllm_importance_sampling_correction=False,  # would cost a pass that our side does not make either
+        vllm_importance_sampling_correction=False,  # needs a pass that our side does not have either
         vllm_max_model_length=MAX_PROMPT + spec.response,
     )
     trainer = GRPOTrainer(
@@ -117,9 +117,9 @@ def build_trainer(spec: Spec, chat: ChatTemplate, steps: Steps, folder: str) -> 
 
 
 def reload_weights(trainer: GRPOTrainer) -> None:
-    """Weights into the colocated engine. On a CPU vLLM drops the originals after packing, and TRL's way needs them.
+    """Weight sync to the colocated engine. On CPU vLLM drops the unpacked weights, which TRL's own sync needs.
 
-    A tied head has a packed copy of its own, which stays as it was unless it is named.
+    A tied head has its own packed copy, which is only updated if it is listed.
     """
     model, llm = trainer.model, trainer.vllm_generation.llm
     weights = ((name, each.detach()) for name, each in model.named_parameters(remove_duplicate=False))
@@ -128,8 +128,8 @@ def reload_weights(trainer: GRPOTrainer) -> None:
 
 
 def check(spec: Spec, trainer: GRPOTrainer, chat: ChatTemplate, old_logprobs: list[list[float]]) -> dict[str, float]:
-    """Loss and gradient norm of the common batch, in float32 for that long."""
-    model = trainer.model.eval()  # in training the loss is divided by the number of micro-batches
+    """Loss and gradient norm of the common batch, temporarily in float32."""
+    model = trainer.model.eval()  # in train mode the loss is divided by the number of micro-batches
     mixed, trainer.accelerator.autocast_handler = trainer.accelerator.autocast_handler, AutocastKwargs(enabled=False)
     cast(model, torch.float32)
     loss = trainer.compute_loss(model, padded(check_rows(spec, chat), old_logprobs))
@@ -142,7 +142,7 @@ def check(spec: Spec, trainer: GRPOTrainer, chat: ChatTemplate, old_logprobs: li
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """The parameters in another dtype; buffers keep theirs."""
+    """Cast the parameters, not the buffers."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -163,15 +163,15 @@ def padded(rows: CheckRows, old_logprobs: list[list[float]]) -> dict[str, torch.
 
 
 def main() -> None:
-    """Check, then train as many steps as were announced."""
+    """Check, then train the given number of steps."""
     os.environ.update(VLLM_VARIABLES)
     torch.set_num_threads(1)
     spec = Spec(**json.loads(sys.argv[1]))
     chat = ChatTemplate(AutoTokenizer.from_pretrained(spec.model))
-    asked = requests()
+    incoming = requests()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(spec, chat, Steps(asked), folder)
-        for request in islice(asked, 1):
+        trainer = build_trainer(spec, chat, Steps(incoming), folder)
+        for request in islice(incoming, 1):
             answer(check(spec, trainer, chat, request["old_logprobs"]))
             trainer.train()
 

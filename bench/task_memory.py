@@ -1,10 +1,9 @@
-"""Memory and time of reading a large file of tasks and drawing from it.
+"""Memory and time of reading a large task file and sampling from it.
 
     python bench/task_memory.py [--rows 1000000] [--draws 20000]
 
-Writes a parquet file of that many rows of dataset/mini, each with 600 random characters more, then reads it in a
-process of its own and prints that process's peak memory, the seconds it took, and the draws per second of a shuffled
-stream.
+Writes a parquet file of --rows rows of dataset/mini, each extended by 600 random characters, then reads it in a
+separate process and prints its peak memory, the read time, and the draws per second from a shuffled stream.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def write(path: Path, rows: int) -> None:
 
 
 def with_noise(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with 600 random characters in its prompt, so that the file cannot be compressed away."""
+    """The row with 600 random characters in its prompt, so that the file does not compress."""
     system, user = row["prompt"]
     noise = secrets.token_hex(300)
     return row | {"prompt": [system, {"role": "user", "content": f"{user['content']} {noise}"}]}

@@ -1,17 +1,17 @@
-"""Row 7: bytes/s of publishing new weights / of a plain copy of the same tensors. CPU only.
+"""Row 7: bytes/s of a weight sync / of a plain copy of the same tensors. CPU only.
 
     python bench/weight_sync.py [--model DIR] [--dtype float32] [--rounds 5] [--bucket-mib 64]
 
 Two rows, one thread per process:
 
-across processes   a real trainer rank and a receiver, two Ray actors: gathered, shared, checked; nothing is loaded
-in process         vLLM in the process that publishes: shared, checked, loaded and repacked by vLLM
+across processes   a real trainer rank and a receiver, two Ray actors: gathered, shared, checked, not loaded
+in process         vLLM in the sending process: shared, checked, loaded and repacked by vLLM
 
-The copy of every tensor into memory that was touched before is taken right before each publication. The trainer's
-tensors are float32, so only --dtype float32 compares like with like; bfloat16 adds a cast. The second row also tells
-what a real trainer rank and a real engine take until the first token on new weights, and how far their log-probs are
-apart then. Before each round all weights get a large random change. Without a model a random Qwen2 of the size of
-SmolLM2-135M is made.
+Right before each sync, every tensor is copied into preallocated, touched memory for comparison. The trainer's tensors
+are float32, so only --dtype float32 compares like with like; bfloat16 adds a cast. The second row also reports the time
+from a real trainer rank to the first token of a real engine on new weights, and the difference of their log-probs.
+Before each round all weights get a large random change. The default model is a random Qwen2 of the size of
+SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
 MAX_MODEL_LEN = 512
 PROMPT = tuple(range(100, 132))
-TOKENS = 8  # whose log-probs are compared
+TOKENS = 8  # for the log-prob comparison
 ACROSS, IN_PROCESS = 0.5, 0.25  # targets
 MAX_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # nats
 
@@ -69,7 +69,7 @@ def make_model(path: str) -> None:
 
 
 class Sink:
-    """An engine that takes weights and does nothing with them."""
+    """An engine that receives weights and ignores them."""
 
     def __init__(self, seat: WorkerContext) -> None:
         torch.set_num_threads(1)
@@ -92,7 +92,7 @@ async def start_vllm(path: str, dtype: str, seat: WorkerContext) -> Any:
 
 
 def change(rank: TrainingRank, seed: int) -> None:
-    """A tenth of each weight's spread, at random."""
+    """Add noise with a tenth of each tensor's standard deviation."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in rank.policy.engine.module.parameters():
@@ -101,7 +101,7 @@ def change(rank: TrainingRank, seed: int) -> None:
 
 
 def copy_s(tensors: Sequence[Tensor], rounds: int) -> float:
-    """Seconds of copying them all into memory that was touched before."""
+    """Seconds for copying all tensors into preallocated, touched memory."""
     places = [torch.zeros_like(tensor) for tensor in tensors]
 
     def once() -> float:
@@ -119,7 +119,7 @@ def copy_of_rank_s(rank: TrainingRank, dtype: torch.dtype, rounds: int) -> float
 
 
 async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, float]:
-    """A publication between Ray actors."""
+    """Weight sync between Ray actors."""
     dtype = getattr(torch, arguments.dtype)
     spec = RankSpec(arguments.model, torch.float32, 1.0, OptimizerSettings())
     with Cluster.start(2) as cluster:
@@ -134,7 +134,7 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, fl
             trainer.call(change, number)
             copies += trainer.call(copy_of_rank_s, dtype, 3)
             started = time.perf_counter()
-            await weight_sync.deliver(number)
+            await weight_sync.push(number)
             seconds.append(time.perf_counter() - started)
             if with_vllm:
                 await engine.generate(PROMPT, Sampling(1))
@@ -142,13 +142,13 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, fl
         found = figures(layouts, seconds[1:], copies[1:])
         if with_vllm:
             found["first_token_s"] = statistics.median(answers[1:])
-            found["logprob_gap"] = await weight_sync.publish(arguments.rounds)
+            found["logprob_gap"] = await weight_sync.sync(arguments.rounds)
             await engine.close()
         return found
 
 
 def in_process(arguments: argparse.Namespace) -> dict[str, float]:
-    """A publication to vLLM in this process."""
+    """Weight sync to vLLM in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     from vllm import LLM
@@ -169,7 +169,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, float]:
     weights = {name: weight.detach() for name, weight in named}
     layouts, sender = plan(named, dtype, arguments.bucket_mib * 2**20), SharedMemory()
 
-    def publish() -> float:
+    def sync() -> float:
         started = time.perf_counter()
         llm.collective_rpc(WeightReceiver.begin_weights.__name__)
         for layout in layouts:
@@ -185,7 +185,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, float]:
     seconds, copies = [], []
     for _ in range(arguments.rounds + 1):
         copies.append(copy_s(distinct, 3))
-        seconds.append(publish())
+        seconds.append(sync())
     return figures(layouts, seconds[1:], copies[1:])
 
 
@@ -193,7 +193,7 @@ def figures(layouts: Sequence[BucketLayout], seconds: Sequence[float], copies: S
     """Medians over the rounds."""
     size = sum(layout.num_bytes for layout in layouts)
     return {
-        "ratio": statistics.median(copy / publication for copy, publication in zip(copies, seconds, strict=True)),
+        "ratio": statistics.median(copy / sync for copy, sync in zip(copies, seconds, strict=True)),
         "GB/s": size / statistics.median(seconds) / 1e9,
         "copy GB/s": size / statistics.median(copies) / 1e9,
         "s": statistics.median(seconds),
@@ -201,9 +201,9 @@ def figures(layouts: Sequence[BucketLayout], seconds: Sequence[float], copies: S
 
 
 def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, float]:
-    """Likewise in a process of its own, because vLLM is set up for the whole of it."""
-    words = [f"--{name}={getattr(arguments, name)}" for name in ("model", "dtype", "rounds")]
-    command = [sys.executable, __file__, "--side", f"--bucket-mib={arguments.bucket_mib}", *words]
+    """The same in a separate process, because vLLM configures its whole process."""
+    options = [f"--{name}={getattr(arguments, name)}" for name in ("model", "dtype", "rounds")]
+    command = [sys.executable, __file__, "--side", f"--bucket-mib={arguments.bucket_mib}", *options]
     with Side(command) as side:
         row: dict[str, float] = side.ask()
     return row
@@ -212,7 +212,7 @@ def in_process_elsewhere(arguments: argparse.Namespace) -> dict[str, float]:
 def row(name: str, found: dict[str, float], target: float, **more: Any) -> Result:
     """One row of the scoreboard."""
     ours = {"GB/s": found["GB/s"], "s": found["s"], **more.pop("ours", {})}
-    return Result(7, f"publication / copy, {name}", found["ratio"], target, ours, {"GB/s": found["copy GB/s"]}, **more)
+    return Result(7, f"weight sync / copy, {name}", found["ratio"], target, ours, {"GB/s": found["copy GB/s"]}, **more)
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -235,8 +235,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder, SmolLM2-135M say; a random Qwen2 of its size is made otherwise")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="the engine's")
+    parser.add_argument("--model", help="a folder, e.g. SmolLM2-135M; default: a random Qwen2 of its size")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the engine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)

@@ -105,7 +105,7 @@ def run_bench(script: str, *words: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def test_shared_prompts_are_measured_and_their_gradients_compared() -> None:
-    words = ("--model", "dataset/mini/model", "--prompt", "80", "--reply", "40", "--n", "2", "--rounds", "1")
+    words = ("--model", "dataset/mini/model", "--prompt", "80", "--response", "40", "--n", "2", "--rounds", "1")
     (line,), table = run_bench("shared_prompt.py", *words)
     assert line["row"] == 3
     assert line["ratio"] > 0
