@@ -230,7 +230,7 @@ def test_a_recipe_tells_of_episodes_alone() -> None:
     ("words", "said"),
     [
         (["recipe=torrl"], "did you mean 'torl'"),
-        (["n=1"], "a group of one has nothing to compare"),
+        (["n=1"], "n must be from 2"),
         (["temperature=0"], "temperature must be positive"),
         (["limit=0"], "limit must be at least 1"),
         (["data.max_response_length=5"], "did you mean 'max_response_length'"),

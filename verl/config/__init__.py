@@ -1,1 +1,1 @@
-"""The configuration: one tree of frozen dataclasses, and the door through which it comes."""
+"""The configuration: a tree of frozen dataclasses, and its loader."""

@@ -1,4 +1,4 @@
-"""From `key=value` words to a checked Config. Hydra and OmegaConf end here; nothing heavy is imported."""
+"""From `key=value` arguments to a validated Config. Only this module uses Hydra and OmegaConf; no heavy imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.schema import Config, ProbeConfig
-from verl.config.unused_keys import Rule, default_of, reasons_idle, reject_unused_keys
+from verl.config.unused_keys import Rule, default_of, reject_unused_keys, unused_reasons
 from verl.config.verl_keys import GROUPS, short, vocabulary
 from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError
@@ -28,7 +28,7 @@ from verl.registry import nearest
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
-# Of a recipe, what an episode is made of, in the words of a command that does not train.
+# The episode settings of a recipe, and their keys in commands that do not train.
 _EPISODE_GROUPS = ("env.", "reward.", "sandbox.", "model.path", "model.tokenizer_path")
 _EPISODE_KEYS = {
     "data.max_prompt_length": "max_prompt_length",
@@ -46,24 +46,24 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 Kind = TypeVar("Kind")
 
 
-def load_config(words: Sequence[str]) -> Config:
-    """The configuration of a reinforcement learning run that `key=value` words choose, a `recipe=name` beneath them.
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration of a reinforcement learning run from `key=value` arguments, which override a `recipe=name`.
 
-    veRL's keys are understood. Those that have nothing left to do are named in one warning. Raises ConfigError that
-    names the nearest key for an unknown one, and the key for a value of the wrong type.
+    veRL's keys are supported; obsolete ones are listed in one warning. Raises ConfigError that suggests the nearest key
+    for an unknown one, and names the key of a value of the wrong type.
     """
-    written = _parse(words)
+    written = _parse(argv)
     recipe = written.pop("recipe", None)
     preset = _read_recipe(str(recipe)) if recipe is not None else {}
 
-    def beneath(key: str) -> Any:
+    def base(key: str) -> Any:
         return preset[key] if key in preset else default_of(Config, key)
 
-    made = translate(_resolved(written, beneath, Config), beneath)
+    made = translate(_resolved(written, base, Config), base)
     defaults = take_defaults(made) if recipe is None else []
     config = _build(Config, {**preset, **made.settings}, made.spelled)
     written_keys = [key for key in made.settings if key in made.spelled]
-    for key, why in reasons_idle(written_keys, made.settings, config).items():
+    for key, why in unused_reasons(written_keys, made.settings, config).items():
         as_written = made.spelled[key]
         if as_written == key:
             raise ConfigError(f"{key}={made.settings[key]} has no effect: {why}")
@@ -73,7 +73,7 @@ def load_config(words: Sequence[str]) -> Config:
 
 
 def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
-    """One warning of all keys that have nothing to do, by reason, and one of defaults that are not ours."""
+    """Log one warning with all obsolete keys, by reason, and one with defaults that differ from ours."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, why in obsolete.items():
         by_reason[why].append(key)
@@ -82,66 +82,66 @@ def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
         _log.warning("%s", "\n".join(["keys that have no effect here:", *lines]))
     if defaults:
         lines = [f"  {each}" for each in defaults]
-        _log.warning("%s", "\n".join(["defaults of the veRL that this command is written for:", *lines]))
+        _log.warning("%s", "\n".join(["defaults of the veRL version that this command is written for:", *lines]))
 
 
-def load_plain(words: Sequence[str], kind: type[Kind], idle: tuple[Rule, ...] = ()) -> Kind:
-    """A configuration of another kind, which has neither recipes nor veRL's spellings. Raises ConfigError likewise.
+def load_plain(argv: Sequence[str], kind: type[Kind], unused: tuple[Rule, ...] = ()) -> Kind:
+    """A configuration of another kind, without recipes and veRL's keys. Raises ConfigError like `load_config`.
 
-    idle: what has no effect in this run, beside the rules of the kind
+    unused: rules for unused keys of this run, besides those of the kind
     """
-    written = _parse(words)
+    written = _parse(argv)
     written = _resolved(written, partial(default_of, kind), kind)
     config = _build(kind, written)
-    reject_unused_keys(written, config, idle)
+    reject_unused_keys(written, config, unused)
     return config
 
 
 def restored_config(settings: Mapping[str, Any]) -> Config:
-    """The configuration that `flattened` made `settings` of. Raises ConfigError where this version has other keys."""
+    """Inverse of `flattened`. Raises ConfigError if this version has other keys."""
     return _build(Config, settings)
 
 
-def load_probe(words: Sequence[str]) -> ProbeConfig:
-    """The configuration of a probe that `key=value` words choose, over what a `recipe=name` says of episodes.
+def load_probe(argv: Sequence[str]) -> ProbeConfig:
+    """The configuration of a probe from `key=value` arguments, which override the episode settings of a `recipe=name`.
 
-    What the recipe says of the update is left out: nothing is trained. Raises ConfigError like `load_config`.
+    The recipe's training settings are ignored. Raises ConfigError like `load_config`.
     """
-    written = _parse(words)
+    written = _parse(argv)
     recipe = written.pop("recipe", None)
-    told = _read_recipe(str(recipe)) if recipe is not None else {}
-    beneath = {key: value for key, value in told.items() if key.startswith(_EPISODE_GROUPS)}
-    beneath |= {ours: told[key] for key, ours in _EPISODE_KEYS.items() if key in told}
-    if beneath.get("n") == 1:  # a recipe with a critic compares nothing, but a probe does
-        del beneath["n"]
-    written = _resolved(written, lambda key: beneath.get(key, default_of(ProbeConfig, key)), ProbeConfig)
-    config = _build(ProbeConfig, {**beneath, **written})
+    preset = _read_recipe(str(recipe)) if recipe is not None else {}
+    base = {key: value for key, value in preset.items() if key.startswith(_EPISODE_GROUPS)}
+    base |= {ours: preset[key] for key, ours in _EPISODE_KEYS.items() if key in preset}
+    if base.get("n") == 1:  # a recipe with a critic may have n=1, but a probe needs groups
+        del base["n"]
+    written = _resolved(written, lambda key: base.get(key, default_of(ProbeConfig, key)), ProbeConfig)
+    config = _build(ProbeConfig, {**base, **written})
     reject_unused_keys(written, config)
     return config
 
 
-def _parse(words: Sequence[str]) -> dict[str, Any]:
+def _parse(argv: Sequence[str]) -> dict[str, Any]:
     written: dict[str, Any] = {}
     parser = OverridesParser.create()
-    for word in words:
-        key, _, path = word.partition("=")
-        if path.startswith("~/"):  # which shells leave alone behind such a key, and the grammar does not know
-            word = f"{key}='{Path(path).expanduser()}'"
+    for argument in argv:
+        key, _, path = argument.partition("=")
+        if path.startswith("~/"):  # not expanded by shells after such a key, nor supported by Hydra's grammar
+            argument = f"{key}='{Path(path).expanduser()}'"
         try:
-            override = parser.parse_override(word)
+            override = parser.parse_override(argument)
         except HydraException as error:
-            raise ConfigError(f"{word!r} is not key=value ({' '.join(str(error).split())})") from error
+            raise ConfigError(f"{argument!r} is not key=value ({' '.join(str(error).split())})") from error
         if override.is_delete() or override.is_sweep_override():
-            raise ConfigError(f"{word!r}: only key=value is understood, neither deletions nor sweeps")
-        written.pop(override.key_or_group, None)  # given several times, a key has the place of the last
+            raise ConfigError(f"{argument!r}: only key=value is supported, neither deletions nor sweeps")
+        written.pop(override.key_or_group, None)  # a repeated key takes the position of its last occurrence
         written[override.key_or_group] = override.value()
     return written
 
 
-def _resolved(written: Mapping[str, Any], beneath: Callable[[str], Any], kind: type) -> dict[str, Any]:
-    """The settings with `${key}` in their values replaced by what the key comes to, in either spelling.
+def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], kind: type) -> dict[str, Any]:
+    """The settings with `${key}` in their values replaced by the key's value; veRL's keys are allowed, too.
 
-    Other interpolations, such as ${oc.env:HOME}, are OmegaConf's. Raises ConfigError for what has no value.
+    Other interpolations, such as ${oc.env:HOME}, are OmegaConf's. Raises ConfigError for an unresolvable one.
     """
     known = known_keys(kind)
     given = {our_key(key): value for key, value in written.items()}
@@ -149,13 +149,13 @@ def _resolved(written: Mapping[str, Any], beneath: Callable[[str], Any], kind: t
     def value_of(key: str, path: tuple[str, ...]) -> Any:
         ours = our_key(key)
         if ours in path:
-            raise ConfigError(f"{' -> '.join((*path, ours))}: keys that are made of each other")
+            raise ConfigError(f"{' -> '.join((*path, ours))}: circular references")
         if ours in given:
             return filled(given[ours], (*path, ours))
         if ours in known:
-            return beneath(ours)
+            return base(ours)
         if kind is Config and key in vocabulary():
-            return None  # a key that is moot here: whatever its default is in veRL
+            return None  # obsolete here, so without a value
         raise ConfigError(f"{path[0]}: ${{{key}}} names no key; {_instead(key, known)}")
 
     def filled(value: Any, path: tuple[str, ...]) -> Any:
@@ -194,7 +194,7 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
-    """Every key of the tree; one that ends in a dot takes any key below it."""
+    """All keys of the tree; one that ends in a dot accepts any key below it."""
     types = get_type_hints(kind)
     keys = []
     for item in fields(kind):
@@ -207,7 +207,7 @@ def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 
 def _instead(key: str, known: Sequence[str]) -> str:
-    """A clause on an unknown key: where else its name is known, or the nearest of its group, or what there is."""
+    """The suggestion for an unknown key: the same name elsewhere, the nearest in its group, or the group's keys."""
     theirs = vocabulary()
     if short(key) != key:
         ours = [f"actor_rollout_ref.{each}" for each in known if each.startswith(GROUPS)]
@@ -224,7 +224,7 @@ def _instead(key: str, known: Sequence[str]) -> str:
 
 
 def _make_writable(tree: DictConfig) -> None:
-    """Nodes of frozen dataclasses are read-only one by one; the objects made of them are frozen again."""
+    """Clear the read-only flag of all nodes; the objects built from them are frozen again."""
     OmegaConf.set_readonly(tree, None)
     for key in tree:
         if isinstance(tree[key], DictConfig):
@@ -232,7 +232,7 @@ def _make_writable(tree: DictConfig) -> None:
 
 
 def _build(kind: type[Kind], settings: Mapping[str, Any], spelled: Mapping[str, str] = {}) -> Kind:
-    """spelled: keys as the user wrote them, where that is otherwise"""
+    """spelled: keys as written by the user, where they differ"""
     known = known_keys(kind)
     open_keys = tuple(key for key in known if key.endswith("."))
     tree = OmegaConf.structured(kind)

@@ -1,4 +1,4 @@
-"""The configuration for people: as YAML, and as a table of every key."""
+"""Printing the configuration: as YAML, and as a table of all keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def as_yaml(config: Any) -> str:
-    """Every setting with its value."""
+    """All settings with their values."""
     text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
     return text
 
@@ -30,5 +30,5 @@ def _add_rows(table: Table, group: Any, prefix: str) -> None:
             _add_rows(table, value, f"{prefix}{item.name}.")
         else:
             kind = types[item.name]
-            told = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-            table.add_row(f"{prefix}{item.name}", told, "" if value is None else str(value))
+            kind_name = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+            table.add_row(f"{prefix}{item.name}", kind_name, "" if value is None else str(value))

@@ -1,4 +1,4 @@
-"""Settings that do nothing in the chosen mode: a value that is ignored is a mistake that nobody notices."""
+"""Rejects settings that have no effect in the current mode, because silently ignored values hide mistakes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verl.errors import ConfigError
 
 
 class Rule(NamedTuple):
-    """When a key has no effect."""
+    """A condition under which a key has no effect."""
 
     key: str  # and all keys below it
-    idle: Callable[[Any], bool]  # of the configuration
+    when: Callable[[Any], bool]  # condition on the configuration
     why: str
 
 
@@ -45,13 +45,13 @@ def _without_kl(config: Config) -> bool:
 
 
 _NO_GPU = "there is no GPU with device=cpu"
-_OF_SEVERAL_TURNS = [item.name for item in fields(EnvConfig) if item.name not in ("name", "codec")]
-_ONE_RESPONSE = "env.tool_call_format is not set, so an episode is one reply"
-_SERVERS = "sandbox.urls names servers, which have their own"
+_MULTI_TURN_KEYS = [item.name for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
+_ONE_RESPONSE = "env.tool_call_format is not set, so an episode is a single response"
+_SERVERS = "sandbox.urls names servers, which have their own settings"
 _OF_EPISODES = (
-    *(Rule(f"env.{name}", lambda c: not c.env.multi_turn, _ONE_RESPONSE) for name in _OF_SEVERAL_TURNS),
+    *(Rule(f"env.{name}", lambda c: not c.env.multi_turn, _ONE_RESPONSE) for name in _MULTI_TURN_KEYS),
     *(
-        Rule(key, lambda c: c.env.name != "tool", "it is for the tools of env.name=tool")
+        Rule(key, lambda c: c.env.name != "tool", "it applies to the tools of env.name=tool only")
         for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
     ),
     Rule("env.judge_timeout_s", lambda c: c.env.name in ("single_turn", "tool"), "this environment does not judge"),
@@ -61,18 +61,18 @@ _OF_EPISODES = (
 _NO_VALIDATION = "there are no data.val_files to validate on"
 
 
-def _untested(config: Config | SFTConfig) -> bool:
+def _no_evaluation(config: Config | SFTConfig) -> bool:
     benchmarks = config.trainer.eval_benchmarks if isinstance(config, Config) else ()
     return not config.data.val_files and not benchmarks
 
 
 def _of_memory(group: str, hf: Callable[[Any], bool], device: Callable[[Any], str]) -> tuple[Rule, ...]:
-    """What says how much memory an engine's cache may take."""
+    """Rules for the memory settings of an engine's KV cache."""
     utilization = f"{group}gpu_memory_utilization"
     return (
-        Rule(f"{group}kv_cache_gib", hf, "the transformers engine has no such cache"),
-        Rule(f"{group}kv_cache_gib", lambda c: device(c) == "cuda", f"on a GPU {utilization} decides"),
-        Rule(utilization, hf, "the transformers engine takes what it needs"),
+        Rule(f"{group}kv_cache_gib", hf, "the transformers engine has no preallocated cache"),
+        Rule(f"{group}kv_cache_gib", lambda c: device(c) == "cuda", f"on a GPU {utilization} applies"),
+        Rule(utilization, hf, "the transformers engine allocates memory as needed"),
         Rule(utilization, lambda c: device(c) == "cpu", _NO_GPU),
     )
 
@@ -82,21 +82,21 @@ def _of_cosine(key: str, optim: Callable[[Any], OptimConfig]) -> Rule:
 
 
 _OF_TRAINING = (
-    Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _untested(c), _NO_VALIDATION),
-    Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _untested(c), _NO_VALIDATION),
-    Rule("trainer.num_threads", lambda c: c.trainer.device == "cuda", "it is for processes on CPU"),
+    Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _no_evaluation(c), _NO_VALIDATION),
+    Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _no_evaluation(c), _NO_VALIDATION),
+    Rule("trainer.num_threads", lambda c: c.trainer.device == "cuda", "it applies to processes on CPU only"),
 )
-_OF_A_LONE_ENGINE = (
-    Rule("model.compute_dtype", _always, "dtype says what the engine computes in"),
+_OF_STANDALONE_ENGINE = (
+    Rule("model.compute_dtype", _always, "the engine uses dtype"),
     Rule("model.enable_gradient_checkpointing", _always, "nothing is trained"),
     *_of_memory("", lambda c: c.engine == "hf", lambda c: c.device),
-    Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine is not split"),
-    Rule("num_threads", lambda c: c.device == "cuda", "it is for processes on CPU"),
+    Rule("tensor_model_parallel_size", lambda c: c.engine == "hf", "the transformers engine has no tensor parallelism"),
+    Rule("num_threads", lambda c: c.device == "cuda", "it applies to processes on CPU only"),
     *(Rule(name, lambda c: c.temperature == 0, "temperature=0 is greedy") for name in ("top_p", "top_k", "min_p")),
 )
-_OF_LONE_EPISODES = (
+_OF_STANDALONE_EPISODES = (
     *_OF_EPISODES,
-    *_OF_A_LONE_ENGINE,
+    *_OF_STANDALONE_ENGINE,
     Rule("prompt_template", lambda c: not c.env.multi_turn, _ONE_RESPONSE),
     Rule("env.train_on_observations", _always, "nothing is trained"),
 )
@@ -104,20 +104,20 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
     Config: (
         *_OF_TRAINING,
         *(
-            Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks names none")
+            Rule(f"trainer.{name}", lambda c: not c.trainer.eval_benchmarks, "trainer.eval_benchmarks is empty")
             for name in ("eval_limit", "eval_data_dir", "eval_hub", "allow_train_overlap")
         ),
         *(Rule(key, _without_critic, "the algorithm has no critic") for key in ("critic", "trainer.critic_warmup")),
         Rule(
             "rollout.on_weight_sync",
             lambda c: c.rollout.max_staleness == 0,
-            "with rollout.max_staleness=0 no reply is being written when weights are published",
+            "with rollout.max_staleness=0 no responses are in progress during a weight sync",
         ),
         *_of_memory("rollout.", lambda c: c.rollout.name == "hf", lambda c: c.trainer.device),
         Rule(
             "rollout.max_num_batched_tokens",
             lambda c: c.rollout.name == "hf",
-            "the transformers engine computes whole prompts",
+            "the transformers engine has no chunked prefill",
         ),
         *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
         *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),
@@ -137,9 +137,9 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         _of_cosine("critic.optim", lambda c: c.critic.optim),
     ),
     SFTConfig: (*_OF_TRAINING, _of_cosine("optim", lambda c: c.optim)),
-    GenerationConfig: _OF_LONE_EPISODES,
-    EvalConfig: _OF_A_LONE_ENGINE,
-    ProbeConfig: _OF_LONE_EPISODES,
+    GenerationConfig: _OF_STANDALONE_EPISODES,
+    EvalConfig: _OF_STANDALONE_ENGINE,
+    ProbeConfig: _OF_STANDALONE_EPISODES,
 }
 IN_A_CHAT = tuple(
     Rule(key, _always, "a chat has neither files nor scores")
@@ -150,26 +150,26 @@ IN_A_CHAT = tuple(
 )
 
 
-def reasons_idle(
+def unused_reasons(
     keys: Iterable[str], written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()
 ) -> dict[str, str]:
-    """{key: why} of those that were written, differ from their default and have no effect in this mode.
+    """{key: why} for the written keys that differ from their default and have no effect in this mode.
 
     written: {key: value}
-    more: rules of this run beside those of the configuration's kind
+    more: rules of this run, besides those of the configuration's kind
     """
     rules = (*_RULES[type(config)], *more)
     return {
         key: rule.why
         for key in keys
         for rule in rules
-        if f"{key}.".startswith(f"{rule.key}.") and rule.idle(config) and written[key] != default_of(type(config), key)
+        if f"{key}.".startswith(f"{rule.key}.") and rule.when(config) and written[key] != default_of(type(config), key)
     }
 
 
 def reject_unused_keys(written: Mapping[str, Any], config: Any, more: tuple[Rule, ...] = ()) -> None:
-    """Raises ConfigError for a key that `reasons_idle` names."""
-    for key, why in reasons_idle(written, written, config, more).items():
+    """Raises ConfigError for the keys of `unused_reasons`."""
+    for key, why in unused_reasons(written, written, config, more).items():
         raise ConfigError(f"{key}={written[key]} has no effect: {why}")
 
 
@@ -179,7 +179,7 @@ def _defaults(kind: type) -> Any:
 
 
 def default_of(kind: type, key: str) -> Any:
-    """The default of a key; None for what lies below a key that takes any."""
+    """The default of a key; None below a key that accepts any."""
     value: Any = _defaults(kind)
     for name in key.split("."):
         value = getattr(value, name, None)

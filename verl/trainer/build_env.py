@@ -83,7 +83,7 @@ def build_episode_runner(
             episode_s=env.episode_timeout_s,
             judge_s=env.judge_timeout_s,
             retries=env.retries,
-            feedback_on_parse_error=env.on_parse_error == "tell",
+            feedback_on_parse_error=env.on_parse_error == "feedback",
         ),
         pool,
     )
