@@ -139,7 +139,7 @@ COLLAPSE_RULES = (
         lambda now, start: now > 0.5 and now > 3 * median(start),
         "over 0.5 per episode and 3 times its start",
         "the policy unlearns the tool-call format",
-        "penalize calls that cannot be parsed (env.on_parse_error, reward.name), or lower actor.optim.lr",
+        "penalize calls that cannot be parsed (env.on_parse_error=terminate, reward.name), or lower actor.optim.lr",
     ),
     CollapseRule(
         "format lost",
