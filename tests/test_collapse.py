@@ -278,7 +278,7 @@ def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: 
     config = load_config([*words, "trainer.num_threads=1"])
     with local_trainer(config) as trained:
         fit = local_fit(trained, config, alarming([3, 5, 7]))
-        with pytest.raises(CollapseError, match=r"taken back 2 times before. made up, steps 2 to 3.*\n.*step-000001"):
+        with pytest.raises(CollapseError, match=r"collapsed after 2 rollbacks. made up, steps 2 to 3.*\n.*step-000001"):
             asyncio.run(fit.run())
     assert fit.rollbacks == MAX_ROLLBACKS == 2
     assert [row["back_to"] for row in read_rows(tmp_path / "run" / "collapses.jsonl")] == ["step-000001"] * 2 + [None]

@@ -131,9 +131,9 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     assert [row["actor/loss"] for row in one[1:]] == [row["actor/loss"] for row in two[1:]]
     assert one[8]["val/demonstrations/loss"] < 0.8 * one[0]["val/demonstrations/loss"]
     store = CheckpointStore(broken / "checkpoints", keep_last=2, keep_best=0)
-    with pytest.raises(ConfigError, match=r"differs in optim\.lr=0\.5 \(it was made with 0\.01\)"):
+    with pytest.raises(ConfigError, match=r"different settings: optim\.lr=0\.5 \(originally 0\.01\)"):
         find_saved(store, "main_sft", {"optim.lr": 0.5})
-    with pytest.raises(ConfigError, match="holds a run of main_sft, not of main_ppo"):
+    with pytest.raises(ConfigError, match="contains a run of main_sft, not of main_ppo"):
         find_saved(store, "main_ppo", {})
     last = "checkpoints/step-000008/hf/model.safetensors"
     weights = load_file(broken / last)

@@ -1,12 +1,12 @@
-"""Judge a model by benchmarks: python -m verl.trainer.main_eval model=PATH benchmarks=[bfcl,api_bank] [key=value ...]
+"""Evaluate a model on benchmarks: python -m verl.trainer.main_eval model=PATH benchmarks=[bfcl] [key=value ...]
 
-    compare=PATH  another model under the same handler, and the paired differences
-    probe=true    instead: would training learn from this data? (probe=true --help)
-    --help        this text and every key with its default
-    --cfg job     print the configuration that the words choose, and stop
+    compare=PATH  also evaluate another model under the same handler; prints paired differences
+    probe=true    instead: check whether training would learn from a data file (probe=true --help)
+    --help        print this text and every key with its default
+    --cfg job     print the resulting configuration and exit
 
-`model` is short for model.path. Answers are kept: the same command goes on where it was stopped, and asks nothing that
-was answered. docs/evaluation.md tells of benchmarks, handlers and figures.
+`model` is short for model.path. Answers are saved: the same command resumes where it was stopped, without repeating
+them. Benchmarks, handlers and scores are described in docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from verl.trainer.command import CliArgs, check_engine, check_files, check_model
 _PROBE = "probe=true"
 _PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
 
-    recipe=NAME   environment, codec, reward, lengths and n of a recipe of training
-    --help        this text and every key with its default
-    --cfg job     print the configuration that the words choose, and stop
+    recipe=NAME   environment, tool-call format, reward, lengths and n of a training recipe
+    --help        print this text and every key with its default
+    --cfg job     print the resulting configuration and exit
 
-Rolls out `limit` rows `n` times each as training would, and tells format, rewards, groups without a signal, what a
-group with one costs, and what to do first. The same command goes on where it was stopped (docs/evaluation.md).
+Rolls out `limit` rows `n` times each as training would, and reports format, rewards, zero-advantage groups, the cost
+of a group with nonzero advantages, and advice. The same command resumes where it was stopped (docs/evaluation.md).
 """
 _MODEL = "model="
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    if _PROBE in words:
-        return run_cli([word for word in words if word != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
-    return run_cli(words, __doc__ or "", EvalConfig, _evaluate)
+    if _PROBE in argv:
+        return run_cli([each for each in argv if each != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
+    return run_cli(argv, __doc__ or "", EvalConfig, _evaluate)
 
 
-def _evaluate(words: CliArgs, console: Console) -> int:
-    config = load_plain(_spelled_out(words), EvalConfig)
-    if words.shows_config(config, console):
+def _evaluate(args: CliArgs, console: Console) -> int:
+    config = load_plain(_settings(args), EvalConfig)
+    if args.shows_config(config, console):
         return 0
     check_model(config.model)
     if config.compare is not None:
         check_model(replace(config.model, path=config.compare), key="compare")
     check_engine("engine", config.engine)
     from verl.daemon import run_async
-    from verl.evaluation.registry import check_names  # needs more than a wrong key takes to be told
+    from verl.evaluation.registry import check_names  # a slow import: after the cheap checks
 
     check_names(config.benchmarks)
     from verl.trainer.evaluate import evaluate
@@ -59,15 +59,15 @@ def _evaluate(words: CliArgs, console: Console) -> int:
     return 0
 
 
-def _probe(words: CliArgs, console: Console) -> int:
-    config = load_probe(_spelled_out(words))
-    if words.shows_config(config, console):
+def _probe(args: CliArgs, console: Console) -> int:
+    config = load_probe(_settings(args))
+    if args.shows_config(config, console):
         return 0
     check_model(config.model)
     check_files("data", [config.data] if config.data else [], needed=True)
     check_engine("engine", config.engine)
     from verl.daemon import run_async
-    from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+    from verl.trainer.build_env import check_names  # a slow import: after the cheap checks
 
     check_names(config.env, config.prompt_template)
     from verl.trainer.probe import probe
@@ -76,8 +76,8 @@ def _probe(words: CliArgs, console: Console) -> int:
     return 0
 
 
-def _spelled_out(words: CliArgs) -> list[str]:
-    return [f"model.path={word.removeprefix(_MODEL)}" if word.startswith(_MODEL) else word for word in words.settings]
+def _settings(args: CliArgs) -> list[str]:
+    return [f"model.path={each.removeprefix(_MODEL)}" if each.startswith(_MODEL) else each for each in args.settings]
 
 
 if __name__ == "__main__":

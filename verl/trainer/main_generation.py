@@ -1,10 +1,10 @@
-"""Prompts in, transcripts out: python -m verl.trainer.main_generation model.path=PATH files=[FILE] [key=value ...]
+"""Generate responses to prompts: python -m verl.trainer.main_generation model.path=PATH files=[FILE] [key=value ...]
 
-    --chat     talk to the model in this terminal instead; an empty line ends it
-    --help     this text and every key with its default
-    --cfg job  print the configuration that the words choose, and stop
+    --chat     chat with the model in this terminal instead; an empty line ends it
+    --help     print this text and every key with its default
+    --cfg job  print the resulting configuration and exit
 
-The rows are those of training (docs/data.md); every response is scored with the reward and written to `output`.
+Rows have the format of training data (docs/data.md); every response is scored with the reward and written to `output`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from verl.config.unused_keys import IN_A_CHAT
 from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: CliArgs, console: Console) -> int:
-        chatting = "--chat" in words.options
-        config = load_plain(words.settings, GenerationConfig, IN_A_CHAT if chatting else ())
-        if words.shows_config(config, console):
+    def run(args: CliArgs, console: Console) -> int:
+        chatting = "--chat" in args.options
+        config = load_plain(args.settings, GenerationConfig, IN_A_CHAT if chatting else ())
+        if args.shows_config(config, console):
             return 0
         check_model(config.model)
         check_files("files", config.files, needed=not chatting)
         check_engine("engine", config.engine)
         from verl.daemon import run_async
-        from verl.trainer.build_env import check_names  # needs more than a wrong key takes to be told
+        from verl.trainer.build_env import check_names  # a slow import: after the cheap checks
 
         check_names(config.env, config.prompt_template)
         from verl.trainer.generation import chat, generate
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         run_async(chat(config, console) if chatting else generate(config, console))
         return 0
 
-    return run_cli(words, __doc__ or "", GenerationConfig, run, known=("--chat",))
+    return run_cli(argv, __doc__ or "", GenerationConfig, run, known=("--chat",))
 
 
 if __name__ == "__main__":

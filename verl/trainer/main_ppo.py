@@ -1,11 +1,11 @@
-"""Train a policy with GRPO, PPO or a kin: python -m verl.trainer.main_ppo [recipe=NAME] [key=value ...]
+"""Train a policy with GRPO, PPO or a related algorithm: python -m verl.trainer.main_ppo [recipe=NAME] [key=value ...]
 
-    --help       this text and every key with its default
-    --cfg job    print the configuration that the words choose, and stop
-    --preflight  try everything on a tiny copy of the model, and stop
+    --help       print this text and every key with its default
+    --cfg job    print the resulting configuration and exit
+    --preflight  check everything on a tiny copy of the model and exit
 
 Recipes: mini_grpo and mini_ppo (the embedded default), toolrl_grpo and toolrl_ppo; with tools those of docs/recipes.
-Exit code 0: the requested steps were trained. 1: the run failed. 2: the configuration or the data cannot be used.
+Exit code 0: all requested steps were trained. 1: the run failed. 2: the configuration or the data is invalid.
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ from verl.config.schema import Config
 from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: CliArgs, console: Console) -> int:
-        config = load_config(words.settings)
-        if words.shows_config(config, console):
+    def run(args: CliArgs, console: Console) -> int:
+        config = load_config(args.settings)
+        if args.shows_config(config, console):
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         check_engine("rollout.name", config.rollout.name)
-        from verl.evaluation.registry import (
-            check_names as check_benchmarks,  # these need more than a wrong key takes to be told
-        )
+        from verl.evaluation.registry import check_names as check_benchmarks  # slow imports: after the cheap checks
         from verl.trainer.build_env import check_names
 
         check_names(config.env, config.data.prompt_template)
         if config.trainer.eval_benchmarks:
             check_benchmarks(config.trainer.eval_benchmarks)
-        return train(config, console, only_preflight="--preflight" in words.options)
+        return train(config, console, only_preflight="--preflight" in args.options)
 
-    return run_cli(words, __doc__ or "", Config, run, known=("--preflight",))
+    return run_cli(argv, __doc__ or "", Config, run, known=("--preflight",))
 
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
-    """The run itself, alone in its folder."""
+    """Run with exclusive use of the run folder."""
     from verl.files import check_temporary
     from verl.lock import alone_in
     from verl.trainer.build import run_folder
@@ -71,14 +69,14 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.trainer.build_env import prompt_fn
     from verl.trainer.build_workers import check_device, sees_gpu
     from verl.trainer.plan import build_plan, find_hardware, read_lengths
-    from verl.trainer.plan_show import compared
+    from verl.trainer.plan_show import format_peak
     from verl.trainer.preflight import preflight
 
     check_device(config.trainer)
     wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
-    of_benchmarks = (line for benchmark in inputs.online_eval.benchmarks for line in benchmark.files())
-    for line in (*map(str, inputs.reports), *of_benchmarks):
+    benchmark_files = (line for benchmark in inputs.online_eval.benchmarks for line in benchmark.files())
+    for line in (*map(str, inputs.reports), *benchmark_files):
         console.print(line, markup=False, soft_wrap=True)
     prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
     plan = build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_hardware(config))
@@ -87,15 +85,15 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     if only_preflight:
         return 0
     console.print(config.batch_arithmetic(), markup=False)
-    with built(config, inputs, folder, console) as fit:
+    with built(config, inputs, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
-        last = run_async(fit.run())
-    if fit.after:
-        console.print(before_after_table(*fit.table()))
-    if fit.peaks:
-        console.print(compared(plan, fit.peaks), markup=False)
+        last = run_async(run.run())
+    if run.after:
+        console.print(before_after_table(*run.table()))
+    if run.peaks:
+        console.print(format_peak(plan, run.peaks), markup=False)
     files = {
         "model": last / "hf",
         "checkpoints": last.parent,

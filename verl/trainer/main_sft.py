@@ -1,9 +1,9 @@
-"""Teach a policy by demonstrations: python -m verl.trainer.main_sft [key=value ...]
+"""Supervised fine-tuning (SFT) on demonstrations: python -m verl.trainer.main_sft [key=value ...]
 
-    --help     this text and every key with its default
-    --cfg job  print the configuration that the words choose, and stop
+    --help     print this text and every key with its default
+    --cfg job  print the resulting configuration and exit
 
-Rows are OpenAI's messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens alone.
+Rows are OpenAI messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens only.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from verl.config.schema import SFTConfig
 from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
-    def run(words: CliArgs, console: Console) -> int:
-        config = load_plain(words.settings, SFTConfig)
-        if words.shows_config(config, console):
+    def run(args: CliArgs, console: Console) -> int:
+        config = load_plain(args.settings, SFTConfig)
+        if args.shows_config(config, console):
             return 0
         check_model(config.model)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         return train(config, console)
 
-    return run_cli(words, __doc__ or "", SFTConfig, run)
+    return run_cli(argv, __doc__ or "", SFTConfig, run)
 
 
 def train(config: SFTConfig, console: Console) -> int:
-    """The run itself, alone in its folder."""
+    """Run with exclusive use of the run folder."""
     from verl.files import check_temporary
     from verl.lock import alone_in
     from verl.trainer.build import run_folder

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: every file with its size and hash, so that damage is found before it is loaded."""
+"""Manifest of a checkpoint: every file with its size and hash, to detect damage before loading."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from verl.errors import DataError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_HASHING_THREADS = 4  # hashing leaves the interpreter free, and one thread is slower than a disk
+_HASHING_THREADS = 4  # hashing releases the GIL, and one thread is slower than a disk
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a manifest says of a checkpoint."""
+    """The content of a manifest."""
 
     step: int
-    number: int  # counts the checkpoints of a folder in order of writing; steps go back when a run is taken back
+    number: int  # counts the checkpoints of a folder in order of writing; steps repeat after a rollback
     score: float | None  # larger is better
     files: Mapping[str, Mapping[str, Any]]  # relative path -> {"size": bytes, "sha256": hex digits}
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def write_manifest(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write it into the checkpoint, on the disk when this returns."""
+    """Write it into the checkpoint, with fsync."""
     write_json(folder / MANIFEST, {"format": FORMAT, **asdict(checkpoint)})
 
 
@@ -45,7 +45,7 @@ def verify(path: Path, hashes: bool = False) -> Checkpoint:
     checkpoint = read_manifest(path)
     for name, wanted in checkpoint.files.items():
         file = path / name
-        if not os.path.isfile(file):  # noqa: PTH113  unlike the method it has an answer for every name
+        if not os.path.isfile(file):  # noqa: PTH113  unlike Path.is_file it raises for no name
             raise DataError("is missing", file=str(file))
         if (size := file.stat().st_size) != wanted["size"]:
             raise DataError(f"has {size} bytes", f"{wanted['size']} bytes", file=str(file))
@@ -79,14 +79,14 @@ def read_manifest(path: Path) -> Checkpoint:
 
 
 def _sound(step: object, number: object, score: object, files: object) -> bool:
-    """Whether these, read from a file that may be damaged, are what a checkpoint has."""
-    counts = all(type(each) is int and each >= 0 for each in (step, number))  # True is none
+    """Whether the fields of a manifest, which may be damaged, have valid types and values."""
+    counts = all(type(each) is int and each >= 0 for each in (step, number))  # excludes bool
     scored = score is None or (isinstance(score, int | float) and math.isfinite(score))
     return counts and scored and isinstance(files, dict) and bool(files) and all(starmap(_sound_file, files.items()))
 
 
 def _sound_file(name: str, entry: object) -> bool:
-    """Whether a manifest's entry is of a file inside the checkpoint."""
+    """Whether an entry of a manifest describes a file inside the checkpoint."""
     parts = PurePosixPath(name).parts
     inside = bool(parts) and not name.startswith("/") and ".." not in parts
     if not inside or not isinstance(entry, dict):
@@ -95,7 +95,7 @@ def _sound_file(name: str, entry: object) -> bool:
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file below `folder`, which is on the disk when this returns."""
+    """Size and hash of every file below `folder`, with fsync."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}, files)
@@ -111,13 +111,13 @@ def _sha256(path: Path, sync: bool = False) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError if there is none."""
-    if path.exists() and not path.is_file():  # of a pipe or a device the reading would not end
-        raise DataError("cannot be read (it is no file)", file=str(path))
+    if path.exists() and not path.is_file():  # reading a pipe or a device might not end
+        raise DataError("cannot be read (not a regular file)", file=str(path))
     try:
         fields = json.loads(path.read_text())
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror or error})", file=str(path)) from error
-    except (ValueError, RecursionError) as error:  # the latter: nested deeper than any file of ours
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise DataError(f"is damaged ({error})", "JSON", file=str(path)) from error
     if not isinstance(fields, dict):
         raise DataError("is damaged", "a JSON object", file=str(path))
@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a JSON object, on the disk when this returns."""
+    """Write a JSON object, with fsync."""
     with path.open("w") as file:
         json.dump(fields, file, indent=1)
         file.flush()

@@ -1,4 +1,4 @@
-"""Benchmarks during training: played by the run's own engines, greedily, under the handler that the run trains."""
+"""Online evaluation: benchmarks during training, with the run's engines, greedy, in the run's tool-call format."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import build_rewards
 
 _log = logging.getLogger(__name__)
-HANDLER = "toolrl"  # of a run whose episodes have no format: ToolRL's rows are in its words
-_RESAMPLES = 1  # no intervals here
+HANDLER = "toolrl"  # if the run's episodes have no format: the format of ToolRL's rows
+_RESAMPLES = 1  # no bootstrap intervals
 
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One category, ready to be played. `episode_runner`: to be closed in the event loop that uses it"""
+    """One benchmark category, ready to run. `episode_runner`: must be closed in the event loop that uses it"""
 
     category: Category
     tasks: Sequence[Task]
@@ -42,7 +42,7 @@ class EvalTask:
 
 @dataclass
 class _Scores:
-    """Answers in memory: what `verl.evaluation.records.Records` keeps on disk, as far as scores need it."""
+    """Answers in memory: the part of `verl.evaluation.records.Records` that scores need."""
 
     rows: list[list[dict[str, Any]]] = field(default_factory=list)  # [tasks][1]
 
@@ -55,69 +55,69 @@ class _Scores:
 
 @dataclass(frozen=True)
 class OnlineEvaluator:
-    """All categories of trainer.eval_benchmarks, and how to answer them."""
+    """Evaluates all categories of trainer.eval_benchmarks."""
 
     benchmarks: Sequence[Benchmark] = ()
-    exams: Sequence[EvalTask] = ()
+    eval_tasks: Sequence[EvalTask] = ()
     max_prompt_length: int = 1
     num_scorers: int = 1
-    limits: ScoringLimits = field(default_factory=ScoringLimits)  # of scoring one response
+    limits: ScoringLimits = field(default_factory=ScoringLimits)  # per response
 
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
-        """eval/<category>/score, and of aggregates; eval/<category>/missing where something broke.
+        """eval/<category>/score, also for aggregates; eval/<category>/missing if tasks failed.
 
-        rollout: a greedy one, whose scorer and episode_runner are replaced by those of each category
+        rollout: greedy; its scorer and episode_runner are replaced for each category
         """
         metrics: dict[str, float] = {}
         answers: dict[str, Answers] = {}
         with ExitStack() as stack:
             scorers: dict[str, ScoringPool] = {}
-            for exam in self.exams:
-                play, name = exam.category.episode, exam.category.name
-                reward = json.dumps([play.reward, dict(play.reward_options)])
+            for task in self.eval_tasks:
+                episode, name = task.category.episode, task.category.name
+                reward = json.dumps([episode.reward, dict(episode.reward_options)])
                 if reward not in scorers:
-                    pool = ScoringPool(play.reward, play.reward_options, self.num_scorers, self.limits)
+                    pool = ScoringPool(episode.reward, episode.reward_options, self.num_scorers, self.limits)
                     scorers[reward] = stack.enter_context(pool)
-                answers[name] = await self._play(exam, replace(rollout, scorer=scorers[reward]))
-                if len(answers[name]) < len(exam.tasks):
-                    metrics[f"eval/{name}/missing"] = len(exam.tasks) - len(answers[name])
+                answers[name] = await self._evaluate(task, replace(rollout, scorer=scorers[reward]))
+                if len(answers[name]) < len(task.tasks):
+                    metrics[f"eval/{name}/missing"] = len(task.tasks) - len(answers[name])
         for benchmark in self.benchmarks:
             own = {each.name: answers[each.name] for each in benchmark.categories}
             scores = scores_of(benchmark, own, _RESAMPLES)
             metrics |= {f"eval/{name}/score": score.mean for name, score in scores.items()}
         return metrics
 
-    async def _play(self, exam: EvalTask, rollout: GroupRollout) -> Answers:
-        play, kept = exam.category.episode, _Scores()
-        rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # benchmarks are never cut
-        rewards = build_rewards(play.reward, play.reward_options)
-        prompt_ids = prompt_fn(exam.episode_runner, rollout.chat)
-        playing = Runner(
-            replace(rollout, episode_runner=exam.episode_runner), prompt_ids, rewards, self.max_prompt_length
+    async def _evaluate(self, task: EvalTask, rollout: GroupRollout) -> Answers:
+        episode, kept = task.category.episode, _Scores()
+        rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # never truncate benchmarks
+        rewards = build_rewards(episode.reward, episode.reward_options)
+        prompt_ids = prompt_fn(task.episode_runner, rollout.chat)
+        runner = Runner(
+            replace(rollout, episode_runner=task.episode_runner), prompt_ids, rewards, self.max_prompt_length
         )
-        faults = await playing.run(exam.category, exam.tasks, kept, lambda: None)
+        faults = await runner.run(task.category, task.tasks, kept, lambda: None)
         if faults:
-            name, size = exam.category.name, len(exam.tasks)
+            name, size = task.category.name, len(task.tasks)
             _log.warning("%s: %d of %d could not be judged; the first: %s", name, len(faults), size, faults[0])
         return kept.rows
 
     async def close(self) -> None:
-        """Ends what the episodes of the categories share."""
-        for exam in self.exams:
-            if exam.episode_runner is not None:
-                await exam.episode_runner.close()
+        """Close the resources shared by episodes."""
+        for task in self.eval_tasks:
+            if task.episode_runner is not None:
+                await task.episode_runner.close()
 
 
 def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
-    """With tasks read and environments made. Raises ConfigError or DataError for what cannot be."""
-    setting = BenchmarkContext(
+    """Load benchmarks and build their environments. Raises ConfigError or DataError for unusable ones."""
+    context = BenchmarkContext(
         Path(config.trainer.eval_data_dir),
         config.trainer.eval_hub,
         max_tool_calls=config.env.max_tool_calls if config.env.tools else None,
         tool_call_format=config.env.tool_call_format or HANDLER,
     )
-    benchmarks = build_benchmarks(config.trainer.eval_benchmarks, setting)
-    exams = [
+    benchmarks = build_benchmarks(config.trainer.eval_benchmarks, context)
+    eval_tasks = [
         EvalTask(
             category,
             category.first(config.trainer.eval_limit),
@@ -127,20 +127,20 @@ def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
         for category in benchmark.categories
     ]
     reward, limits = config.reward, scoring_limits(config.reward, config.trainer.health_timeout_s)
-    return OnlineEvaluator(benchmarks, exams, config.data.max_prompt_length, reward.num_workers, limits)
+    return OnlineEvaluator(benchmarks, eval_tasks, config.data.max_prompt_length, reward.num_workers, limits)
 
 
-def _episode_runner(play: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    env, lengths = eval_env(play, config.env), (config.data.max_prompt_length, config.data.max_response_length)
-    template = config.data.prompt_template if play.uses_tools else None
+def _episode_runner(episode: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
+    env, lengths = eval_env(episode, config.env), (config.data.max_prompt_length, config.data.max_response_length)
+    template = config.data.prompt_template if episode.uses_tools else None
     sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
     made = build_episode_runner(env, sandbox, chat, *lengths, template, silent_s)
-    if play.uses_tools and made is not None:
+    if episode.uses_tools and made is not None:
         check_tools(chat, made.observations.tool_call_format)
     return made
 
 
-def eval_env(play: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
-    """How a category is played under the format that a run trains, with its options."""
-    env = env_of(play, trained.tool_call_format or HANDLER)
-    return replace(env, tool_call_format_options=trained.tool_call_format_options) if play.uses_tools else env
+def eval_env(episode: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
+    """The environment of a category in the run's tool-call format, with its options."""
+    env = env_of(episode, trained.tool_call_format or HANDLER)
+    return replace(env, tool_call_format_options=trained.tool_call_format_options) if episode.uses_tools else env

@@ -118,7 +118,7 @@ def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
 def check_step(
     shape: PretrainedConfig, chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], config: Config
 ) -> str:
-    """Golden and useless responses through scoring, advantages, packing and one update, which must favor golden ones."""
+    """Golden and useless responses through scoring, advantages, packing, one update; it must favor the golden ones."""
     if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
         return "skipped: the reward has no golden responses, and episodes are multi-turn"
     chosen = [_single_turn(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]

@@ -1,4 +1,4 @@
-"""Before training: would it learn? Rollouts of a data file as training would make them, and what they tell."""
+"""Probe: would training learn from a data file? Rolls it out as training would, and reports statistics and advice."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from verl.utils.reward_score.lab import as_trajectory
 from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
-_STEP = 0  # of rewards that follow a schedule: training's first
+_STEP = 0  # for rewards with a schedule: the first of training
 _TOLERANCE = 1e-9
-_FREE = {  # what rollouts do not depend on
+_FREE = {  # settings that do not affect rollouts
     *("limit", "bootstrap", "output", "max_bad_share"),
     *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
 }
 
 
 async def probe(config: ProbeConfig, console: Console) -> None:
-    """Rolls out what was not rolled out yet; writes and prints statistics, advice, and a line for every row."""
+    """Roll out the remaining rows; print and write statistics and advice, and write a line per row."""
     assert config.data is not None
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     lengths = response_lengths(config)
     episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
     rows = TaskSet(config.data, config.max_bad_share)
-    any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # prompts that are too long are counted
+    any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
@@ -69,30 +69,30 @@ async def probe(config: ProbeConfig, console: Console) -> None:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
-    played = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
+    category = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
     with alone_in(folder):
-        records = Records(folder, played, config.n, chat.tokenizer.decode)
+        records = Records(folder, category, config.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
-            faults = await _ask(config, played, missing, records, chat, episode_runner, rewards, console)
+            faults = await _roll_out(config, category, missing, records, chat, episode_runner, rewards, console)
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif episode_runner is not None:
             await episode_runner.close()
-    found, lines = _found(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
+    found, lines = _summarize(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
-    _tell(found, lines, folder, console)
+    _report(found, lines, folder, console)
 
 
 def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
-    """`limit` rows of a seeded shuffle, so that a larger limit keeps those of a smaller one; in the file's order."""
+    """`limit` rows of a seeded shuffle, in file order; a larger limit keeps the rows of a smaller one."""
     order = np.random.default_rng(config.seed).permutation(len(tasks))[: config.limit]
     return [tasks[int(number)] for number in sorted(order)]
 
 
 @dataclass(frozen=True)
 class Shaped(GroupRollout):
-    """Groups with the rewards that training would see, before its reward has any memory."""
+    """Groups after reward shaping, as training would see them with an empty shaping state."""
 
     rewards: Rewards | None = None
 
@@ -101,9 +101,9 @@ class Shaped(GroupRollout):
         return group if self.rewards is None else self.rewards.shaped(group, {})[0]
 
 
-async def _ask(
+async def _roll_out(
     config: ProbeConfig,
-    played: Category,
+    category: Category,
     tasks: Sequence[Task],
     records: Records,
     chat: ChatTemplate,
@@ -111,31 +111,32 @@ async def _ask(
     rewards: Rewards,
     console: Console,
 ) -> list[str]:
-    """Returns why some rows could not be rolled out, one reason a row."""
-    told = config.reward
+    """Roll out the tasks. Returns one reason per row that failed."""
+    reward = config.reward
     async with AsyncExitStack() as stack:
         if episode_runner is not None:
             stack.push_async_callback(episode_runner.close)
-        await check_services([episode_runner, *rewards.all_of(tasks)])  # before anything that takes long
-        scorer = stack.enter_context(build_scorer(told))
+        await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
+        scorer = stack.enter_context(build_scorer(reward))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
         rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
         prompt_ids, longest = prompt_fn(episode_runner, chat), response_lengths(config)[0]
-        max_faults = told.max_fault_share * len(tasks)
+        max_faults = reward.max_fault_share * len(tasks)
         runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, max_faults=max_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
-        faults = await runner.run(played, tasks, records, lambda: progress.advance(bar))
+        faults = await runner.run(category, tasks, records, lambda: progress.advance(bar))
         seconds = time.perf_counter() - started
     _note_cost(records.path.parent, Cost(len(tasks), seconds))
     return faults
 
 
 def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
-    """Right is what the reward calls correct; where it does not say, what has its highest score, or 1 if none is known.
+    """A response is correct if the reward's part "correct" is positive, or, without that part, if it has the maximum
+    score (1 if unknown).
 
-    tasks: a faultless response to the first has a faultless format; where they have several rewards, formats are not
-    compared
+    tasks: the golden response to the first defines the format score of a correct format; with several rewards formats
+    are not compared
     """
     best_format, (reward, *others) = None, {id(each): each for each in map(rewards.of, tasks)}.values()
     if isinstance(reward, LabReward) and not others:
@@ -147,36 +148,35 @@ def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
         score = rollout["score"]
         if "correct" in score["parts"]:
             return bool(score["parts"]["correct"] > 0)
-        most = rewards.maximum(task, _STEP)
-        return bool(score["total"] >= (1.0 if most is None else most) - _TOLERANCE)
+        maximum = rewards.maximum(task, _STEP)
+        return bool(score["total"] >= (1.0 if maximum is None else maximum) - _TOLERANCE)
 
     return Judge(right, best_format)
 
 
-def _found(
+def _summarize(
     tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(all statistics, a line for every row). Raises DataError where no row could be rolled out."""
+    """(statistics, a line per row). Raises DataError if no row could be rolled out."""
     answered = [(task, group) for task in tasks for group in records.of([task])]
-    asked = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
-    if not asked:
+    rolled_out = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
+    if not rolled_out:
         raise DataError(
-            f"has no prompt of at most {response_lengths(config)[0]} tokens among the {len(tasks)} that were probed",
+            f"has no prompt of at most {response_lengths(config)[0]} tokens among the {len(tasks)} probed",
             hint="Raise max_prompt_length",
             file=str(config.data),
         )
-    rows = [row_of(task, group, judge) for task, group in asked]
-    found = summary(rows, [group for _, group in asked], judge, cost, config.bootstrap)
-    return found | {"rows_too_long": len(answered) - len(asked), "missing": len(tasks) - len(answered)}, rows
+    rows = [row_of(task, group, judge) for task, group in rolled_out]
+    found = summary(rows, [group for _, group in rolled_out], judge, cost, config.bootstrap)
+    return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 
 def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
-    """All that the rollouts depend on beside the rows."""
-    told = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    """All settings that affect the rollouts, except the rows."""
     return {
-        **told,
+        **{name: value for name, value in asdict(config).items() if name not in _FREE},
         "model": identity(config.model),
-        "data": str(Path(str(config.data)).resolve()),  # two files may have one name
+        "data": str(Path(str(config.data)).resolve()),  # file names need not be unique
         "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
         **prompt_record(episode_runner),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
@@ -186,7 +186,7 @@ def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRu
 
 
 def _note_cost(folder: Path, cost: Cost) -> None:
-    """What this start took, beside that of earlier ones."""
+    """Append the cost of this start to that of earlier ones."""
     write_rows(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
 
 
@@ -196,13 +196,13 @@ def _costs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cost(folder: Path) -> Cost:
-    """Of all starts that ended."""
+    """Total cost of all completed starts."""
     costs = _costs(folder)
     return Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
 
 
-def _tell(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """On the console and in the folder: probe.json, probe.md, and probe.jsonl with a line for every row."""
+def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Print the report and write it to the folder: probe.json, probe.md, and probe.jsonl with a line per row."""
     grids = probe_grids(found)
     write(folder / "probe.json", json.dumps(found, indent=2))
     write(
@@ -214,6 +214,4 @@ def _tell(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, c
         console.print(grid.for_terminal())
     for each in found["advice"]:
         console.print(f"- {each}", markup=False, highlight=False)
-    console.print(
-        f"written to {folder}/probe.json, .md and .jsonl (a line for every row)", markup=False, highlight=False
-    )
+    console.print(f"written to {folder}/probe.json, .md and .jsonl (one line per row)", markup=False, highlight=False)

@@ -194,7 +194,8 @@ class RolloutManager:
         lost = (*group.lost_uses, *baseline.lost_uses)
         if baseline.faults:
             return TrajectoryGroup(task, (), (), (), (*group.faults, *baseline.faults), lost)
-        return replace(group, baseline=apply_overlong_penalty(baseline, self.algorithm.overlong).rewards[0], lost_uses=lost)
+        baseline = apply_overlong_penalty(baseline, self.algorithm.overlong)
+        return replace(group, baseline=baseline.rewards[0], lost_uses=lost)
 
     def _on_done(self, work: asyncio.Task[TrajectoryGroup]) -> None:
         """Wake `_next_finished`."""
@@ -245,7 +246,7 @@ class RolloutManager:
         faults, limit = self._faults(collected), self.settings.max_fault_share
         if len(faults) > limit * self._num_requested(collected):
             message = self._format_faults(step, collected, faults)
-            raise RewardFaultError(f"{message}\nThis exceeds reward.max_fault_share={limit:g}: fix the cause and resume")
+            raise RewardFaultError(f"{message}\nMore than reward.max_fault_share={limit:g}: fix the cause and resume")
 
     def _num_requested(self, collected: StepGroups) -> int:
         return len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)

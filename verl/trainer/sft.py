@@ -1,4 +1,4 @@
-"""Supervised learning on demonstrations: the same ranks, packs and checkpoints as reinforcement learning."""
+"""Supervised fine-tuning on demonstrations: the same ranks, packs and checkpoints as reinforcement learning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOSS = "val/demonstrations/loss"
 
 @dataclass(frozen=True, slots=True)
 class SFTSettings:
-    """How long, how much at a time, and how often what."""
+    """Number of steps, batch size, and the intervals of validation and checkpoints."""
 
     total_steps: int
     batch_size: int
@@ -44,7 +44,7 @@ class SFTSettings:
 
 @dataclass
 class SFTRun:
-    """The loop: a seeded order of samples, one optimizer step per batch."""
+    """The SFT loop: samples in seeded order, one optimizer step per batch."""
 
     settings: SFTSettings
     train: Sequence[Sample]
@@ -54,14 +54,14 @@ class SFTRun:
     store: CheckpointStore
     trackers: Trackers
     timer: PhaseTimer
-    resume_config: Mapping[str, Any]  # settings that a resumed run must share
-    saved: Saved | None = None  # where to go on
+    resume_config: Mapping[str, Any]  # settings that must not change on resume
+    saved: Saved | None = None  # checkpoint to resume from
     step: int = 0
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
     stop: StopRequest = field(default_factory=StopRequest)
 
     def run(self) -> Path:
-        """Train all steps that are left. Returns the last checkpoint's folder."""
+        """Train all remaining steps. Returns the last checkpoint's folder."""
         settings = self.settings
         last = self._resume()
         if self.step == 0 and self.val:
@@ -85,22 +85,22 @@ class SFTRun:
             if done or self.stop.number is not None or (settings.save_freq and self.step % settings.save_freq == 0):
                 last = self._save(metrics.get(_LOSS))
             if self.stop.number is not None and not done:
-                note = f"saved {last}. The same command goes on from there"
+                note = f"saved {last}. The same command resumes from there"
                 start_shutdown_timer(exit_code(self.stop.number), note)
                 raise Ended(self.stop.number, note)
         assert last is not None
         return last
 
     def listening(self, listens: bool, console: Console) -> AbstractContextManager[None]:
-        """Where a signal asks for a checkpoint and an end; the step in progress is finished first."""
+        """Context in which a signal requests a checkpoint and a shutdown; the current step is finished first."""
         return self.stop.listening(announce_checkpoint(console)) if listens else nullcontext()
 
     def where(self) -> str:
-        """What a failure met, and what is left of the run."""
+        """Step of a failure, and how to resume."""
         return f"It failed after step {self.step} of {self.settings.total_steps}. {describe_resume(self.store)}"
 
     def _batches(self) -> Iterator[list[Sample]]:
-        """The batches that are left, in epochs of a seeded order each; the order needs no saving."""
+        """The remaining batches; each epoch is shuffled by seed and epoch, so the order need not be saved."""
         size, count = self.settings.batch_size, len(self.train)
         orders: dict[int, list[int]] = {}
         while self.step < self.settings.total_steps:

@@ -1,4 +1,4 @@
-"""A model in an engine of its own, in this very process: for commands that do not train."""
+"""A rollout engine in this process, for commands that do not train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.utils.pretrained import check_weights
 
 
 def response_lengths(config: InferenceConfig) -> tuple[int, int]:
-    """(most tokens of a prompt, of a response): what is asked for, as far as the model has room."""
+    """(max prompt tokens, max response tokens): as configured, limited by the model's context length."""
     room = max_positions(config.model)
     if room is None:
         return config.max_prompt_length, config.max_response_length
@@ -29,8 +29,7 @@ def response_lengths(config: InferenceConfig) -> tuple[int, int]:
 async def standalone_engine(
     config: InferenceConfig, chat: ChatTemplate, env: EnvConfig
 ) -> AsyncIterator[tuple[RolloutEngine, Sampling]]:
-    """An engine in this very process, and how to sample its responses. env: what the episodes are, or any of
-    several."""
+    """An engine in this process and its sampling parameters. env: of the episodes, or of any of several kinds"""
     base = Config()
     prompt_length, response_length = response_lengths(config)
     whole = replace(
@@ -59,7 +58,7 @@ async def standalone_engine(
         chat.stop_token_ids,
         **{name: getattr(config, name) for name in TRUNCATION},
     )
-    with scratch_folder():  # vLLM leaves files behind where its owner is killed
+    with scratch_folder():  # vLLM leaves files behind if its parent process is killed
         engine = await start_engine(whole, choose_device(whole.trainer), WorkerContext(0, 1))
         try:
             yield engine, sampling

@@ -1,9 +1,9 @@
-"""How many threads a process that computes on the CPU gets: one rule for trainer ranks and rollout engines.
+"""Number of threads per process that computes on the CPU: one rule for trainer ranks and rollout engines.
 
-More threads than free cores do not merely fail to help. Every parallel loop of OpenMP ends at a barrier where all wait
-for the one thread that has no core; on two busy cores that made a small matrix product fifty times slower. So one core
-is left to the controller, the reward and whoever else is there, and the others are dealt evenly to the processes that
-compute at the same time. `trainer.num_threads` overrules it.
+Oversubscription is expensive: every parallel loop of OpenMP ends at a barrier where all threads wait for the one
+without a core; on two busy cores a small matrix product became fifty times slower. So one core is reserved for the
+controller, the reward and other processes, and the others are divided evenly among the processes that compute
+concurrently. `trainer.num_threads` overrides it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def num_threads(wanted: int | None, processes: int, cores: int | None = None) -> int:
-    """Threads of each of `processes` that compute at once on one node: `wanted`, or its share of all cores but one."""
+    """Threads for each of `processes` that compute concurrently on a node: `wanted`, or an even share of cores - 1."""
     return wanted or max(1, ((cores or available_cores()) - 1) // processes)
 
 
 def threads_of(config: Config) -> int:
-    """Threads of a rank or an engine. Beside each other they take turns; in pools of their own they compute at once.
+    """Threads of a rank or an engine. Colocated ones alternate; in separate pools they compute concurrently.
 
-    Engines in a pool of their own are taken to be dealt evenly to the nodes, and nodes to be like this one.
+    Assumes that engines of a separate pool are spread evenly over the nodes, and that all nodes are like this one.
     """
     ranks, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
     engines = -(-config.num_engines * config.rollout.tensor_model_parallel_size // nodes)
@@ -33,7 +33,7 @@ def threads_of(config: Config) -> int:
 
 
 def available_cores(quota: Path = _QUOTA) -> int:
-    """Cores that this process may use: those it is bound to, or fewer where its container has a quota."""
+    """Cores that this process may use: its CPU affinity, or fewer if its container has a quota."""
     bound = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text(encoding="ascii").split()

@@ -1,4 +1,4 @@
-"""Validation: responses to every task of the validation sets, scored without the drift of schedules."""
+"""Validation: responses to every task of the validation sets, with reward schedules fixed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards
 
-_STEP = 0  # of rewards that follow a schedule: the same at every validation, so that figures can be compared
+_STEP = 0  # for rewards with a schedule: the same at every validation, so that scores are comparable
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Validator:
-    """Validation sets by name, and how to answer them."""
+    """Evaluates the validation sets, by name."""
 
     sets: Mapping[str, Sequence[Task]]
     rollout: GroupRollout
-    rewards: Rewards  # asked for the highest score there is, where they know
-    n: int = 1  # responses to each task, whose scores are averaged
-    seed: int | None = 0  # of sampled responses; none if left out
+    rewards: Rewards  # for the maximum score, if known
+    n: int = 1  # responses per task, whose scores are averaged
+    seed: int | None = 0  # of sampled responses; None: not seeded
 
     @property
     def greedy(self) -> GroupRollout:
-        """The same rollout with the likeliest tokens."""
+        """The same rollout with greedy decoding."""
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
     async def run(self) -> dict[str, float]:
         """val/<set>/total, /<part>, /<data source>/total, and /exact.
 
-        exact: the share of responses with the highest score, of those whose reward knows it
+        exact: the fraction of responses with the maximum score, among those whose reward defines one
         """
         metrics: dict[str, float] = {}
         for name, tasks in self.sets.items():
@@ -43,7 +43,7 @@ class Validator:
         return metrics
 
     async def _answer(self, task: Task, number: int) -> TrajectoryGroup:
-        """Sampled responses have the same seeds at every validation; greedy ones need none, and share their batches."""
+        """Sampled responses use the same seeds at every validation; greedy ones have none and can share batches."""
         first_seed = None
         if self.seed is not None and self.rollout.sampling.temperature > 0:
             first_seed = (self.seed << 40) + number * self.n
