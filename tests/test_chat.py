@@ -277,7 +277,7 @@ def test_a_class_walk_globals_import_and_include_run_no_code(template: str, said
 
 @pytest.mark.parametrize("template", ["{{ (lambda: open('MARK', 'w'))() }}", "{% if %}", "{{ 'a", "{% unknown %}"])
 def test_a_template_that_cannot_be_read_is_told_in_a_line(template: str) -> None:
-    with pytest.raises(ConfigError, match=r"chat template .* cannot be read") as raised:
+    with pytest.raises(ConfigError, match=r"chat template .* cannot be parsed") as raised:
         with_template(template).prompt_ids((QUESTION,))
     assert "\n" not in str(raised.value)
 

@@ -64,7 +64,7 @@ def test_a_command_is_the_module_with_its_words(tmp_path: Path) -> None:
     words = ["lab", "--data", "embedded:test.parquet", "--limit", "2"]
     shown = run_python(f"from verl.cli import main; main({words!r})", tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "2 rows tried, 0 with offences" in shown.stdout
+    assert "2 rows tried, 0 with violations" in shown.stdout
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,10 +34,10 @@ def made_by(main: Main, tmp_path: Path, rows: list[Any], *words: str) -> list[Ta
     return list(TaskSet(str(output)))
 
 
-def offences(name: str, tasks: Sequence[Task], **options: Any) -> list[Any]:
+def violations(name: str, tasks: Sequence[Task], **options: Any) -> list[Any]:
     reward = build_reward(name, options)
     assert isinstance(reward, LabReward)
-    return try_reward(reward, tasks).offences
+    return try_reward(reward, tasks).violations
 
 
 def test_math_in_both_forms(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_math_in_both_forms(tmp_path: Path) -> None:
     ]
     assert [[message.role for message in each.prompt] for each in tasks] == [["user"]] * 3
     assert [each.extra["id"] for each in tasks] == ["a", "7", "b"]
-    assert offences("torl", tasks) == []
+    assert violations("torl", tasks) == []
     (told, *_) = made_by(math_problems.main, tmp_path, rows, "--instruction", "Box it.")
     assert [(message.role, message.content) for message in told.prompt] == [("system", "Box it."), ("user", "1 + 1?")]
 
@@ -95,7 +95,7 @@ def test_questions_to_search_for(tmp_path: Path) -> None:
     rows = [{"id": "q", "question": "Which?", "golden_answers": ["A", "Ä"]}, {"Question": "Who?", "Answer": "B"}]
     tasks = made_by(search_qa.main, tmp_path, rows, "--data-source", "nq")
     assert [(each.prompt[0].content, each.answer) for each in tasks] == [("Which?", '["A", "Ä"]'), ("Who?", '["B"]')]
-    assert offences("search_r1", tasks, with_form=True) == []
+    assert violations("search_r1", tasks, with_form=True) == []
 
 
 def test_questions_cut_from_passages_are_labelled_so(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_tool_n1_reads_each_form(form: str, tmp_path: Path) -> None:
     assert json.loads(only.answer) == [CALL]
     assert [message.role for message in only.prompt] == ["system", "user"]
     assert '"name": "Get Weather"' in only.prompt[0].content and only.prompt[-1].content == "hi"
-    assert offences("tool_n1", [only]) == []
+    assert violations("tool_n1", [only]) == []
 
 
 def test_tool_n1_sees_what_came_before_and_only_offered_tools(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_tool_n1s_mix_has_no_query_in_common(tmp_path: Path, capsys: pytest.Capt
     assert sft | {row["prompt"][1]["content"] for row in rl} == {row["query"] for row in rows}
     assert len(sft) + len(rl) == 60 and 20 <= len(sft) <= 40
     tasks = list(TaskSet(str(tmp_path / "out.parquet")))
-    assert {task.answer for task in tasks} == {json.dumps([CALL])} and offences("tool_n1", tasks) == []
+    assert {task.answer for task in tasks} == {json.dumps([CALL])} and violations("tool_n1", tasks) == []
     assert mixed(tmp_path, rows, "--part", "0:0.5", "--seed", "1") != mixed(tmp_path, rows, "--part", "0:0.5")
     for words in (["--part", "0.5"], ["--part", "0.6:0.5"], ["--form", "no-reason", "--keep-system"]):
         with pytest.raises(SystemExit):
@@ -288,17 +288,17 @@ def test_what_is_calculated_is_what_python_prints(expression: str) -> None:
 def test_real_files(tmp_path: Path) -> None:
     out = str(tmp_path / "out.parquet")
     assert math_problems.main(["--input", str(real_data("math", "amc23.jsonl")), "--output", out]) == 0
-    assert offences("retool", TaskSet(out)) == []
+    assert violations("retool", TaskSet(out)) == []
     gsm8k = str(real_data("math", "gsm8k_train.jsonl.gz"))
     assert retool_sft.main(["--input", gsm8k, "--output", out, "--skip-bad-rows"]) == 0
     assert sum(1 for _ in read_rows(out)) > 7000
     wiki = str(real_data("search", "wiki_passages.jsonl.gz"))
     assert search_qa.main(["--input", wiki, "--output", out, "--passages"]) == 0
     tasks = TaskSet(out)
-    assert len(tasks) > 1000 and offences("otc_grpo", tasks[:200]) == []
+    assert len(tasks) > 1000 and violations("otc_grpo", tasks[:200]) == []
     glaive = str(real_data("toolcalls", "glaive_toolcall_en.json"))
     assert tool_n1.main(["--input", glaive, "--output", out, "--skip-bad-rows"]) == 0
-    assert offences("tool_n1", TaskSet(out), version="v4") == []
+    assert violations("tool_n1", TaskSet(out), version="v4") == []
 
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

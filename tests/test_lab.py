@@ -46,14 +46,14 @@ ASKED_FOR = {
 def test_gold_scores_the_maximum_and_every_spoiled_call_less(toggle: str) -> None:
     options = RllaOptions(**{toggle: True}) if toggle else RllaOptions()
     report = try_reward(RllaReward(options), [CALL_TASK, TWO_CALLS_TASK])
-    assert report.offences == []
-    assert report.tallies.keys() >= ASKED_FOR | {GOLD, "missing call", "tool_call unclosed"}
+    assert report.violations == []
+    assert report.stats.keys() >= ASKED_FOR | {GOLD, "missing call", "tool_call unclosed"}
 
 
 def test_a_call_inside_a_response_is_ToolRLs_own_hole_and_the_penalty_closes_it() -> None:  # noqa: N802
     report = try_reward(RllaReward(RllaOptions()), [RESPONSE_TASK])
-    assert [offence.response_kind for offence in report.offences] == ["call inside response"]
-    assert try_reward(RllaReward(RllaOptions(unwanted_call_penalty=0.5)), [RESPONSE_TASK]).offences == []
+    assert [violation.response_kind for violation in report.violations] == ["call inside response"]
+    assert try_reward(RllaReward(RllaOptions(unwanted_call_penalty=0.5)), [RESPONSE_TASK]).violations == []
 
 
 class Careless:
@@ -92,8 +92,8 @@ class FromStepThree(Careless):
 
 
 def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
-    offences = try_reward(Overpaying(), [CALL_TASK]).offences
-    assert [str(offence) for offence in offences] == [
+    violations = try_reward(Overpaying(), [CALL_TASK]).violations
+    assert [str(violation) for violation in violations] == [
         "call: gold scores nan, expected exactly 1",
         "call: empty scores 5, expected less than 1",
         "call: nonsense scores 5, expected less than 1",
@@ -103,8 +103,8 @@ def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
 def test_an_upside_down_range_is_found() -> None:
     """ToolRL's equal maximum under its unclamped schedule pays wrong calls more from step 300 on."""
     options = RllaOptions(correct_max_1=True, schedule_reward=True)
-    assert try_reward(RllaReward(options), [CALL_TASK], 200).offences == []
-    assert try_reward(RllaReward(options), [CALL_TASK], 400).offences
+    assert try_reward(RllaReward(options), [CALL_TASK], 200).violations == []
+    assert try_reward(RllaReward(options), [CALL_TASK], 400).violations
 
 
 def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.Ca
     assert main(["--data", path, "--reward", "tests.test_lab:Careless", "--show", "1"]) == 1
     said = capsys.readouterr().out
     assert "t.jsonl#0: nonsense scores 1, expected less than 1" in said and "and 1 more" in said
-    assert "2 rows tried, 2 with offences" in said
+    assert "2 rows tried, 2 with violations" in said
     assert main(["--data", path, "--reward", f"{__file__}:Careless", "--limit", "1"]) == 1
-    assert "1 rows tried, 1 with offences" in capsys.readouterr().out
+    assert "1 rows tried, 1 with violations" in capsys.readouterr().out
 
 
 def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
@@ -137,7 +137,7 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
     assert reward.score(as_trajectory(CALL_TASK, "four"), CALL_TASK, 0) == Score(4.0, {"score": 4.0})
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
     assert main(["--data", path, "--reward", "tests.test_lab:count_letters"]) == 2
-    assert "brings no maximum(), gold() and mutations()" in capsys.readouterr().out
+    assert "does not define maximum(), gold() and mutations()" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -190,5 +190,5 @@ def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.Cap
     """Row 9 calls a tool by half its name; the nine response rows let a call hide in the response."""
     assert main(["--data", str(real_data("toolrl", "rlla_test.parquet"))]) == 1
     said = capsys.readouterr().out
-    assert "80 rows tried, 9 with offences; 0 rows unusable, 1 call unlisted tools" in said
+    assert "80 rows tried, 9 with violations; 0 rows unusable, 1 call unlisted tools" in said
     assert said.count("call inside response scores 1, expected less than 1") == 9

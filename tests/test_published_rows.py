@@ -20,7 +20,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.data import math_problems, retool_sft, search_qa
-from tests.test_data_scripts import SOLUTION, offences
+from tests.test_data_scripts import SOLUTION, violations
 from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
 from verl.config.load import load_config
@@ -82,7 +82,7 @@ def test_search_r1s_parquet_trains_as_it_is(search_r1: Path) -> None:
     assert str(tasks.report) == "train.parquet: 2 rows, 2 used, 0 dropped"
     assert [accepted_answers(task.answer) for task in tasks] == list(QUESTIONS.values())
     for with_form in (False, True):
-        assert offences("search_r1", list(tasks), with_form=with_form) == []
+        assert violations("search_r1", list(tasks), with_form=with_form) == []
     reward = build_reward("search_r1")
     task = tasks[1]
     scores = [reward.score(episode(task, f"<answer> {said} </answer>"), task, 0).total for said in ("a", "B", "C")]
@@ -144,7 +144,7 @@ def test_open_reasoner_zeros_file_becomes_tasks(tmp_path: Path) -> None:
         ((Message("user", asked["value"]),), known["ground_truth"]["value"], "orz")  # type: ignore[index,call-overload]
         for asked, known in ORZ
     ]
-    assert offences("zerotir", tasks) == []
+    assert violations("zerotir", tasks) == []
 
 
 @pytest.mark.parametrize("spoiled", [[ORZ[0][0]], [*ORZ[0], *ORZ[0]], [ORZ[0][0], {"from": "assistant"}]])
@@ -163,7 +163,7 @@ def test_deepmaths_parquet_becomes_tasks(tmp_path: Path) -> None:
     assert math_problems.main(["--input", str(source), "--output", str(output)]) == 0
     (task,) = TaskSet(str(output))
     assert (task.prompt, task.answer) == ((Message("user", DEEPMATH["question"]),), "0")  # type: ignore[arg-type]
-    assert offences("zerotir", [task]) == []
+    assert violations("zerotir", [task]) == []
 
 
 def test_problems_of_a_csv_file_become_tasks(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from verl.utils.reward_score.base import REWARDS, GroupReward, written
 from verl.utils.reward_score.lab import try_reward
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
 from verl.utils.reward_score.otc import fit, frugality, question_key
-from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalised
+from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalized
 from verl.utils.reward_score.tool_n1 import last_block, read_calls
 from verl.utils.reward_score.zerotir import format_penalty
 
@@ -267,7 +267,7 @@ def test_tool_n1_without_calls() -> None:
     assert total("tool_n1", episode(nothing, "<think>t</think><tool_call>[]</tool_call>")) == 1.0
     assert total("tool_n1", episode(nothing, "<think>t</think> Hello.")) == 0.0
     assert total("tool_n1", episode(nothing, "<think>t</think> Hello."), version="llama") == 1.0
-    with pytest.raises(DataError, match=r"t#0.*gold calls cannot be read"):
+    with pytest.raises(DataError, match=r"t#0.*gold calls cannot be parsed"):
         total("tool_n1", episode(task("f(1)"), "hi"))
     with pytest.raises(ConfigError, match="known: llama, v0"):
         build_reward("tool_n1", {"version": "v9"})
@@ -298,7 +298,7 @@ def test_an_answer_without_targets_is_a_fault_rather_than_always_wrong(reward: s
 
 
 def test_squad_normalisation() -> None:
-    assert normalised("  The  Quick, (brown) fox's a  tail!") == "quick brown foxs tail"
+    assert normalized("  The  Quick, (brown) fox's a  tail!") == "quick brown foxs tail"
     assert accepted_answers('["a", "b"]') == ["a", "b"]
     assert accepted_answers("[1999, 2.5]") == ["1999", "2.5"] and accepted_answers("[x") == ["[x"]
     assert accepted_answers('{"target": [1999, "two"]}') == ["1999", "two"]
@@ -421,14 +421,14 @@ def test_the_lab_has_nothing_to_say(name: str, options: dict[str, Any], golds: l
     reward = build_reward(name, options)
     assert isinstance(reward, LabReward)
     report = try_reward(reward, [task(gold) for gold in golds])
-    assert report.offences == [] and len(report.tallies) > 5
+    assert report.violations == [] and len(report.stats) > 5
 
 
 def test_the_lab_on_published_problems() -> None:
     with gzip.open(real_data("math", "math_train.jsonl.gz"), "rt") as lines:
         tasks = [task(json.loads(line)["answer"]) for _, line in zip(range(60), lines, strict=False)]
     reward = build_reward("zerotir")
-    assert isinstance(reward, LabReward) and try_reward(reward, tasks).offences == []
+    assert isinstance(reward, LabReward) and try_reward(reward, tasks).violations == []
 
 
 def test_every_known_reward_can_be_made() -> None:

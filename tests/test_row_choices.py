@@ -145,7 +145,7 @@ def test_the_lab_tries_the_reward_of_each_row(tmp_path: Path, capsys: pytest.Cap
     assert "2 rows tried" in capsys.readouterr().out
     path = write(tmp_path / "rows.jsonl", row(reward="zerotir"), row(reward=mine))
     assert lab.main(["--data", path, "--reward", "zerotir"]) == 2
-    assert f"rows.jsonl#1: reward {mine!r} brings no maximum()" in capsys.readouterr().out.replace("\n", "")
+    assert f"rows.jsonl#1: reward {mine!r} does not define maximum()" in capsys.readouterr().out.replace("\n", "")
     tasks = [task(reward=mine)]
     assert check_reward(build_rewards("zerotir"), tasks) == "has no golden responses to try"
 

@@ -1,12 +1,11 @@
-"""API-Bank's rule as ToolRL runs it (arXiv 2504.13958): is the gold call among those that the response makes?
+"""API-Bank's rule as in ToolRL (arXiv 2504.13958): is the gold call among the response's calls?
 
     soft     any call of the response equals the gold call: the same name, and parameters equal by Python's `==`
     strict   the response makes exactly one call, and it equals the gold call
 
-A response's calls are those that the format read. Where it could read none, `soft` looks at the lines of ToolRL's
-block one
-by one: what is no JSON object is passed over, and one without name or parameters is taken, as ToolRL takes it, for the
-parameters of the gold call.
+The calls are those parsed by the tool-call format. If it found none, `soft` checks the lines of ToolRL's block: lines
+that are not JSON objects are skipped, and, as in ToolRL, an object without name or parameters is read as the parameters
+of the gold call.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _read_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _calls_of_lines(response: str, gold_name: str) -> Iterator[dict[str, Any]]:
-    """Calls of the first ToolRL block behind the thought, one a line."""
+    """Calls of the first ToolRL block after the thought, one per line."""
     for line in (call_text(response.rpartition(THINK_END)[2]) or "").split("\n"):
         try:
             call = json.loads(line)

@@ -1,18 +1,18 @@
-"""ARTIST's composite rewards (arXiv 2505.01441). No code is public and accounts of the constants differ, so all of
-them are options; the defaults are those on which most accounts agree.
+"""ARTIST's composite rewards (arXiv 2505.01441). No code is public and sources differ on the constants, so all of them
+are options; the defaults are the most common values.
 
 Mathematics: answer + format + execution
-    answer       2 where it is right
-    format       up to 0.5: a half for the tags (share of think and answer that are opened and closed), a half for the
+    answer       2 if it is right
+    format       up to 0.5: half for the tags (share of think and answer that are opened and closed), half for the
                  strict order thought, code, output, .. , thought, answer
-    execution    successful calls / calls; `no_calls` where there were none
+    execution    successful calls / calls; `no_calls` without any call
 
 Function calls: state + functions + format
-    state        0.5 * share of state variables that end as they should
-    functions    0.5 * share of the gold calls that were made; the environment tells both, in its score's parts
+    state        0.5 * share of state variables with the right final value
+    functions    0.5 * share of the gold calls that were made; the environment reports both in its score's parts
     format       up to 0.5: share of turns that begin with a closed thought
 
-There is no lab for these: the maximum takes an episode with calls that succeed, which no text is.
+The reward lab does not support these: the maximum requires an episode with successful calls, not just a text.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def _share_of_tags(response: str) -> float:
 
 @dataclass(frozen=True)
 class ArtistMathReward:
-    """Options: the weights of the three parts, what an episode without calls gets of the third, the tags."""
+    """Options: the weights of the three parts, the third part of an episode without calls, the tags."""
 
     answer: float = 2.0
     format: float = 0.5
     execution: float = 1.0
-    no_calls: float = 0.0  # contested: with 0 a right answer without code is worth less than one with it
+    no_calls: float = 0.0  # sources differ: with 0, a right answer without code scores less than one with code
     code_tag: str = "python"
     output_tag: str = "output"
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         response = written(trajectory)
         found = last_answer(response)
-        said = found and (last_box(found) or found)
+        answer = found and (last_box(found) or found)
         ordered = follows_cycle(trajectory, self.code_tag, self.output_tag)
         uses = trajectory.tool_uses
         succeeded = sum(use.status is ToolStatus.SUCCESS for use in uses)
         parts = {
-            "answer": self.answer * bool(said and same_answer(said, task.answer)),
+            "answer": self.answer * bool(answer and same_answer(answer, task.answer)),
             "format": self.format * (0.5 * _share_of_tags(response) + 0.5 * ordered),
             "execution": self.execution * (succeeded / len(uses) if uses else self.no_calls),
         }
@@ -66,15 +66,15 @@ class ArtistToolsReward:
     format: float = 0.5
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """Raises ConfigError for an environment that does not judge, or not in these parts."""
+        """Raises ConfigError if the environment does not judge, or not with these parts."""
         judged = {} if trajectory.score is None else trajectory.score.parts
         if not {"state", "functions"} <= judged.keys():
             raise ConfigError('reward artist_tools needs an environment whose score has parts "state" and "functions"')
-        said = [turn.message.content.lstrip() for turn in trajectory.turns]
-        thinking = sum(text.startswith("<think>") and "</think>" in text for text in said)
+        texts = [turn.message.content.lstrip() for turn in trajectory.turns]
+        thinking = sum(text.startswith("<think>") and "</think>" in text for text in texts)
         parts = {
             "state": self.state * judged["state"],
             "functions": self.functions * judged["functions"],
-            "format": self.format * thinking / max(1, len(said)),
+            "format": self.format * thinking / max(1, len(texts)),
         }
         return Score(sum(parts.values()), parts)

@@ -1,4 +1,4 @@
-"""What a reward is: the protocol, and how a name or a plain function becomes one."""
+"""The reward protocols, reward shaping per group, and how a name or a plain function becomes a reward."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Reward, Protocol):
-    """A reward that judges the rollouts of a prompt against each other, and may remember what it saw of the prompt."""
+    """A reward with reward shaping: compares the rollouts of a prompt, and may keep state per prompt."""
 
     def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
-        """([G] the rewards to train on, the new state). Pure: `state` is left as it was.
+        """Reward shaping: ([G] rewards to train on, new state). Pure: `state` is not modified.
 
-        The state is plain JSON, empty in a new run and kept in checkpoints. Validation is not shaped.
+        The state is plain JSON, empty in a new run and saved in checkpoints. Validation uses unshaped rewards.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A named way of spoiling a good response, which a sound reward must score below the maximum."""
+    """A named corruption of a good response, which a sound reward must score below the maximum."""
 
     name: str
     text: str
 
 
-def as_mutations(spoiled: Mapping[str, str]) -> list[Mutation]:
-    """Spoiled responses by name, as mutations."""
-    return [Mutation(name, text) for name, text in spoiled.items()]
+def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
+    """Corrupted responses by name, as mutations."""
+    return [Mutation(name, text) for name, text in corrupted.items()]
 
 
 @runtime_checkable
 class LabReward(Reward, Protocol):
-    """A reward that can be proven on data before it is trained on (`python -m verl.utils.reward_score.lab`)."""
+    """A reward that can be checked on data before training (`python -m verl.utils.reward_score.lab`)."""
 
     def maximum(self, task: Task, step: int) -> float:
-        """The highest total any response to this task can get at this step."""
+        """The highest possible total for this task at this step."""
 
     def gold(self, task: Task, step: int) -> str:
         """A response that deserves the maximum."""
@@ -75,7 +75,7 @@ class LabReward(Reward, Protocol):
 
 
 def written(trajectory: Trajectory, observed: str = "\n") -> str:
-    """All that the policy wrote, with `observed` in place of every observation."""
+    """The text of all assistant turns, with `observed` in place of every observation."""
     return "".join(turn.message.content + (observed if turn.responses else "") for turn in trajectory.turns)
 
 
@@ -105,7 +105,7 @@ class FunctionReward:
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward called `name`: a known one, a class `module:Class` (built with `options`), or a plain function.
+    """The reward named `name`: a built-in one, a class `module:Class` (built with `options`), or a plain function.
 
     Raises ConfigError for an unknown name, an unknown option or a value of the wrong type.
     """

@@ -1,14 +1,14 @@
-"""BFCL's verdict on the calls of one response: is each among those that the key accepts?
+"""BFCL's check of the calls of one response: is each call among those that the answer key accepts?
 
 The key (Task.answer) is the package's ground truth as JSON: [{name: {parameter: [accepted values]}}, ..], where ""
-among the values says that the parameter may be left out. [] is the key of a row on which no call is right, "any" that
-of a row on which every call is. What functions take stands in Task.extra["tools"], in the words of JSON Schema.
+among the values means that the parameter is optional. [] is the key of a row on which no call is right, "any" that of a
+row on which every call is. Task.extra["tools"] has the functions' parameters as JSON Schema.
 
-Calls and key are paired without order: each entry takes the first call that is left and fits. Texts are equal without
-case, blanks and ,./-_*^; a whole number does for a float; a value may have the type of the key's first value instead
-of the documented one, and must then be equal. Names keep their dots: BFCL takes underscores for them from models whose
-interface forbids dots alone, and no format here does. The verdicts equal those of `ast_checker` in bfcl-eval 2026.3.23,
-oddities included ([] and "" do where a parameter may be left out).
+Calls and key are paired in any order: each entry takes the first unused call that fits. Texts are compared without
+case, blanks and ,./-_*^; an integer is accepted for a float; a value may have the type of the key's first value instead
+of the documented one, and must then be equal. Names keep their dots: BFCL accepts underscores instead only for models
+whose interface forbids dots, and no format here does. Results equal those of `ast_checker` in bfcl-eval 2026.3.23,
+including its oddities ([] and "" are accepted for optional parameters).
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _HUGE = 10**308  # no float is larger
 
 
 class Passed(IntEnum):
-    """What of a call is right: this, and all that comes before it."""
+    """The last check that a call passes; the checks are ordered."""
 
     NOTHING = 0
     NAMES = 1
-    PARAMETERS = 2  # none is missing, none invented
+    PARAMETERS = 2  # none missing, none invented
     TYPES = 3
     VALUES = 4
 
 
 class BfclReward:
-    """1 if all calls are right, else 0. Score.parts: correct, count, and the stages of `Passed` (1 if all got there).
+    """1 if all calls are right, else 0. Score.parts: correct, count, and the stages of `Passed` (1 if all pass it).
 
-    It reads the calls that the format found, so an episode needs one; a text alone is judged as a response without
-    calls.
+    It scores the calls parsed by the tool-call format, which an episode therefore needs; a plain text is scored as a
+    response without calls.
     """
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """Judges the calls of the last turn. Raises DataError that names the task if its key cannot be read."""
+        """Scores the calls of the last turn. Raises DataError, naming the task, if its key cannot be parsed."""
         calls = trajectory.turns[-1].message.tool_calls if trajectory.turns else ()
         key = read_key(task)
         if key == ANY_CALL:
@@ -74,14 +74,14 @@ def read_key(task: Task) -> Any:
         known = {tool["name"] for tool in task.extra["tools"]}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         expected = '[{name: {parameter: [values]}}, ..] or "any", and extra["tools"]'
-        raise DataError(f"no key of BFCL ({error!r})", expected, file=task.id, field="answer") from error
+        raise DataError(f"not a BFCL key ({error!r})", expected, file=task.id, field="answer") from error
     if strange := [name for name, _ in pairs if name not in known]:
         raise DataError(f"the key calls {strange[0]!r}", f"one of {sorted(known)}", file=task.id, field="answer")
     return pairs
 
 
 def _passed(calls: Sequence[ToolCall], key: Any, tools: Mapping[str, Any]) -> list[Passed]:
-    """How far the best call for each entry of the key gets; those that are right are used up."""
+    """The last check passed by the best call for each entry of the key; a right call is used only once."""
     left = list(calls)
     found = []
     for name, accepted in key:
@@ -106,7 +106,7 @@ def _judge(call: ToolCall, name: str, accepted: Mapping[str, Any], schema: Mappi
 
 
 class _Value:
-    """An argument beside what is accepted for it."""
+    """An argument with its accepted values."""
 
     def __init__(self, value: Any, accepted: Sequence[Any], schema: Mapping[str, Any]) -> None:
         self._kind, self._accepted = _type_of(schema), accepted
@@ -115,7 +115,7 @@ class _Value:
         self._value: Any = float(value) if whole else value
 
     def type_fits(self) -> bool:
-        """The documented type, or that of the key. Of a list every item, too, but no deeper."""
+        """Whether it has the documented type or that of the key. For lists, items are checked, too, but no deeper."""
         if self._inner is None or not isinstance(self._value, list):
             return _fits(self._value, self._kind, self._accepted)
         return any(
@@ -124,7 +124,7 @@ class _Value:
         )
 
     def is_accepted(self) -> bool:
-        """Whether a value whose type fits is one of the accepted ones."""
+        """Whether a value of the right type is one of the accepted ones."""
         value, accepted = self._value, self._accepted
         if _key_type(accepted) not in (None, self._kind):
             return value in accepted
@@ -138,7 +138,7 @@ class _Value:
 
 
 def _type_of(schema: Mapping[str, Any]) -> type:
-    """The Python type of a schema's values; what may be anything is a text, as in BFCL."""
+    """The Python type of a schema's values; a schema without a type is a text, as in BFCL."""
     return _TYPES[schema["type"]] if "type" in schema else str
 
 
@@ -147,12 +147,12 @@ def _fits(value: Any, kind: type, accepted: Sequence[Any]) -> bool:
 
 
 def _key_type(accepted: Sequence[Any]) -> type | None:
-    """The type of the first accepted value; None where there is none."""
+    """The type of the first accepted value; None if there is none."""
     return next((type(option) for option in accepted if option != ""), None)
 
 
 def _dict_fits(value: Mapping[str, Any], accepted: Mapping[str, Any]) -> bool:
-    """As with parameters: no key that is not accepted, none left out that may not be. Deeper values must be equal."""
+    """As for parameters: no unknown key, no required key missing. Deeper values must be equal."""
     known = all(
         key in accepted and _standard(each) in [_standard(option) for option in accepted[key]]
         for key, each in value.items()
@@ -161,7 +161,7 @@ def _dict_fits(value: Mapping[str, Any], accepted: Mapping[str, Any]) -> bool:
 
 
 def _dicts_fit(values: Sequence[Any], accepted: Sequence[Any]) -> bool:
-    """In this order."""
+    """Whether the dicts fit pairwise, in this order."""
     return len(values) == len(accepted) and all(
         isinstance(value, dict) and isinstance(option, dict) and _dict_fits(value, option)
         for value, option in zip(values, accepted, strict=True)
@@ -169,10 +169,10 @@ def _dicts_fit(values: Sequence[Any], accepted: Sequence[Any]) -> bool:
 
 
 def _read(option: Any) -> Any:
-    """The list with its texts as they are compared; "", for a parameter that may be left out, is read as []."""
+    """The list with standardized texts; "", for an optional parameter, is read as []."""
     return [_standard(each) for each in option] if isinstance(option, list | str) else option
 
 
 def _standard(value: Any) -> Any:
-    """A text as it is compared; other values as they are."""
+    """A text standardized for comparison; other values unchanged."""
     return _UNREAD.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The environment's own verdict as the reward: for environments that compare states, where no text tells."""
+"""The environment's own verdict as the reward, e.g. for environments that compare final states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from verl.types import Score, Task, Trajectory
 
 
 class EnvReward:
-    """The environment's verdict at the end (`judge`). Raises ConfigError for an environment that does not judge."""
+    """The environment's final verdict (`judge`). Raises ConfigError if the environment does not judge."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:

@@ -1,12 +1,11 @@
-"""The reward lab: prove a reward on your own data before spending a GPU hour on it.
+"""The reward lab: check a reward on your own data before spending a GPU hour on it.
 
     python -m verl.utils.reward_score.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
 
 For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
-Rows
-that cannot be used, or whose gold calls a tool that the prompt does not list, offend too. A row that names a reward of
-its own is tried with that. Prints a table per mutation and the offending rows; exits with 1 if there are any, with 2 if
-the data or the reward cannot be used at all.
+Unusable rows, and rows whose gold calls a tool that the prompt does not list, are reported too. A row that names its
+own reward is checked with that one. Prints statistics per mutation and the violations; the exit code is 1 if there are
+any, 2 if the data or the reward is unusable.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A row on which the reward breaks its promise."""
+    """A row on which the reward fails the check."""
 
     task_id: str
     response_kind: str  # GOLD or the name of a mutation
@@ -52,7 +51,7 @@ class Violation:
 
 @dataclass
 class Stats:
-    """Running figures of one kind of response."""
+    """Running score statistics of one kind of response."""
 
     responses: int = 0
     total: float = 0.0
@@ -69,10 +68,10 @@ class Stats:
 
 @dataclass
 class LabReport:
-    """What the lab saw, by kind of response."""
+    """Results of the lab, by kind of response."""
 
-    tallies: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
-    offences: list[Violation] = field(default_factory=list)
+    stats: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
+    violations: list[Violation] = field(default_factory=list)
 
 
 def as_trajectory(task: Task, response: str) -> Trajectory:
@@ -88,13 +87,13 @@ def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabRe
 
 
 def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """The same with the reward that each task names. Raises ConfigError for one that has nothing to try."""
+    """Like `try_reward`, with the reward of each task. Raises ConfigError for a reward without lab methods."""
     report = LabReport()
     for task in tasks:
         reward = rewards.of(task)
         if not isinstance(reward, LabReward):
             raise ConfigError(
-                f"{task.id}: reward {task.reward or rewards.name!r} brings no maximum(), gold() and mutations() to try"
+                f"{task.id}: reward {task.reward or rewards.name!r} does not define maximum(), gold() and mutations()"
             )
         try:
             maximum = float(reward.maximum(task, step))
@@ -106,37 +105,37 @@ def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabRe
         except Exception as error:
             raise ConfigError(f"the reward fails on {task.id} ({type(error).__name__}: {error})") from error
         for (kind, _), score in zip(responses, scores, strict=True):
-            report.tallies[kind].add(score, maximum)
-            # written so that a score that is no number offends
-            kept = math.isclose(score, maximum, abs_tol=_TOLERANCE) if kind == GOLD else score < maximum - _TOLERANCE
-            if not kept:
-                report.offences.append(Violation(task.id, kind, score, maximum))
+            report.stats[kind].add(score, maximum)
+            # a NaN score fails both comparisons
+            passed = math.isclose(score, maximum, abs_tol=_TOLERANCE) if kind == GOLD else score < maximum - _TOLERANCE
+            if not passed:
+                report.violations.append(Violation(task.id, kind, score, maximum))
     return report
 
 
 def _table(report: LabReport) -> Table:
-    offending = {offence.response_kind for offence in report.offences}
+    failed = {violation.response_kind for violation in report.violations}
     table = Table(title="Reward lab")
-    for column in ("reply", "replies", "mean", "min", "max", "at maximum"):
-        table.add_column(column, justify="left" if column == "reply" else "right")
-    for kind, tally in report.tallies.items():
-        figures = [f"{figure:.3f}" for figure in (tally.total / tally.responses, tally.low, tally.high)]
-        share = f"{tally.at_maximum / tally.responses:.1%}"
-        style = "red" if kind in offending else None
-        table.add_row(escape(kind), str(tally.responses), *figures, share, style=style)
+    for column in ("response", "count", "mean", "min", "max", "at maximum"):
+        table.add_column(column, justify="left" if column == "response" else "right")
+    for kind, stats in report.stats.items():
+        scores = [f"{score:.3f}" for score in (stats.total / stats.responses, stats.low, stats.high)]
+        share = f"{stats.at_maximum / stats.responses:.1%}"
+        style = "red" if kind in failed else None
+        table.add_row(escape(kind), str(stats.responses), *scores, share, style=style)
     return table
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m verl.utils.reward_score.lab", description="Prove a reward on data."
+        prog="python -m verl.utils.reward_score.lab", description="Check a reward on data."
     )
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
-    parser.add_argument("--reward", default="rlla", help="a known reward, or module:attribute, or file.py:attribute")
+    parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--limit", type=_count, help="try the first N usable rows only")
+    parser.add_argument("--limit", type=_count, help="check only the first N usable rows")
     parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
-    parser.add_argument("--show", type=_count, default=20, help="how many offending and unusable rows to list")
+    parser.add_argument("--show", type=_count, default=20, help="number of violations and unusable rows to list")
     return parser.parse_args(argv)
 
 
@@ -160,17 +159,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console.print(_table(report))
     unusable, unlisted = tasks.report.bad, tasks.report.unlisted
-    _list("unusable: ", unusable, arguments.show, console)
-    _list("unlisted tool: ", unlisted, arguments.show, console)
-    _list("", report.offences, arguments.show, console)
-    rows = len({offence.task_id for offence in report.offences})
+    _print_rows("unusable: ", unusable, arguments.show, console)
+    _print_rows("unlisted tool: ", unlisted, arguments.show, console)
+    _print_rows("", report.violations, arguments.show, console)
+    rows = len({violation.task_id for violation in report.violations})
     console.print(
-        f"{count} rows tried, {rows} with offences; {len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
+        f"{count} rows tried, {rows} with violations; {len(unusable)} rows unusable, "
+        f"{len(unlisted)} call unlisted tools"
     )
-    return 1 if report.offences or unusable or unlisted else 0
+    return 1 if report.violations or unusable or unlisted else 0
 
 
-def _list(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
+def _print_rows(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
     for item in items[:show]:
         console.print(escape(f"{prefix}{item}"), highlight=False)
     if len(items) > show:

@@ -1,12 +1,12 @@
-"""How far predicted calls agree with gold calls: ToolRL's fine, refined and intermediate counts.
+"""Matching of predicted calls to gold calls: ToolRL's fine, refined and intermediate scores.
 
-A pair of calls with the same name earns a similarity in [0, 1 + number of gold parameters]: the Jaccard index of the
+A pair of calls with the same name has a similarity in [0, 1 + number of gold parameters]: the Jaccard index of the
 parameter names plus one point per gold parameter with an equal value (Python's `==`: 1 equals 1.0 and True, not "1").
 Pairs are chosen greedily in gold order, as ToolRL's code does, or optimally, as its paper describes (arXiv 2504.13958,
 section 3.3: maximum over assignments).
 
 A prediction is any JSON value, so every function here raises TypeError, KeyError or AttributeError on a call that is
-not {"name": .., "parameters": {..}}; the caller turns that into the lowest score.
+not {"name": .., "parameters": {..}}; the caller converts that to the lowest score.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def multiset_jaccard(gold: Sequence[Hashable], predicted: Sequence[Hashable]) ->
 
 
 def set_jaccard(gold: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
-    """The same for lists without repeats, such as the keys of an object; several times faster."""
+    """Like `multiset_jaccard`, for lists without repeats, such as the keys of an object; several times faster."""
     shared = len(set(gold).intersection(predicted))
     union = len(gold) + len(predicted) - shared
     return shared / union if union else 1.0
@@ -43,7 +43,7 @@ def all_in_order(gold: Sequence[Hashable], predicted: Sequence[Hashable]) -> flo
 
 
 def all_in_any_order(gold: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
-    """1.0 if the lists hold the same items (ToolRL's refined reward as the paper states it)."""
+    """1.0 if the lists have the same items (ToolRL's refined reward as in the paper)."""
     return 1.0 if gold == predicted or Counter(gold) == Counter(predicted) else 0.0
 
 
@@ -64,9 +64,9 @@ def whole_call_similarity(gold: Call, predicted: Any) -> float:
 
 
 def greedy_points(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> float:
-    """Points when each gold call, in order, takes the unused prediction of its name that fits best.
+    """Points if each gold call, in order, takes the most similar unused prediction of the same name.
 
-    The first of equals is taken; a prediction that earns nothing is left to the next gold call.
+    Ties go to the first; a prediction with zero similarity stays available for the next gold call.
     """
     by_name = _indices_by_name(predicted, {call["name"] for call in gold})
     points = 0.0

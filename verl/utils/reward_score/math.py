@@ -1,10 +1,10 @@
-r"""Whether the answer in the last `\boxed{}` of a response equals the gold one, by math-verify.
+r"""Math reward: checks with math-verify whether the answer in the last `\boxed{}` equals the gold answer.
 
-A few pairs of harmless texts keep sympy busy for ever (log 2 / (log 2 - log 3) and a wrong integer, say), and so do
-deep nesting and large numbers. What is not shown equal in a fixed time counts as wrong. The time is of the processor,
-so that no verdict depends on what else the machine does. The timer works in the main thread of a process alone, which
-is where scoring runs (verl/rollout/scoring.py); the little that it cannot interrupt, such as a power tower of decimals,
-ends at that process's own deadline.
+A few harmless-looking pairs make sympy run forever (e.g. log 2 / (log 2 - log 3) and a wrong integer), and so do deep
+nesting and large numbers. An answer not proven equal within a fixed time counts as wrong. The limit is CPU time, so
+that results do not depend on the machine's load. The timer works only in the main thread, where scoring runs
+(verl/rollout/scoring.py); the few computations it cannot interrupt, such as a power tower of decimals, end at the
+scoring process's own deadline.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from verl.utils.reward_score.base import Mutation, as_mutations, written
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _LONGEST_ANSWER = 300  # characters
 _DEEPEST_ANSWER = 20  # brackets in brackets
-_ANSWER_S = 0.8  # of processor time, for an answer
-_GOLD_S = 10.0  # to read a gold answer, once
-_AGAIN_S = 0.1  # the timer repeats, for code that swallows what interrupts it
+_ANSWER_S = 0.8  # CPU time per answer
+_GOLD_S = 10.0  # CPU time to parse a gold answer, once
+_AGAIN_S = 0.1  # timer interval after the first signal, for code that swallows the exception
 _WARM_UP = (r"\frac{\sqrt{2}}{3}", "(-1, 2]", r"x^2 + \pi", r"\{1, 2\}")
 
 
 def last_box(response: str) -> str | None:
-    r"""The inside of the `\boxed{}` that closes last, braces in it balanced; None where none does. One linear pass."""
-    open_braces: list[int | None] = []  # where the inside of a box begins; None for any other brace
+    r"""Content of the last closed `\boxed{}`, with balanced braces; None if there is none. One linear pass."""
+    open_braces: list[int | None] = []  # start of a box's content; None for any other brace
     found = None
     for match in _BRACES.finditer(response):
         brace = match.group()
@@ -48,16 +48,16 @@ def last_box(response: str) -> str | None:
 
 
 def math_correct(response: str, gold: str) -> bool:
-    r"""Whether the last box of the response holds the gold answer; several values match in any order.
+    r"""Whether the last box of the response contains the gold answer; several values match in any order.
 
-    Raises ConfigError where math-verify is not installed.
+    Raises ConfigError if math-verify is not installed.
     """
     answer = last_box(response)
     return answer is not None and same_answer(answer, gold)
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether two texts, LaTeX or plain, stand for the same number, expression, set, or list of such."""
+    """Whether two texts, LaTeX or plain, denote the same number, expression, set, or list of these."""
     answer, gold = _bare(answer), _bare(gold)
     if answer == gold:
         return bool(gold)
@@ -75,16 +75,16 @@ def same_answer(answer: str, gold: str) -> bool:
 
 
 class _OutOfTimeError(BaseException):
-    """No Exception, or what interprets answers would take it for an error of its own."""
+    """A BaseException, because the answer parser catches every Exception."""
 
 
 def _time_limit(seconds: float) -> AbstractContextManager[None]:
-    """Raises _OutOfTimeError in the block after so much processor time of this process; in the main thread alone."""
+    """Raises _OutOfTimeError in the block after this CPU time of the process; only in the main thread."""
     return raising_after(seconds, _OutOfTimeError, PROCESSOR, _AGAIN_S)
 
 
 def _depth(text: str) -> int:
-    """Of brackets of any kind, closed or not."""
+    """Maximum nesting depth of brackets of any kind, closed or not."""
     deepest = depth = 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -93,7 +93,7 @@ def _depth(text: str) -> int:
 
 
 def _bare(text: str) -> str:
-    """Without a full stop, dollar signs around all of it, and a per cent sign: math-verify reads none in a box."""
+    """Strips a full stop, enclosing dollar signs and a percent sign, which math-verify does not parse in a box."""
     text = text.strip().removesuffix(".")
     if text.count("$") == 2 and text[0] == text[-1] == "$":
         text = text[1:-1].rstrip()
@@ -112,7 +112,7 @@ def _same_lists(answers: list[str], golds: list[str]) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """The text cut at commas outside all brackets: "221,$8$" holds "221" and "8"."""
+    """The text split at commas outside all brackets: "221,$8$" gives "221" and "8"."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -127,7 +127,7 @@ def _equal(answer: str, gold: str) -> bool:
     return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
 
 
-@lru_cache(maxsize=4096)  # a gold answer meets the responses of its whole group
+@lru_cache(maxsize=4096)  # a gold answer is compared with all responses of its group
 def _parsed(text: str) -> Any:
     parse, _ = _math_verify()
     return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
@@ -138,9 +138,9 @@ def _math_verify() -> tuple[Any, Any]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ConfigError(f"rewards of math need math-verify ({error}): pip install math-verify") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every deadline, missed or missing
-    for text in _WARM_UP:  # the first texts of a process take seconds, which are no answer's
+        raise ConfigError(f"math rewards need math-verify ({error}): pip install math-verify") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call without its own timeout
+    for text in _WARM_UP:  # the first calls in a process take seconds, which must not count against an answer
         verify(
             parse(f"\\boxed{{{text}}}", parsing_timeout=None), parse("$1$", parsing_timeout=None), timeout_seconds=None
         )
@@ -148,12 +148,12 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def boxed(answer: str) -> str:
-    """A response that ends in the answer."""
+    """A response that ends with the boxed answer."""
     return f"So the answer is \\boxed{{{answer}}}."
 
 
 def corrupted_boxes(answer: str) -> dict[str, str]:
-    """`boxed(answer)` spoiled in every way that costs the answer, by name."""
+    """All corruptions of `boxed(answer)` that must lose the reward, by name."""
     wrong = "-987654321"
     return {
         "empty text": "",
@@ -167,7 +167,7 @@ def corrupted_boxes(answer: str) -> dict[str, str]:
 
 
 class BoxLab:
-    """What the reward lab asks of rewards that give 1 to a response with the right box, and less to any other."""
+    """Reward-lab methods of rewards that give 1 to a response with the right box, and less to any other."""
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
@@ -181,7 +181,7 @@ class BoxLab:
 
 @dataclass(frozen=True)
 class MathReward(BoxLab):
-    """1 where the last box of all that the policy wrote holds the right answer, else 0."""
+    """1 if the last box in the policy's text contains the right answer, else 0."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         correct = float(math_correct(written(trajectory), task.answer))

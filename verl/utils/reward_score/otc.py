@@ -1,8 +1,8 @@
-"""OTC-PO's rewards (arXiv 2504.14870): a right answer is worth more the fewer tool calls it took.
+"""OTC-PO's rewards (arXiv 2504.14870), reward shaping by tool use: a right answer with fewer tool calls scores more.
 
-m: calls of a trajectory; n: the fewest calls of any right trajectory to the question so far; c: smoothing, the most
-calls that the task allows; a: scale; r_phi: correctness in {0, 1} (with -1 for wrong answers the product would reward
-them for many calls), and `format` points more for good form where that is asked for.
+m: calls of a trajectory; n: minimum calls of any right trajectory for the question so far; c: smoothing, the maximum
+number of calls; a: scale; r_phi: correctness in {0, 1} (with -1 for wrong answers the product would reward them for
+many calls), plus optional `format` points.
 
     R = a * r_tool * r_phi
     OTC-PPO    r_tool = cos(m pi / (2 m + c))
@@ -24,35 +24,34 @@ from verl.utils.reward_score.base import Mutation, as_mutations, written
 from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
 from verl.utils.reward_score.search_r1 import (
     answer_response,
+    corrupted_answers,
     episode_text,
     exact_match,
     follows_cycle,
-    spoiled_answers,
 )
 
 
 def frugality(calls: int, smoothing: float) -> float:
-    """OTC-PPO's r_tool: 1 without calls, falling towards 0; faster with a smaller `smoothing` (c > 0)."""
+    """OTC-PPO's r_tool: 1 without calls, decreasing to 0; faster for smaller `smoothing` (c > 0)."""
     return cos(calls * pi / (2 * calls + smoothing))
 
 
 def fit(calls: int, fewest: int, smoothing: float) -> float:
-    """OTC-GRPO's r_tool: 1 at exactly `fewest` calls, less on both sides; sin(pi m / (m + n)) where n > 0."""
+    """OTC-GRPO's r_tool: 1 at exactly `fewest` calls, less on both sides; sin(pi m / (m + n)) for n > 0."""
     return sin(pi * calls / (calls + fewest)) if fewest else frugality(calls, smoothing)
 
 
 def question_key(task: Task) -> str:
-    """What a question is remembered by: its own words, because two files may give different ones the same number."""
-    said = json.dumps([[message.role, message.content] for message in task.prompt])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    """Key of a question in the state: a hash of its text, because ids may collide between files."""
+    text = json.dumps([[message.role, message.content] for message in task.prompt])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class _OtcReward:
-    """Options: how answers are judged (math: a box; search: an answer block), c (`max_calls`), a (`scale`), `format`.
+    """Options: answer type (math: a box; search: an answer block), c (`max_calls`), a (`scale`), `format`.
 
-    format: points that r_phi has for good form. Of search: thought, call, observation, .. , thought, answer; of
-        mathematics: a box
+    format: points of r_phi for the right format. Search: thought, call, observation, .. , thought, answer; math: a box
     """
 
     answers: str = "search"  # search | math
@@ -70,12 +69,12 @@ class _OtcReward:
             raise ConfigError(f"reward option format must be 0 or more, got {self.format!r}")
 
     def parts(self, trajectory: Trajectory, task: Task) -> dict[str, float]:
-        """What r_phi is made of: its sum."""
+        """The summands of r_phi."""
         parts = {"correct": float(self.correct(trajectory, task))}
         return parts | {"format": self.format * self.in_form(trajectory)} if self.format else parts
 
     def in_form(self, trajectory: Trajectory) -> bool:
-        """Whether the episode has the form that the prompt asks for."""
+        """Whether the episode has the format that the prompt asks for."""
         if self.answers == "math":
             return last_box(written(trajectory)) is not None
         return follows_cycle(trajectory, "search", "observation")
@@ -93,12 +92,12 @@ class _OtcReward:
         return boxed(task.answer) if self.answers == "math" else answer_response(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations((corrupted_boxes if self.answers == "math" else spoiled_answers)(task.answer))
+        return as_mutations((corrupted_boxes if self.answers == "math" else corrupted_answers)(task.answer))
 
 
 @dataclass(frozen=True)
 class OtcPpoReward(_OtcReward):
-    """OTC-PPO: each trajectory by itself."""
+    """OTC-PPO: scores each trajectory independently."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         parts, tool = self.parts(trajectory, task), frugality(trajectory.num_tool_calls, self.max_calls)
@@ -107,11 +106,10 @@ class OtcPpoReward(_OtcReward):
 
 @dataclass(frozen=True)
 class OtcGrpoReward(_OtcReward):
-    """OTC-GRPO: by the fewest calls of any right trajectory so far, this group's own included.
+    """OTC-GRPO: reward shaping by the minimum calls of any right trajectory so far, including this group.
 
-    The state maps questions to n, which only falls. Until a question was answered once there is no n, and no number of
-    calls is better than another: r_tool is 1, and what is paid is the form, if anything. Unshaped, as in validation, a
-    score is a * r_phi.
+    The state maps questions to n, which never increases. Before the first right answer n is unknown and r_tool is 1, so
+    only the format is rewarded, if at all. The unshaped score, as in validation, is a * r_phi.
     """
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:

@@ -6,7 +6,7 @@
     </tool_call>
     <response> .. </response>
 
-Every function is linear in the length of its text, whatever the text.
+Every function is linear in the length of its input, for any input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THINK, THINK_END = "<think>", "</think>"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<response>", "</response>"
 
-# (any turn opens with, the assistant's turn opens with, a turn ends with)
+# (start of any turn, start of an assistant turn, end of a turn)
 _CHAT_MARKERS = (
     ("<|im_start|>", "<|im_start|>assistant", "<|im_end|>"),  # ChatML
     ("<|start_header_id|>", "<|start_header_id|>assistant<|end_header_id|>", "<|eot_id|>"),  # Llama 3
@@ -34,7 +34,7 @@ _decode = json.JSONDecoder().decode
 
 
 class Shape(Enum):
-    """Which blocks an answer has, and so which ones the response must have."""
+    """The blocks of a gold answer, which the response must have, too."""
 
     THOUGHT = "think block alone"
     CALL = "think and tool_call blocks"
@@ -44,7 +44,7 @@ class Shape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """A parsed gold answer. `calls` is None where the answer makes none; shared between responses, so never changed."""
+    """A parsed gold answer. `calls` is None if there are none; shared between responses, so never modified."""
 
     shape: Shape
     calls: list[dict[str, Any]] | None
@@ -52,17 +52,17 @@ class Gold:
 
 
 def shape_of(answer: str) -> Shape:
-    """The blocks of a gold answer, told by its opening tags alone, wherever they stand."""
+    """The blocks of a gold answer, detected by its opening tags alone, at any position."""
     if TOOL_CALL in answer:
         return Shape.BOTH if RESPONSE in answer else Shape.CALL
     return Shape.RESPONSE if RESPONSE in answer else Shape.THOUGHT
 
 
 def final_turn(text: str) -> str:
-    """The assistant's last turn of a chat-templated text, stripped; a bare response is returned as it is, stripped.
+    """The last assistant turn of a chat-templated text, stripped; a bare response is returned stripped.
 
-    The template is the one whose turn marker comes first in the text, so that a marker of another template quoted in a
-    prompt or a response is text like any other. A bare response ends at an end-of-turn marker that it still carries.
+    The first turn marker in the text determines the template, so that a quoted marker of another template in a prompt
+    or a response is plain text. A bare response ends at an end-of-turn marker, if it has one.
     """
     first, header, end = len(text), "", ""
     for opening, its_header, its_end in _CHAT_MARKERS:
@@ -80,8 +80,8 @@ def final_turn(text: str) -> str:
 def matches_shape(response: str, shape: Shape) -> bool:
     """Whether the whole response has exactly the blocks of `shape`, newline for newline, each tag once.
 
-    Equal to ToolRL's regular expressions on stripped text, but never quadratic. Tags of blocks that the shape does not
-    have are not counted, as in ToolRL.
+    Equivalent to ToolRL's regular expressions on stripped text, but never quadratic. As in ToolRL, tags of blocks that
+    are not in the shape are not counted.
     """
     if not response.startswith(THINK):
         return False
@@ -103,7 +103,7 @@ def _once(text: str, opening: str, closing: str) -> bool:
 
 
 def _ordered(response: str, *pieces: str) -> bool:
-    """Whether the pieces follow each other after the opening `<think>`, the last one closing the response."""
+    """Whether the pieces appear in order after the opening `<think>`, with the last one at the end of the response."""
     position = len(THINK)
     for piece in pieces[:-1]:
         position = response.find(piece, position)
@@ -113,17 +113,17 @@ def _ordered(response: str, *pieces: str) -> bool:
     return response.endswith(pieces[-1]) and len(response) - len(pieces[-1]) >= position
 
 
-def think_words(response: str) -> int | None:
-    """Number of whitespace-separated words of the last think block; None where a think tag is missing."""
+def thought_word_count(response: str) -> int | None:
+    """Word count of the last think block, split at whitespace; None if a think tag is missing."""
     if THINK not in response or THINK_END not in response:
         return None
     return len(response.rpartition(THINK)[2].partition(THINK_END)[0].split())
 
 
 def call_text(response: str) -> str | None:
-    """The inside of the first tool_call block, stripped; None where either tag is missing.
+    """Content of the first tool_call block, stripped; None if either tag is missing.
 
-    A block that is never closed runs to the end of the text (its closing tag may stand before it), as in ToolRL.
+    An unclosed block extends to the end of the text (the closing tag may precede it), as in ToolRL.
     """
     if TOOL_CALL not in response or TOOL_CALL_END not in response:
         return None
@@ -136,16 +136,16 @@ def _first_block(text: str) -> str:
 
 
 def parse_calls(text: str) -> list[Any]:
-    """One JSON value per line, whatever its type.
+    """One JSON value per line, of any type.
 
-    Raises ValueError (bad JSON, or an integer of more digits than Python converts) or RecursionError (nested too deep).
+    Raises ValueError (invalid JSON, or an integer with too many digits for Python) or RecursionError (deep nesting).
     """
     return [_decode(line) for line in text.split("\n")]
 
 
 @lru_cache(maxsize=4096)  # a gold answer is scored against n responses; parse it once
 def parse_gold(answer: str) -> Gold:
-    """The gold answer, parsed. Raises DataError when it announces calls that cannot be read."""
+    """The parsed gold answer. Raises DataError if it has calls that cannot be parsed."""
     shape = shape_of(answer)
     if shape in (Shape.THOUGHT, Shape.RESPONSE):
         return Gold(shape, None, "")
@@ -170,12 +170,12 @@ def _gold_call(number: int, line: str) -> dict[str, Any]:
 
 
 def render_call(call: dict[str, Any]) -> str:
-    """One call as ToolRL writes it: one line of JSON with name and parameters."""
+    """One call in ToolRL's format: one line of JSON with name and parameters."""
     return json.dumps({"name": call["name"], "parameters": call["parameters"]})
 
 
 def render_response(thought: str, calls: Sequence[dict[str, Any]] | None = None, response: str | None = None) -> str:
-    """A response in ToolRL's grammar; a block that is None is left out."""
+    """A response in ToolRL's grammar; blocks that are None are omitted."""
     blocks = [f"{THINK} {thought} {THINK_END}"]
     if calls is not None:
         blocks.append("\n".join([TOOL_CALL, *map(render_call, calls), TOOL_CALL_END]))

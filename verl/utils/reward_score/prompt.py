@@ -1,4 +1,4 @@
-"""The tools that a ToolRL prompt lists, read back from its text."""
+"""Extracts the tools that a ToolRL prompt lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENTRY = re.compile(r"^\d+\. Name:(.*)$", re.MULTILINE)
 
 
 def listed_tools(prompt: Iterable[Message]) -> tuple[str, ...] | None:
-    """Names, stripped, in the order of the numbered list; None where no system message has ToolRL's tools heading."""
+    """Names, stripped, in the order of the numbered list; None if no system message has ToolRL's tools heading."""
     for message in prompt:
         if message.role == "system" and TOOLS_HEADING in message.content:
             return tuple(name.strip() for name in _ENTRY.findall(message.content.partition(TOOLS_HEADING)[2]))

@@ -1,15 +1,15 @@
-"""Answers to questions: exact match, F1, containment, and the word of a language model where one is asked.
+"""Question answering: exact match, F1, containment, and optionally an LLM judge.
 
-The answer is the last `<answer>` block of the final message, else its `<response>` block, else all of it, always
-without the thought in front. Texts are compared in SQuAD's normal form (Rajpurkar et al., arXiv 1606.05250), each with
-the gold answer that fits best:
+The answer is the last `<answer>` block of the final message, else its `<response>` block, else the whole message,
+always without the leading thought. Texts are normalized as in SQuAD (Rajpurkar et al., arXiv 1606.05250) and compared
+with the best-matching gold answer:
 
     exact_match   they are equal
-    f1            2 PR / (P + R) over their words, with P and R the shares of answer and gold that they have in common
-    contains      the gold answer's words stand in the answer, in a row
-    judge         a language model says that they mean the same
+    f1            2 PR / (P + R), with word-level precision P and recall R
+    contains      the gold answer is contiguous word by word in the answer
+    judge         a language model judges them equivalent
 
-A judge that fails or says neither yes nor no raises ServiceDownError, so that the answer has no score, rather than 0.
+A judge that fails or answers neither yes nor no raises ServiceDownError, so that the response has no score, not 0.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last
 
 _JUDGE_KEYS = ("url", "model", "key_variable")
 _ATTEMPTS = 3
-_DEADLINE_S = 15.0  # of all attempts together
-_CHECK_S = 8.0  # of the one at the start, below that of all services
-_JUDGED_CHARS = 2000  # of an answer; a longer one is no answer
+_DEADLINE_S = 15.0  # for all attempts together
+_CHECK_S = 8.0  # for the check at start-up; below the limit for all services
+_JUDGED_CHARS = 2000  # longer answers are wrong without asking the judge
 _VERDICT = re.compile(r"\W*(yes|no)\b", re.IGNORECASE)
-_QUESTION = """Question: {question}
-Right answer: {gold}
-Answer to judge: {answer}
-
-Does the answer to judge give the right answer to the question? Other words for the same thing are right; a missing,
-different or undecided answer is wrong. Say Yes or No, and nothing else."""
+_QUESTION = (
+    "Question: {question}\nRight answer: {gold}\nAnswer to judge: {answer}\n\n"
+    "Does the answer to judge give the right answer to the question? "
+    "Other words for the same thing are right; "  # words: allowed
+    "a missing,\ndifferent or undecided answer is wrong. "
+    "Say Yes or No, and nothing else."  # words: allowed
+)
 
 
 @dataclass(frozen=True)
 class QaReward:
-    """Task.answer: a text, or a JSON list of texts of which any will do. The question is the task's last message.
+    """Task.answer: a text, or a JSON list of accepted texts. The question is the task's last message.
 
     judge: `url` of an OpenAI-compatible endpoint (http://host:8000/v1), its `model` and, if it needs a key,
-        `key_variable`, the environment variable that holds it; empty: nobody judges
+        `key_variable`, the environment variable that holds it; empty: no judge
 
-    The total is the judge's word, or exact match where there is none.
+    The total is the judge's verdict, or exact match without a judge.
 
     Raises ConfigError for a judge without url or model.
     """
@@ -66,10 +67,10 @@ class QaReward:
             )
 
     async def check_services(self) -> None:
-        """Asks the judge, if there is one, what is easily judged. Raises ServiceDownError where it does not."""
+        """Sends the judge, if there is one, an easy question. Raises ServiceDownError if it fails."""
         if self.judge:
             try:
-                await asyncio.to_thread(_says_yes, self.judge, "What is 2 + 2?", ["4"], "4", _CHECK_S)
+                await asyncio.to_thread(_ask_judge, self.judge, "What is 2 + 2?", ["4"], "4", _CHECK_S)
             except ServiceDownError as error:
                 hint = "Start it, or correct url, model and key_variable"
                 raise ServiceDownError(error.service, f"{error.problem}. {hint}") from None
@@ -77,11 +78,11 @@ class QaReward:
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         answer = final_answer(trajectory.response)
         golds = accepted_answers(task.answer)
-        words = comparable(answer)
+        text = comparable(answer)
         parts = {
-            "exact_match": float(any(words == comparable(gold) for gold in golds)),
-            "f1": max(_f1(words.split(), comparable(gold).split()) for gold in golds),
-            "contains": float(any(_within(comparable(gold), words) for gold in golds)),
+            "exact_match": float(any(text == comparable(gold) for gold in golds)),
+            "f1": max(_f1(text.split(), comparable(gold).split()) for gold in golds),
+            "contains": float(any(_within(comparable(gold), text) for gold in golds)),
         }
         if self.judge:
             parts["judge"] = float(_judged(self.judge, task.prompt[-1].content, golds, answer))
@@ -89,12 +90,12 @@ class QaReward:
 
 
 def final_answer(response: str) -> str:
-    """What a final message gives as its answer, stripped."""
-    said = response.rpartition(THINK_END)[2]
-    answer = last_answer(said)
-    if answer is None and RESPONSE in said:
-        answer = said.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
-    return (said if answer is None else answer).strip()
+    """The answer in a final message, stripped."""
+    message = response.rpartition(THINK_END)[2]
+    answer = last_answer(message)
+    if answer is None and RESPONSE in message:
+        answer = message.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
+    return (message if answer is None else answer).strip()
 
 
 def _f1(answer: list[str], gold: list[str]) -> float:
@@ -109,24 +110,25 @@ def _within(gold: str, answer: str) -> bool:
 def _judged(judge: Mapping[str, Any], question: str, golds: list[str], answer: str) -> bool:
     if not answer or len(answer) > _JUDGED_CHARS:
         return False
-    return _says_yes(judge, question, golds, answer, _DEADLINE_S)
+    return _ask_judge(judge, question, golds, answer, _DEADLINE_S)
 
 
-def _says_yes(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:
-    said = _completion(judge, _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer), deadline_s)
-    verdict = _VERDICT.match(said)
+def _ask_judge(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:
+    prompt = _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer)
+    text = _completion(judge, prompt, deadline_s)
+    verdict = _VERDICT.match(text)
     if verdict is None:
-        raise ServiceDownError(f"judge at {judge['url']}", f"says neither yes nor no: {said[:80]!r}")
+        raise ServiceDownError(f"judge at {judge['url']}", f"answered neither yes nor no: {text[:80]!r}")
     return verdict[1].lower() == "yes"
 
 
-def _completion(judge: Mapping[str, Any], asked: str, deadline_s: float) -> str:
-    """What the judge says. Quick failures are tried again; one that does not answer has had its time."""
+def _completion(judge: Mapping[str, Any], prompt: str, deadline_s: float) -> str:
+    """The judge's completion. Retries quick failures; a timeout uses up the deadline."""
     import httpx2  # rewards load without it
 
     key = os.environ.get(judge["key_variable"]) if "key_variable" in judge else None
     url = f"{judge['url'].rstrip('/')}/chat/completions"
-    body = {"model": judge["model"], "messages": [{"role": "user", "content": asked}], "temperature": 0.0}
+    body = {"model": judge["model"], "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     ends, problem = time.monotonic() + deadline_s, ""
     for _ in range(_ATTEMPTS):

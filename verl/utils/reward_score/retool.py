@@ -1,6 +1,6 @@
-r"""ReTool's reward (arXiv 2504.11536): +1 where the boxed answer is right, else -1; code itself earns nothing.
+r"""ReTool's reward (arXiv 2504.11536): +1 if the boxed answer is right, else -1; code itself earns nothing.
 
-`shaped` is the form of veRL's recipe, in which a wrong answer is less bad the more often tools were asked, up to -0.6:
+`shaped` is the reward shaping of veRL's recipe: every tool round reduces the penalty of a wrong answer, up to -0.6:
     min(-0.6, -1 + 0.1 * rounds)        rounds = (num_turns - 2) / 2 in veRL's count of turns
 """
 
@@ -15,7 +15,7 @@ from verl.utils.reward_score.math import BoxLab, boxed, math_correct
 
 @dataclass(frozen=True)
 class RetoolReward(BoxLab):
-    """Option `shaped`: veRL's form."""
+    """Option `shaped`: veRL's reward shaping."""
 
     shaped: bool = False
 

@@ -1,4 +1,4 @@
-"""Which reward judges a task: the run's, or the one that its row names."""
+"""Selects the reward of each task (the run's, or the one that its row names) and applies its reward shaping."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from verl.utils.reward_score.base import GroupReward, LabReward, Reward, build_r
 
 @cache
 def named_reward(name: str) -> Reward:
-    """The reward that rows call by this name, made once, with its default options. Raises ConfigError."""
+    """The reward that rows select by this name, built once with default options. Raises ConfigError."""
     return build_reward(name)
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run: a reward itself, which leaves each task to its own.
+    """The rewards of a run: a reward that dispatches each task to its own.
 
-    Rows choose by name alone: what they name has its default options, but the run's own reward has the run's.
+    Rows select a reward by name, with its default options; the run's own reward has the run's options.
     """
 
     default: Reward
-    name: str = ""  # of the default
+    name: str = ""  # name of the default
 
     def of(self, task: Task) -> Reward:
         """The task's reward. Raises ConfigError for an unknown name."""
         return self.default if task.reward in (None, self.name) else named_reward(task.reward)
 
     def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
-        """Each reward that judges any of the tasks once, the run's own first."""
+        """The distinct rewards of these tasks, the run's own first."""
         return list({id(reward): reward for reward in (self.default, *map(self.of, tasks))}.values())
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
@@ -40,12 +40,12 @@ class Rewards:
         return self.of(task).score(trajectory, task, step)
 
     def maximum(self, task: Task, step: int) -> float | None:
-        """The highest total that any response to the task can get; None where its reward does not know."""
+        """The highest possible total for the task; None if its reward does not define it."""
         reward = self.of(task)
         return reward.maximum(task, step) if isinstance(reward, LabReward) else None
 
     def shaped(self, group: TrajectoryGroup, states: Mapping[str, Any]) -> tuple[TrajectoryGroup, Mapping[str, Any]]:
-        """(the group with the rewards to train on, the new states): what `GroupReward.shape` does, by reward's name."""
+        """Reward shaping: (the group with the rewards to train on, new states by reward name); see `GroupReward`."""
         reward = self.of(group.task)
         if not isinstance(reward, GroupReward) or not group.trajectories:
             return group, states
@@ -55,5 +55,5 @@ class Rewards:
 
 
 def build_rewards(name: str, options: Mapping[str, Any] | None = None) -> Rewards:
-    """The rewards of a run whose own is called `name`. Raises ConfigError as `build_reward` does."""
+    """The rewards of a run whose own is named `name`. Raises ConfigError like `build_reward`."""
     return Rewards(build_reward(name, options), name)

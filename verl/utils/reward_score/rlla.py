@@ -1,17 +1,17 @@
 """ToolRL's rule-based reward (arXiv 2504.13958): format + correctness (+ length), between -3 and 4 by default.
 
     format       1 if the response has exactly the blocks that the gold answer has, else 0
-    correctness  -3 .. 3 by how far the calls agree with the gold calls (matching.py); 0 where the gold makes no call
-    length       0 .. 1 by the words of the think block, when switched on
+    correctness  -3 .. 3 by agreement of the calls with the gold calls (matching.py); 0 if the gold has no call
+    length       0 .. 1 by the word count of the think block, if enabled
 
-Scores equal ToolRL's published code for every response, variant and step, except for these, all deliberate:
-    - the assistant's turn is found from the chat markers in the text, not from an experiment's name; a bare response is
+Scores equal ToolRL's published code for every response, variant and step, with these deliberate exceptions:
+    - the assistant's turn is found by the chat markers in the text, not by an experiment's name; a bare response is
       scored as it is;
-    - SCHEDULELENGTH=1 alone switches the length reward on, as its description promises;
+    - SCHEDULELENGTH=1 alone enables the length reward, as documented;
     - nothing is printed;
-    - a gold answer whose calls cannot be read raises DataError. ToolRL dies inside json; where it is JSON but no call,
-      it gives every response but an equal one the minimum.
-No response, whatever its text, raises.
+    - a gold answer with calls that cannot be parsed raises DataError. ToolRL crashes in json; for JSON that is not a
+      call, it gives the minimum to every response except an identical one.
+No response raises an exception, whatever its text.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from verl.utils.reward_score.parsing import (
     matches_shape,
     parse_calls,
     parse_gold,
-    think_words,
+    thought_word_count,
 )
 from verl.utils.reward_score.rlla_lab import corrupted_responses, lengthen_thought
 
-# What reading or matching a response's calls can raise when they are not what they should be.
+# Exceptions of parsing or matching malformed calls of a response.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 # ToolRL's environment variables -> the options they switch on
@@ -72,24 +72,24 @@ TOGGLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RllaOptions:
-    """Which variant of the reward is meant; the defaults are ToolRL's main experiment.
+    """Selects a variant of the reward; the defaults are ToolRL's main experiment.
 
-    The first eight are ToolRL's toggles. The others go beyond it and change nothing until set.
+    The first eight are ToolRL's toggles. The others are extensions, without effect by default.
     """
 
-    with_length: bool = False  # add the length part, full at 512 words
-    schedule_length: bool = False  # the same, full at 384 words at step 0 and 640 at step 105, going on at that slope
+    with_length: bool = False  # add the length part, full at a word count of 512
+    schedule_length: bool = False  # likewise, full at a word count of 384 at step 0 and 640 at step 105, then linear
     correct_max_1: bool = False  # correctness in [-1, 1]
-    two_stage: bool = False  # before step 30 correctness in [-1, 1]; from then on in [-3, 3] and format halved
-    schedule_reward: bool = False  # format shrinks from [-2, 2], correctness grows from [-2, 2], over 150 steps
-    refined: bool = False  # tool names and parameter names count all or nothing, in order
-    intermediate: bool = False  # a call counts as a whole or not at all
-    coarse: bool = False  # all calls exactly right, in order, or the minimum
+    two_stage: bool = False  # correctness in [-1, 1] before step 30; afterwards in [-3, 3], with half the format
+    schedule_reward: bool = False  # over 150 steps, format shrinks from [-2, 2] and correctness grows from [-2, 2]
+    refined: bool = False  # tool names and parameter names must match completely, in order
+    intermediate: bool = False  # a call must match completely
+    coarse: bool = False  # the maximum for exactly the gold calls in order, else the minimum
 
-    schedule_steps: int | None = None  # horizon in steps; set, both schedules end there and stay clamped
+    schedule_steps: int | None = None  # length of both schedules in steps, clamped afterwards; None: ToolRL's own
     matching: Literal["greedy", "optimal"] = "greedy"
     refined_ignores_order: bool = False  # with `refined`: the paper's set equality
-    unwanted_call_penalty: float = 0.0  # subtracted where the response calls a tool and the gold calls none
+    unwanted_call_penalty: float = 0.0  # subtracted if the response calls a tool and the gold does not
 
     def __post_init__(self) -> None:
         for name in (*TOGGLES.values(), "refined_ignores_order"):
@@ -113,9 +113,9 @@ class RllaOptions:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
     ) -> RllaOptions:
-        """The variant that ToolRL's environment variables choose, with `overrides` by option name laid over it.
+        """The variant selected by ToolRL's environment variables, updated with `overrides` by option name.
 
-        A toggle counts when equal to "1". Raises ConfigError for an unknown override.
+        A toggle is on if equal to "1". Raises ConfigError for an unknown override.
         """
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
@@ -133,12 +133,12 @@ class RllaOptions:
         return self.with_length or self.schedule_length
 
 
-@cache  # once in a process, whatever the filters for warnings say
+@cache  # once per process, whatever the warning filters are
 def _warn_of_strictmatch() -> None:
     warnings.warn("STRICTMATCH has no effect: ToolRL's scripts export it, its reward never reads it", stacklevel=3)
 
 
-@cache  # compute_score asks for each response; there are 256 variants
+@cache  # called for each response by compute_score; there are 256 variants
 def _toggled(names: tuple[str, ...]) -> RllaOptions:
     toggles: dict[str, Any] = dict.fromkeys(names, True)
     return RllaOptions(**toggles)
@@ -152,15 +152,15 @@ class Range(NamedTuple):
 
 
 def _progress(options: RllaOptions, step: int) -> float | None:
-    """Share of the clamped schedule that is done, in [0, 1]; None for ToolRL's own unclamped schedules."""
+    """Progress of the clamped schedule in [0, 1]; None for ToolRL's own unclamped schedules."""
     return None if options.schedule_steps is None else min(max(step / options.schedule_steps, 0.0), 1.0)
 
 
 def format_range(options: RllaOptions, step: int) -> Range:
-    """Range of the format part: [0, 1], shaped by the two-stage and scheduled variants.
+    """Range of the format part: [0, 1], modified by the two-stage and scheduled variants.
 
-    ToolRL's schedule leaves the lower end at -1 from step 75 on; the clamped one is symmetric, [-2 + p, 2 - p], as the
-    paper writes it.
+    ToolRL's schedule leaves the lower end at -1 from step 75 on; the clamped one is symmetric, [-2 + p, 2 - p], as in
+    the paper.
     """
     high = 0.5 if options.two_stage and step >= 30 else 1.0
     if options.schedule_reward:
@@ -173,9 +173,9 @@ def format_range(options: RllaOptions, step: int) -> Range:
 
 
 def correctness_range(options: RllaOptions, step: int) -> Range:
-    """Range of the correctness part: [-3, 3], shaped by the equal-maximum, two-stage and scheduled variants.
+    """Range of the correctness part: [-3, 3], modified by the equal-maximum, two-stage and scheduled variants.
 
-    As in ToolRL, an equal maximum under its unclamped schedule shrinks to nothing at step 300 and is upside down after.
+    As in ToolRL, an equal maximum under its unclamped schedule shrinks to 0 at step 300 and is negative afterwards.
     """
     end = 1.0 if options.correct_max_1 else 3.0
     if options.two_stage and step < 30:
@@ -187,7 +187,7 @@ def correctness_range(options: RllaOptions, step: int) -> Range:
 
 
 def full_length(options: RllaOptions, step: int) -> float:
-    """Number of words of thought that earn the whole length part."""
+    """Word count of the thought that earns the whole length part."""
     if not options.schedule_length:
         return 512.0
     done = _progress(options, step)
@@ -195,14 +195,14 @@ def full_length(options: RllaOptions, step: int) -> float:
 
 
 def _length_score(response: str, options: RllaOptions, step: int) -> float:
-    words = think_words(response)
-    return 0.0 if words is None else min(round(words / full_length(options, step), 2), 1.0)
+    count = thought_word_count(response)
+    return 0.0 if count is None else min(round(count / full_length(options, step), 2), 1.0)
 
 
 def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
-    """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points over the most that can be had.
+    """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points divided by the maximum.
 
-    Raises TypeError, KeyError or AttributeError when a prediction is not a call.
+    Raises TypeError, KeyError or AttributeError if a prediction is not a call.
     """
     if gold == predicted:
         return 1.0
@@ -220,8 +220,8 @@ def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions)
 
 def _calls_a_tool(response: str) -> bool:
     if response.startswith(THINK):  # a thought may mention the tag
-        thought, closing, said = response.partition(THINK_END)
-        return TOOL_CALL in (said if closing else thought)
+        thought, closing, rest = response.partition(THINK_END)
+        return TOOL_CALL in (rest if closing else thought)
     return TOOL_CALL in response
 
 
@@ -232,7 +232,7 @@ def _correctness_score(response: str, gold: Gold, options: RllaOptions, step: in
     text = call_text(response)
     if text is None:
         return low
-    if text == gold.call_text:  # the same text holds the same calls; no need to parse it again
+    if text == gold.call_text:  # identical text has identical calls; skip parsing
         return high
     try:
         agreement = call_agreement(gold.calls, parse_calls(text), options)
@@ -242,7 +242,7 @@ def _correctness_score(response: str, gold: Gold, options: RllaOptions, step: in
 
 
 class RllaScore(NamedTuple):
-    """The total and its parts, in the order in which ToolRL's callers unpack them."""
+    """The total and its parts, in the order of ToolRL's return value."""
 
     score: float
     format: float
@@ -251,7 +251,7 @@ class RllaScore(NamedTuple):
 
 
 def score_response(response: str, answer: str, step: int, options: RllaOptions) -> RllaScore:
-    """Score the policy's own text against a gold answer; raises DataError if the gold's calls cannot be read."""
+    """Score the policy's text against a gold answer; raises DataError if the gold calls cannot be parsed."""
     gold = parse_gold(answer)
     format_ends = format_range(options, step)
     form = format_ends.high if matches_shape(response, gold.shape) else format_ends.low
@@ -265,25 +265,25 @@ def compute_score(
 ) -> tuple[float, float, float, float]:
     """(score, format, correctness, length) of a whole chat-templated sequence or of a bare response.
 
-    `step` is the global training step, for the scheduled variants. With `options=None` the environment chooses the
-    variant (RllaOptions.from_env). Raises DataError if the gold answer announces calls that cannot be read.
+    `step` is the global training step, for the scheduled variants. With `options=None` environment variables select the
+    variant (RllaOptions.from_env). Raises DataError if the gold answer has calls that cannot be parsed.
     """
     return score_response(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
 
 
 @dataclass(frozen=True)
 class RllaReward:
-    """The reward as the trainer and the reward lab use it."""
+    """The reward for the trainer and the reward lab."""
 
     options: RllaOptions
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Options of the configuration laid over the environment's toggles."""
+        """The environment's toggles, updated with the configured options."""
         return cls(RllaOptions.from_env(overrides=options))
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """Score the last turn; raises DataError that names the task if its gold answer cannot be read."""
+        """Score the last turn; raises DataError, naming the task, if its gold answer cannot be parsed."""
         try:
             total, *parts = score_response(trajectory.response.strip(), task.answer, step, self.options)
         except DataError as error:
@@ -297,11 +297,11 @@ class RllaReward:
         return high + (1.0 if self.options.scores_length else 0.0)
 
     def gold(self, task: Task, step: int) -> str:
-        """The gold answer, its thought drawn out to the full length where length is rewarded."""
+        """The gold answer, with its thought lengthened to the full length if length is rewarded."""
         if not self.options.scores_length:
             return task.answer
         return lengthen_thought(task.answer, full_length(self.options, step))
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """Every way of spoiling the gold response that this reward promises to notice."""
+        """All corruptions of the gold response that this reward must detect."""
         return corrupted_responses(task, self.gold(task, step))

@@ -1,6 +1,6 @@
-"""Good responses spoiled in every way that ToolRL's reward promises to notice, for the reward lab.
+"""Corruptions of good responses that ToolRL's reward must detect, for the reward lab.
 
-What the reward does not read is not declared here: the words of a thought, and the words of a `<response>`.
+Text that the reward does not read is not corrupted here: the contents of a thought and of a `<response>`.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from verl.utils.reward_score.parsing import (
 )
 from verl.utils.reward_score.prompt import listed_tools
 
-_STRANGER: dict[str, Any] = {"name": "a_tool_nobody_asked_for", "parameters": {"q": 1}}
+_STRANGER: dict[str, Any] = {"name": "a_tool_not_in_the_list", "parameters": {"q": 1}}
 
 
-def lengthen_thought(response: str, words: float) -> str:
-    """The response with the words of its last think block repeated until there are at least `words` of them."""
+def lengthen_thought(response: str, word_count: float) -> str:
+    """The response with the text of its last think block repeated up to at least this word count."""
     head, tag, rest = response.rpartition(THINK)
     thought, closing, tail = rest.partition(THINK_END)
-    said = thought.split() or ["..."]
-    longer = (said * math.ceil(words / len(said)))[: math.ceil(words)]
+    text = thought.split() or ["..."]
+    longer = (text * math.ceil(word_count / len(text)))[: math.ceil(word_count)]
     return f"{head}{tag} {' '.join(longer)} {closing}{tail}"
 
 
 def corrupted_responses(task: Task, response: str) -> list[Mutation]:
-    """The declared mutations of a good response; those that leave it as it was are left out."""
+    """The declared mutations of a good response, without those that do not change it."""
     calls = parse_gold(task.answer).calls
     thought = response.partition(THINK_END)[0] + THINK_END
-    spoiled = {"empty text": "", "think only": thought, "missing think": response[len(thought) :].lstrip("\n")}
-    spoiled["space for newline"] = response.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
-    spoiled["text before"] = f"Sure. {response}"
-    spoiled["text after"] = f"{response}\nDone."
+    corrupted = {"empty text": "", "think only": thought, "missing think": response[len(thought) :].lstrip("\n")}
+    corrupted["space for newline"] = response.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
+    corrupted["text before"] = f"Sure. {response}"
+    corrupted["text after"] = f"{response}\nDone."
     if RESPONSE in task.answer:
-        spoiled["response unclosed"] = response.replace(RESPONSE_END, "")
-        spoiled["response dropped"] = response.partition(f"\n{RESPONSE}")[0]
-        spoiled["response doubled"] = f"{response}\n{RESPONSE} again {RESPONSE_END}"
+        corrupted["response unclosed"] = response.replace(RESPONSE_END, "")
+        corrupted["response dropped"] = response.partition(f"\n{RESPONSE}")[0]
+        corrupted["response doubled"] = f"{response}\n{RESPONSE} again {RESPONSE_END}"
     if calls is None:
         block = f"{TOOL_CALL}\n{render_call(_STRANGER)}\n{TOOL_CALL_END}"
-        spoiled["over-calling"] = response.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
-        spoiled["call inside response"] = response.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
+        corrupted["over-calling"] = response.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
+        corrupted["call inside response"] = response.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
     else:
-        spoiled |= _spoiled_calls(task, response, calls)
-    mutations = [Mutation(name, text) for name, text in spoiled.items()]
-    mutations += _spoiled_parameters(response, calls or [])
+        corrupted |= _corrupted_calls(task, response, calls)
+    mutations = [Mutation(name, text) for name, text in corrupted.items()]
+    mutations += _corrupted_parameters(response, calls or [])
     return [mutation for mutation in mutations if mutation.text != response]
 
 
-def _spoiled_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
+def _corrupted_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
 
     def with_lines(lines: list[str]) -> str:
         return _with_calls(response, lines)
@@ -66,7 +66,7 @@ def _spoiled_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> di
     lines = [render_call(call) for call in calls]
     first, *others = calls
     parameters = first["parameters"]
-    spoiled = {
+    corrupted = {
         "no-op": with_lines([""]),
         "malformed JSON": with_lines([lines[0][:-1], *lines[1:]]),
         "wrong name": with_lines([render_call({**first, "name": f"{first['name']}_x"}), *lines[1:]]),
@@ -81,18 +81,18 @@ def _spoiled_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> di
         "calls on the tag's line": response.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
     }
     if others:
-        spoiled["missing call"] = with_lines(lines[1:])
-        spoiled["blank line between calls"] = with_lines(["\n\n".join(lines)])
+        corrupted["missing call"] = with_lines(lines[1:])
+        corrupted["blank line between calls"] = with_lines(["\n\n".join(lines)])
     copied = [render_call({"name": name, "parameters": {}}) for name in listed_tools(task.prompt) or ()]
     if copied and sorted(copied) != sorted(lines):
-        spoiled["copied tool list"] = with_lines(copied)
-    return spoiled
+        corrupted["copied tool list"] = with_lines(copied)
+    return corrupted
 
 
-def _spoiled_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mutation]:
-    """Each parameter of each call once dropped and once with another value."""
+def _corrupted_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mutation]:
+    """Every parameter of every call, once dropped and once with another value."""
     lines = [render_call(call) for call in calls]
-    spoiled = []
+    corrupted = []
     for number, call in enumerate(calls):
         for key, value in call["parameters"].items():
             others = {name: kept for name, kept in call["parameters"].items() if name != key}
@@ -101,8 +101,8 @@ def _spoiled_parameters(response: str, calls: list[dict[str, Any]]) -> list[Muta
                 ("wrong value", {**call["parameters"], key: _another_value(value)}),
             ):
                 line = render_call({**call, "parameters": parameters})
-                spoiled.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
-    return spoiled
+                corrupted.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
+    return corrupted
 
 
 def _with_calls(response: str, lines: list[str]) -> str:

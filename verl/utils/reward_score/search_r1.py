@@ -1,14 +1,13 @@
-"""Search-R1's rewards: exact match of the answer block, and the version that scores the form of the episode too.
+"""Search-R1's rewards: exact match of the answer block, and the version that also scores the episode's format.
 
-An episode goes  (<think> .. </think> <search> .. </search> observation)*  <think> .. </think> <answer> .. </answer>,
-with nothing but white space between the blocks. Only what the policy wrote is read, so a single answer block is
-enough; the published code also reads the prompt, whose example it has to skip.
+An episode is  (<think> .. </think> <search> .. </search> observation)*  <think> .. </think> <answer> .. </answer>, with
+only whitespace between the blocks. Only the policy's text is read, so a single answer block is enough; the published
+code also reads the prompt and has to skip its example.
 
     exact match (the paper)   right 1, else 0
-    with form (v0.3)          right 1, or 0.8 in bad form; wrong 0.2 in good form, 0.1 with an answer block, else 0
+    with format (v0.3)        right 1, or 0.8 if malformed; wrong 0.2 if well-formed, 0.1 with an answer block, else 0
 
-Gold answers are a text, or a JSON list of texts of which any will do, or the JSON of the published rows' object
-{"target": that list}.
+The gold answer is a text, a JSON list of accepted texts, or the published rows' JSON object {"target": that list}.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from verl.utils.reward_score.base import Mutation, as_mutations, written
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
-_OBSERVED = "\n[observation]\n"  # text, so that an answer block that runs across an observation is never right
+_OBSERVED = "\n[observation]\n"  # a non-empty marker, so that an answer block spanning an observation is never right
 
 
-def normalised(answer: str) -> str:
-    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
+def normalized(answer: str) -> str:
+    """SQuAD's normalization: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def accepted_answers(answer: str) -> list[str]:
-    """The texts that count as right: of a JSON list, or of the target in Search-R1's {"target": ..}; numbers as well.
+    """The accepted texts, from a JSON list or Search-R1's {"target": ..}; numbers are converted to text.
 
-    Raises DataError for an object without a target, which no response could be equal to.
+    Raises DataError for an object without a target, which no response could match.
     """
     if answer.startswith(("[", "{")):
         try:
@@ -64,22 +63,22 @@ def _target(value: object) -> str | None:
 
 
 def last_answer(response: str) -> str | None:
-    """The inside of the last answer block, stripped; None where there is none.
+    """Content of the last answer block, stripped; None if there is none.
 
-    A block runs from the first opening tag after the block before to the next closing tag, as in the published code:
-    an opening tag inside belongs to the answer.
+    A block extends from the first opening tag after the previous block to the next closing tag, as in the published
+    code: an opening tag inside belongs to the answer.
     """
     closed = [piece for piece in response.split(_ANSWER_END)[:-1] if _ANSWER in piece]
     return closed[-1].partition(_ANSWER)[2].strip() if closed else None
 
 
 def episode_text(trajectory: Trajectory) -> str:
-    """What the policy wrote, with a marker for every observation: answers in what it read are not its own."""
+    """The policy's text, with a marker for every observation: answers inside observations do not count."""
     return written(trajectory, _OBSERVED)
 
 
 def exact_match(response: str, answer: str) -> bool:
-    """Whether the last answer block says one of the gold answers."""
+    """Whether the last answer block equals one of the gold answers."""
     found = last_answer(response)
     if found is None:
         return False
@@ -87,17 +86,17 @@ def exact_match(response: str, answer: str) -> bool:
 
 
 def comparable(answer: str) -> str:
-    """The normal form, or the text itself of what has none: "The The" and "!!!" are bands, "A+" is a blood type.
+    """The normalized text, or the text itself if that is empty: "The The" and "!!!" are bands, "A+" is a blood type.
 
-    Else an empty answer, or any article, would be right for them.
+    Otherwise an empty answer, or any article, would match them.
     """
-    return normalised(answer) or answer.strip().lower()
+    return normalized(answer) or answer.strip().lower()
 
 
 def follows_cycle(trajectory: Trajectory, call: str, observation: str) -> bool:
     """Whether the episode is thought, call, observation, thought, .. , thought, answer.
 
-    call: the tag of calls, such as "search"; observation: the tag that belongs to the environment, never to the policy
+    call: the tag of calls, e.g. "search"; observation: the environment's tag, which the policy must not write
     """
     tags = re.compile(f"(</?(?:think|answer|{call}|{observation})>)")
     moves = {
@@ -125,14 +124,14 @@ def follows_cycle(trajectory: Trajectory, call: str, observation: str) -> bool:
 
 
 def answer_response(answer: str) -> str:
-    """A response in good form that says the first accepted answer."""
+    """A well-formed response with the first accepted answer."""
     return f"<think>I know this.</think>\n{_ANSWER} {accepted_answers(answer)[0]} {_ANSWER_END}"
 
 
-def spoiled_answers(answer: str) -> dict[str, str]:
-    """`answer_response(answer)` spoiled in every way that costs the answer, by name."""
+def corrupted_answers(answer: str) -> dict[str, str]:
+    """All corruptions of `answer_response(answer)` that must lose the reward, by name."""
     response = answer_response(answer)
-    wrong = "no accepted answer says this"
+    wrong = "this is not an accepted answer"
     return {
         "empty text": "",
         "wrong answer": answer_response(wrong),
@@ -145,7 +144,7 @@ def spoiled_answers(answer: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SearchR1Reward:
-    """Option `with_form`: v0.3's version; the other two are its numbers."""
+    """Option `with_form`: score the format as in v0.3; the other two options are its constants."""
 
     with_form: bool = False
     good_form: float = 0.2
@@ -172,4 +171,4 @@ class SearchR1Reward:
         return answer_response(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        return as_mutations(spoiled_answers(task.answer))
+        return as_mutations(corrupted_answers(task.answer))

@@ -1,16 +1,16 @@
-"""Tool-N1's reward (arXiv 2505.00024): a single decision, right or not.
+"""Tool-N1's reward (arXiv 2505.00024): binary correctness of a single response.
 
     <think> .. </think> .. <tool_call>[{"name": .., "arguments": {..}}, ..]</tool_call>
 
-Right means that the last block holds the gold calls, in any order; arguments are compared as JSON with sorted keys, so
-1, 1.0 and "1" differ. "Thinking" is the presence of both think tags anywhere, as published. Rewards by version:
+Right means that the last block has the gold calls, in any order; arguments are compared as JSON with sorted keys, so
+1, 1.0 and "1" differ. "Thinking" means both think tags anywhere, as published. Rewards by version:
 
-    v0     (the paper's) right and thinking: 1, else 0
-    v1     right and thinking 1.2, right 1, wrong and thinking -0.2, else 0; 0 without a block that is JSON
+    v0     (paper) right and thinking: 1, else 0
+    v1     right and thinking 1.2, right 1, wrong and thinking -0.2, else 0; 0 without a block of valid JSON
     v2     right: 1
     v3     0.2 for thinking, 0.8 for right
-    v4     v3, and 0.2 where the names alone are right
-    llama  v0; a response without a block makes no calls, and needs no thought for that
+    v4     v3, plus 0.2 if only the names are right
+    llama  v0; a response without a block counts as no calls, and then needs no thought
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Call = tuple[str, str]  # name, arguments as JSON with sorted keys
 
 
 class Decision(NamedTuple):
-    """What a version's total is made of.
+    """Features of a response from which a version computes its total.
 
     has_block: there is a tool_call block
-    is_json: the block holds a JSON value, calls or not
+    is_json: the block contains a JSON value, calls or not
     """
 
     right: bool
-    names: bool  # the names alone are right
+    names: bool  # the names are right, whatever the arguments
     thinking: bool
     has_block: bool
     is_json: bool
 
 
 def _lexicographic(decision: Decision) -> float:
-    """v1: the calls count first, the thought second; published code has no penalty for what is no JSON."""
+    """v1: calls first, thought second; the published code has no penalty for invalid JSON."""
     if not decision.is_json:
         return 0.0
     if decision.right:
@@ -64,7 +64,7 @@ _TOTALS: Mapping[str, Callable[[Decision], float]] = {
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text, or of a JSON text of a JSON text; None where there is none."""
+    """The value of a JSON text, possibly encoded twice; None if it is invalid."""
     try:
         found = json.loads(text.strip())
         return json.loads(found) if isinstance(found, str) else found
@@ -73,7 +73,7 @@ def read_json(text: str) -> Any:
 
 
 def read_calls(text: str) -> list[Call] | None:
-    """The calls of a JSON list, of one call, or of a JSON text of either; None where it is something else."""
+    """The calls of a JSON list or of a single call, possibly encoded twice; None for anything else."""
     found = read_json(text)
     try:
         calls = [found] if isinstance(found, dict) else found
@@ -90,17 +90,17 @@ def _name(call: Any) -> str:
 
 
 def last_block(response: str) -> str | None:
-    """The inside of the last tool_call block; None where there is none."""
+    """Content of the last tool_call block; None if there is none."""
     closed = [piece for piece in response.split(TOOL_CALL_END)[:-1] if TOOL_CALL in piece]
     return closed[-1].partition(TOOL_CALL)[2] if closed else None
 
 
 def gold_calls(answer: str) -> list[Call]:
-    """The gold calls. Raises DataError where they cannot be read."""
+    """The gold calls. Raises DataError if they cannot be parsed."""
     calls = read_calls(answer)
     if calls is None:
         raise DataError(
-            f"the gold calls cannot be read: {answer[:80]!r}",
+            f"the gold calls cannot be parsed: {answer[:80]!r}",
             'a JSON list of {"name": text, "arguments": object}',
             field="reward_model.ground_truth",
         )
@@ -118,7 +118,7 @@ class ToolN1Reward:
             raise ConfigError(f"reward option version={self.version!r}; {nearest(self.version, list(_TOTALS))}")
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """Raises DataError that names the task if its gold answer cannot be read."""
+        """Raises DataError, naming the task, if its gold answer cannot be parsed."""
         try:
             gold = gold_calls(task.answer)
         except DataError as error:
@@ -142,26 +142,28 @@ class ToolN1Reward:
         return f"{THINK}I know what to do.{THINK_END}\n{TOOL_CALL}{task.answer}{TOOL_CALL_END}"
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """Those that every version notices."""
+        """The corruptions that every version must detect."""
         calls, response = json.loads(task.answer), self.gold(task, step)
         calls = [calls] if isinstance(calls, dict) else calls
 
-        def saying(calls: Any) -> str:
+        def with_calls(calls: Any) -> str:
             return response.replace(task.answer, json.dumps(calls))
 
-        spoiled = {
+        corrupted = {
             "empty text": "",
-            "over-calling": saying([*calls, {"name": "a_tool_nobody_asked_for", "arguments": {}}]),
-            "malformed JSON": saying(calls)[: -len(TOOL_CALL_END) - 1] + TOOL_CALL_END,
-            "a number for calls": saying(1),
+            "over-calling": with_calls([*calls, {"name": "a_tool_not_in_the_list", "arguments": {}}]),
+            "malformed JSON": with_calls(calls)[: -len(TOOL_CALL_END) - 1] + TOOL_CALL_END,
+            "a number for calls": with_calls(1),
             "block unclosed": response.replace(TOOL_CALL_END, ""),
         }
         if calls:
             first, *others = calls
-            spoiled["missing call"] = saying(others)
-            spoiled["wrong name"] = saying([first | {"name": f"{first['name']}_x"}, *others])
-            spoiled["invented argument"] = saying([first | {"arguments": first["arguments"] | {"x_": 1}}, *others])
-            spoiled["another block after it"] = f"{response}{TOOL_CALL}[]{TOOL_CALL_END}"
+            corrupted["missing call"] = with_calls(others)
+            corrupted["wrong name"] = with_calls([first | {"name": f"{first['name']}_x"}, *others])
+            corrupted["invented argument"] = with_calls(
+                [first | {"arguments": first["arguments"] | {"x_": 1}}, *others]
+            )
+            corrupted["another block after it"] = f"{response}{TOOL_CALL}[]{TOOL_CALL_END}"
         if not calls and self.version == "llama":  # no block, no calls
-            del spoiled["block unclosed"], spoiled["empty text"]
-        return as_mutations(spoiled)
+            del corrupted["block unclosed"], corrupted["empty text"]
+        return as_mutations(corrupted)

@@ -1,8 +1,7 @@
-r"""ToRL's reward (arXiv 2503.23383): +1 where the last box holds the right answer, else -1.
+r"""ToRL's reward (arXiv 2503.23383): +1 if the last box contains the right answer, else -1.
 
-The published code takes its executability penalty off responses without any code and looks at the last round alone;
-here,
-as in the paper, it is for responses in which code was run and failed. Off by default, as in the paper's main runs.
+The published code applies its executability penalty to responses without any code and checks only the last round; here,
+as in the paper, it applies to responses in which code was run and failed. Off by default, as in the paper's main runs.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from verl.types import Score, Task, ToolStatus, Trajectory
 from verl.utils.reward_score.base import written
 from verl.utils.reward_score.math import BoxLab, last_box, math_correct
 
-FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # what is the policy's fault; an unavailable sandbox is not
+FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # the policy's fault; an unavailable sandbox is not
 
 
 @dataclass(frozen=True)
 class TorlReward(BoxLab):
-    """Options: what a failed execution costs (0.5 in the paper), and the reward of a wrong box (-0.5 in the code)."""
+    """Options: penalty of a failed execution (0.5 in the paper), reward of a wrong box (-0.5 in the code)."""
 
     executability_penalty: float = 0.0
     wrong_box: float = -1.0

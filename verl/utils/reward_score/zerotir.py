@@ -1,10 +1,10 @@
-r"""ZeroTIR's reward (arXiv 2505.07773): 1 for a right box in a response of good form that ended by itself, else 0.
+r"""ZeroTIR's reward (arXiv 2505.07773): 1 for a right box in a well-formed response that ended by itself, else 0.
 
-The prompt opens the thought, so a response in good form is  .. </think> .. <answer> .. \boxed{} .. </answer>, each of
-these tags once, and at most five words after it (tokens in the published code).
+The prompt opens the thought, so a well-formed response is  .. </think> .. <answer> .. \boxed{} .. </answer>, with each
+of these tags once, and a tail with a word count of at most 5 (tokens in the published code).
 
-With `format_penalties` bad form costs as published: no answer block -3, no box in it -2, a tag missing or repeated -1,
-a long tail -0.5. The published form with tools adds 0.5 for the tail; its twin without tools subtracts it, as here.
+`format_penalties` as published: no answer block -3, no box in it -2, a tag missing or repeated -1, a long tail -0.5.
+The published version with tools adds 0.5 for the tail; the one without tools subtracts it, as here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_
 from verl.utils.reward_score.search_r1 import last_answer
 from verl.utils.reward_score.torl import FAILED
 
-_MAX_TAIL_WORDS = 5
+_MAX_TAIL_WORD_COUNT = 5
 
 
 def format_penalty(response: str, loose: bool = False) -> float:
-    """0 in good form, else what the worst fault costs. `loose` lets the thought go unclosed or be closed twice."""
+    """0 for a well-formed response, else the largest penalty. `loose`: the thought's closing tag is not checked."""
     answer = last_answer(response)
     if answer is None:
         return -3.0
@@ -32,16 +32,16 @@ def format_penalty(response: str, loose: bool = False) -> float:
     tags = ("<answer>", "</answer>") if loose else ("</think>", "<answer>", "</answer>")
     if any(response.count(tag) != 1 for tag in tags):
         return -1.0
-    return -0.5 if len(response.rpartition("</answer>")[2].split()) > _MAX_TAIL_WORDS else 0.0
+    return -0.5 if len(response.rpartition("</answer>")[2].split()) > _MAX_TAIL_WORD_COUNT else 0.0
 
 
 @dataclass(frozen=True)
 class ZeroTirReward:
     """Options, all off by default as published.
 
-    format_penalties: bad form costs; loose: the thought is not checked
-    failing_code_penalty: off a right answer for which more than 90 % of several executions failed (0.1 as published)
-    longest, margin: tokens of DAPO's soft punishment of long responses
+    format_penalties: penalize malformed responses; loose: do not check the thought
+    failing_code_penalty: for a right answer after several executions of which more than 90 % failed (0.1 as published)
+    longest, margin: tokens of DAPO's soft overlong punishment
     """
 
     format_penalties: bool = False
@@ -79,14 +79,14 @@ class ZeroTirReward:
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         response = self.gold(task, step)
-        spoiled = {
+        corrupted = {
             name: f"I know this.</think> <answer>{text}</answer>"
             for name, text in corrupted_boxes(task.answer).items()
             if name != "box unclosed"
         }
-        spoiled["answer unclosed"] = response.removesuffix("</answer>")
-        spoiled["two answers"] = f"{response} <answer>{boxed(task.answer)}</answer>"
-        spoiled["long tail"] = f"{response} and here I go on for more than five words"
+        corrupted["answer unclosed"] = response.removesuffix("</answer>")
+        corrupted["two answers"] = f"{response} <answer>{boxed(task.answer)}</answer>"
+        corrupted["long tail"] = f"{response} and here follows a long tail of more text"
         if not self.loose:
-            spoiled["thought unclosed"] = response.replace("</think>", "")
-        return as_mutations(spoiled)
+            corrupted["thought unclosed"] = response.replace("</think>", "")
+        return as_mutations(corrupted)
