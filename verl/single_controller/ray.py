@@ -123,8 +123,8 @@ class Cluster:
 
     def pool(self, bundles: Sequence[Bundle], strategy: str = "PACK") -> PlacementGroup:
         """Reserve a placement group. Raises ConfigError if the cluster lacks the resources."""
-        asked = [{"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})} for each in bundles]
-        pool: PlacementGroup = placement_group(asked, strategy=strategy)
+        requested = [{"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})} for each in bundles]
+        pool: PlacementGroup = placement_group(requested, strategy=strategy)
         ready, deadline = pool.ready(), time.monotonic() + _PLACEMENT_S
         while not ray.wait([ready], timeout=_POLL_S)[0]:
             if (problem := self.guard.check()) is not None:
@@ -134,7 +134,7 @@ class Cluster:
             remove_placement_group(pool)
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
-                f"could not place {asked} within {_PLACEMENT_S:.0f} s; the cluster has {resources}. "
+                f"could not place {requested} within {_PLACEMENT_S:.0f} s; the cluster has {resources}. "
                 "Use fewer ranks or engines, or start more nodes"
             )
         return pool
@@ -515,9 +515,9 @@ def _statuses_at(place: str, node: str, pids: Sequence[int], nodes: dict[str, An
     return {}
 
 
-def joins(asked: bool) -> bool:
-    """Whether a cluster is joined rather than started: RAY_ADDRESS is set, or `asked` is true."""
-    return _address(asked) != "local"
+def joins(requested: bool) -> bool:
+    """Whether a cluster is joined rather than started: RAY_ADDRESS is set, or `requested` is true."""
+    return _address(requested) != "local"
 
 
 def _address(join: bool) -> str:

@@ -46,7 +46,7 @@ COMMAND = "main_ppo"
 
 
 class StopRequestedError(Exception):
-    """A signal has requested a shutdown, and the ranks are between two steps."""
+    """A signal has requested a shutdown, and no update is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +163,16 @@ class TrainingRun:
 
         Raises StopRequestedError; the ranks are then in the state of the last `_take_snapshot`.
         """
-        task, asked = asyncio.ensure_future(work()), asyncio.ensure_future(self.stop.wait())
+        task, stop_requested = asyncio.ensure_future(work()), asyncio.ensure_future(self.stop.wait())
         try:
-            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, stop_requested), return_when=asyncio.FIRST_COMPLETED)
             if self.stop.number is None or self.trainer.learning or (task.done() and task.exception() is None):
                 return await task
             raise StopRequestedError
         finally:
-            for each in (task, asked):
+            for each in (task, stop_requested):
                 each.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+            await asyncio.gather(task, stop_requested, return_exceptions=True)
 
     def _take_snapshot(self, unlogged: Mapping[str, float] | None = None) -> None:
         """Copy the controller's state between two steps: the next step draws tasks before it is complete.

@@ -30,7 +30,7 @@ class PPOTrainer:
     step: int = 0  # completed steps, which is also the weight version
     groups: Sequence[TrajectoryGroup] = ()  # all groups of the last step, for metrics and transcripts
     train_batch: TrainBatch = field(default_factory=TrainBatch)  # of the last step, for its record
-    learning: bool = False  # whether an update is in progress, so that the ranks may be between two steps
+    learning: bool = False  # whether an update is in progress: the ranks may hold part of the next step
 
     async def train_step(self) -> Metrics:
         """One step: generate, score, update, sync weights. Returns its metrics."""
@@ -73,7 +73,7 @@ class PPOTrainer:
         return self.rollouts.settings.max_staleness > 0
 
     async def _learn(self, train_batch: TrainBatch) -> tuple[Metrics, list[Sample]]:
-        """In a thread if rollouts continue meanwhile: the deadlines of their tools must not block."""
+        """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""
         if self._ahead:
             return await run_in_daemon_thread(self.learner.learn, train_batch, self.step)
         return self.learner.learn(train_batch, self.step)

@@ -42,7 +42,7 @@ class RolloutManagerConfig:
     rollouts_per_prompt: int
     max_staleness: int = 0  # max lag of a sample's oldest token behind the policy, in weight versions
     max_reuse: int = 1  # max steps that train on a group, as far as its staleness allows
-    max_fault_share: float = 0.1  # max fraction of a step's responses that fail to be scored
+    max_fault_share: float = 0.1  # max fraction of a step's responses that may go unscored
     seed: int | None = 0  # of the requests; None: the engine uses its own random stream
 
 
@@ -148,7 +148,7 @@ class RolloutManager:
 
     @property
     def _fresh_per_step(self) -> int:
-        """Groups per step that are not reused."""
+        """Groups per step that are not reused, once there are groups to reuse."""
         return -(-self.settings.prompts_per_step // self.settings.max_reuse)
 
     def _add_reused(self, collected: StepGroups, step: int) -> None:

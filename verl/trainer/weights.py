@@ -131,7 +131,7 @@ class WeightSync:
         stale = {completion.weight_version for _, completion in written} - {version}
         if stale:
             raise StaleEngineError(
-                f"weight sync check failed: the engine answers with version {sorted(stale)} after the sync of {version}"
+                f"weight sync check failed at version {version}: the engine answers with version {sorted(stale)}"
             )
         samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
         if not samples:

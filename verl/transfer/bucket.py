@@ -19,7 +19,7 @@ from verl.errors import EngineError
 
 NUM_SLOTS = 2  # buckets alive at once
 _INT_BYTES = 8  # the digest sums int64
-_ROW = 64  # of them
+_ROW = 64  # int64 values per sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,9 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        alone = mesh.shape[-1] == 1  # then resharding before the backward would only cost another copy
+        unsharded = mesh.shape[-1] == 1  # then resharding would only cost another copy
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not unsharded)
         self.module = module
         fully_shard(module, mesh=mesh, mp_policy=precision)
         self._mesh = mesh
@@ -96,7 +96,7 @@ class FSDPEngine:
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
             for name, metric in ((name, each.detach().double()) for name, each in {"loss": value, **metrics}.items()):
                 total = totals.get(name)
-                totals[name] = metric if total is None else _together(name)(total, metric)
+                totals[name] = metric if total is None else _reduction(name)(total, metric)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
@@ -239,7 +239,7 @@ def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
         raise DataError(f"{problem} ({reason})", hint=hint, file=str(folder)) from error
 
 
-def _together(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _reduction(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.maximum if name.endswith("_max") else torch.add
 
 
@@ -249,7 +249,7 @@ def _over_ranks(totals: dict[str, Tensor]) -> dict[str, float]:
         (dist.ReduceOp.MAX, [name for name in sorted(totals) if name.endswith("_max")]),
     ):
         if names:
-            together = torch.stack([totals[name] for name in names])
-            dist.all_reduce(together, op=operation)
-            totals = {**totals, **dict(zip(names, together, strict=True))}
+            stacked = torch.stack([totals[name] for name in names])
+            dist.all_reduce(stacked, op=operation)
+            totals = {**totals, **dict(zip(names, stacked, strict=True))}
     return {name: float(total) for name, total in totals.items()}
