@@ -70,7 +70,7 @@ def read_manifest(path: Path) -> Checkpoint:
     fields = read_json(path / MANIFEST)
     if fields.pop("format", None) != FORMAT:
         raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path / MANIFEST))
-    if fields.keys() != {each.name for each in dataclass_fields(Checkpoint)} or not _is_valid(**fields):
+    if fields.keys() != {each.name for each in dataclass_fields(Checkpoint)} or not _valid(**fields):
         raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
     checkpoint = Checkpoint(**fields)
     if checkpoint.name != path.name:
@@ -78,14 +78,14 @@ def read_manifest(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _is_valid(step: object, number: object, score: object, files: object) -> bool:
+def _valid(step: object, number: object, score: object, files: object) -> bool:
     """Whether the fields of a manifest, which may be damaged, have valid types and values."""
     counts = all(type(each) is int and each >= 0 for each in (step, number))  # excludes bool
     scored = score is None or (isinstance(score, int | float) and math.isfinite(score))
-    return counts and scored and isinstance(files, dict) and bool(files) and all(starmap(_is_valid_entry, files.items()))
+    return counts and scored and isinstance(files, dict) and bool(files) and all(starmap(_valid_entry, files.items()))
 
 
-def _is_valid_entry(name: str, entry: object) -> bool:
+def _valid_entry(name: str, entry: object) -> bool:
     """Whether an entry of a manifest describes a file inside the checkpoint."""
     parts = PurePosixPath(name).parts
     inside = bool(parts) and not name.startswith("/") and ".." not in parts
