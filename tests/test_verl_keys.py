@@ -18,7 +18,7 @@ from verl.algorithms.algorithm import Algorithm, KLPlacement
 from verl.algorithms.filters import name_of
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
-from verl.config.verl_keys import ALIASES, INTERPRETED, MOOT, REFUSED, SAME_AS, page, spelled
+from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, page, spelled
 from verl.errors import ConfigError
 from verl.trainer.build_algorithm import build_algorithm, build_kl_control
 from verl.trainer.build_workers import rank_spec
@@ -306,7 +306,7 @@ def test_another_fact_of_upstreams_is_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_moot_keys_are_named_once_in_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_obsolete_keys_are_named_once_in_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     load_config(SCRIPTS[name]["words"])
     told = [record.message for record in caplog.records if record.message.startswith("keys that have no effect")]
     assert len(told) == 1
@@ -404,7 +404,7 @@ def test_toolrls_own_command_cuts_long_prompts_as_its_trainer_does(caplog: pytes
 
 
 def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
-    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(MOOT)]
+    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(OBSOLETE)]
     assert sum(map(len, tables)) == len(set().union(*tables))
     known = known_keys()
     assert all(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
@@ -426,7 +426,7 @@ def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_refused_says_why(key: str, caplog: pytest.LogCaptureFixture) -> None:
     load_config([f"{spelled(key)}=null"])
-    assert "this trainer works in this way alone" in caplog.text
+    assert "this is the only supported value" in caplog.text
     with pytest.raises(ConfigError, match=re.escape(f"{spelled(key)}=other is refused: ")):
         load_config([f"{spelled(key)}=other"])
 

@@ -1,4 +1,4 @@
-"""From veRL's spellings to ours: a command of ToolRL's, veRL's or a fork's, word for word (docs/verl_keys.md)."""
+"""Translates commands written for ToolRL, veRL or a fork of it to our keys (docs/verl_keys.md)."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
-from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, moot_reason, short, spelled
+from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
 Settings = dict[str, Any]
 
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
-_MAX_DRAWS = 10  # where veRL has no limit
-_LEFT = "null leaves it at its default"
+_MAX_RESAMPLE_ROUNDS = 10  # veRL: no limit
+_NULL = "null keeps the default"
 
 
 @dataclass
 class Translation:
-    """A command in our keys, made of one that may be in veRL's.
+    """A command translated to our keys.
 
-    beneath: the value of one of our keys in the recipe, or else its default
+    base: the value of one of our keys in the recipe, or else its default
     """
 
-    beneath: Callable[[str], Any]
+    base: Callable[[str], Any]
     settings: Settings = field(default_factory=dict)
-    spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as it was written
-    obsolete: dict[str, str] = field(default_factory=dict)  # key as it was written -> why it has nothing left to do
-    theirs: dict[str, tuple[str, Any]] = field(default_factory=dict)  # short key -> (as written, value), to be read
-    read: set[str] = field(default_factory=set)  # those of veRL's keys that were made into several of ours
+    spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as written
+    obsolete: dict[str, str] = field(default_factory=dict)  # key as written -> why it has no effect
+    theirs: dict[str, tuple[str, Any]] = field(default_factory=dict)  # short key -> (as written, value), unread ones
+    read: set[str] = field(default_factory=set)  # veRL's keys of INTERPRETED that were written
 
     def put(self, key: str, value: Any, written: str) -> None:
-        """Set one of our keys; of one key written twice the last value wins.
+        """Set one of our keys; if the same key is written twice, the last value wins.
 
-        Raises ConfigError where another key has set it to another value.
+        Raises ConfigError if another key has set it to a different value.
         """
         before = self.spelled.get(key, written)
         if short(before) != short(written) and self.settings[key] != value:
@@ -46,57 +46,57 @@ class Translation:
         self.replace(key, value, written)
 
     def replace(self, key: str, value: Any, written: str) -> None:
-        """Set one of our keys, over the value that another key has set."""
+        """Set one of our keys, overriding a value set by another key."""
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
-        """What one of our keys comes to so far."""
-        return self.settings.get(key, self.beneath(key))
+        """The current value of one of our keys."""
+        return self.settings.get(key, self.base(key))
 
     def take(self, name: str) -> Any:
-        """The value of one of veRL's keys, which is read with that; None where it is not written, or null."""
+        """Consume one of veRL's keys and return its value; None if it is not written, or null."""
         return self.theirs.pop(name, (name, None))[1]
 
     def flag(self, name: str) -> bool | None:
-        """Likewise, of a switch. Raises ConfigError for what is none."""
+        """As `take`, for a boolean. Raises ConfigError for other values."""
         value = self.take(name)
         if value not in (None, True, False):
             raise ConfigError(f"{spelled(name)} must be true or false, got {value!r}")
         return None if value is None else bool(value)
 
     def count(self, name: str) -> int | None:
-        """Likewise, of a number of things. Raises ConfigError for what is none."""
+        """As `take`, for a positive integer. Raises ConfigError for other values."""
         value = self.take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{spelled(name)} must be a whole number from 1, got {value!r}")
         return value
 
     def number(self, name: str) -> float | None:
-        """Likewise, of any number."""
+        """As `take`, for a number. Raises ConfigError for other values."""
         value = self.take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"{spelled(name)} must be a number, got {value!r}")
         return value
 
     def ignore(self, name: str, why: str) -> None:
-        """Name one of veRL's keys as moot, if it was written."""
+        """Mark one of veRL's keys as obsolete, if it was written."""
         if name in self.theirs:
             self.obsolete[self.theirs.pop(name)[0]] = why
 
 
-def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Translation:
-    """The same settings in our keys. Raises ConfigError for values of veRL's that mean nothing here.
+def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Translation:
+    """The same settings in our keys. Raises ConfigError for unsupported values of veRL's keys.
 
-    beneath: as in `Translation`
+    base: as in `Translation`
     """
-    made = Translation(beneath)
+    made = Translation(base)
     same: dict[str, Any] = {}
     for key, value in written.items():
         name = short(key)
-        why = moot_reason(name)
+        why = obsolete_reason(name)
         if name in ALIASES:
-            if value is None and beneath(ALIASES[name]) is not None and "correction" not in ALIASES[name]:
-                made.obsolete[key] = _LEFT
+            if value is None and base(ALIASES[name]) is not None and "correction" not in ALIASES[name]:
+                made.obsolete[key] = _NULL
             else:
                 made.put(ALIASES[name], value, key)
         elif name in INTERPRETED:
@@ -108,7 +108,7 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
             only = REFUSED[name]
             if value is not None and value != only.value:
                 raise ConfigError(f"{key}={value} is refused: {only.why.replace('`', '')}")
-            made.obsolete[key] = "this trainer works in this way alone"
+            made.obsolete[key] = "this is the only supported value"
         elif why is not None:
             made.obsolete[key] = why.replace("`", "")
         else:
@@ -125,10 +125,10 @@ def translate(written: Mapping[str, Any], beneath: Callable[[str], Any]) -> Tran
 
 
 def take_defaults(made: Translation) -> list[str]:
-    """Takes the defaults of the version of veRL that a command without a recipe is written for and lists them.
+    """Apply and list the defaults of the veRL version that a command without a recipe is written for.
 
-    A key that only one version has is the sign of that version. ToolRL's defaults are ours, except for its truncation:
-    a whole command in veRL's spelling takes that, if it has no such key and no other reward than ToolRL's.
+    A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation, which
+    applies to a complete command in veRL's keys without a truncation key and without another reward than ToolRL's.
     """
     if "algorithm.name" in made.settings:
         return []
@@ -148,15 +148,15 @@ def take_defaults(made: Translation) -> list[str]:
 
 
 def our_key(key: str) -> str:
-    """The key that another spelling stands for by itself; one that is made of several is for `translate`."""
+    """Our key for a key of veRL's with a one-to-one mapping; `translate` handles all others."""
     return ALIASES.get(short(key), short(key))
 
 
 def _check_same(made: Translation, name: str, value: Any, written: Mapping[str, Any]) -> None:
     ours = SAME_AS[name]
     if value is not None and value != made.now(ours):
-        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={made.now(ours)}, which stands for both")
-    made.obsolete[next(key for key in written if short(key) == name)] = f"{ours} stands for both"
+        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={made.now(ours)}, which covers both")
+    made.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
 
 
 def _read_lists(made: Translation) -> None:
@@ -168,12 +168,12 @@ def _read_lists(made: Translation) -> None:
 def _read_data(made: Translation) -> None:
     if made.flag("data.filter_overlong_prompts"):
         if "data.truncation" in made.spelled:
-            made.obsolete["data.truncation"] = "data.filter_overlong_prompts drops the prompts that are too long"
+            made.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
         made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
 def _read_lengths(made: Translation) -> None:
-    """Search-R1's lengths are of one turn and of a context that rolls; ours, of the prompt and of all that follows."""
+    """Search-R1's lengths are per turn and of a rolling context; ours are of the prompt and of the whole response."""
     start = made.count("data.max_start_length")
     if start is None:
         return
@@ -187,7 +187,7 @@ def _read_lengths(made: Translation) -> None:
 
 
 def _read_packs(made: Translation) -> None:
-    """Packs hold the longest sample at least, unless they are asked to be of a size: veRL may count samples instead."""
+    """Packs hold at least the longest sample unless a size is set: veRL may limit samples instead of tokens."""
     key = "actor.max_tokens_per_pack"
     lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
     if key not in made.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > made.now(key):
@@ -200,10 +200,10 @@ def _check_context(made: Translation) -> None:
     if isinstance(context, int) and all(isinstance(each, int) for each in lengths) and context < sum(lengths):
         raise ConfigError(
             f"{written}={context} is less than data.max_prompt_length + data.max_response_length ({sum(lengths)}), "
-            "which are what an engine has room for; lower one of these"
+            "the context length of the engines; lower one of these"
         )
     if written:
-        made.obsolete[written] = "engines have room for data.max_prompt_length + data.max_response_length"
+        made.obsolete[written] = "the context length is data.max_prompt_length + data.max_response_length"
 
 
 def _read_estimator(made: Translation) -> None:
@@ -235,14 +235,14 @@ def _read_division(made: Translation, preset: str) -> None:
 
 def _read_clip(made: Translation) -> None:
     both = made.number("actor.clip_ratio")
-    if both is not None:  # each side has a key of its own, which goes over it
+    if both is not None:  # the separate keys of both sides take precedence
         made.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **made.settings}
 
 
 def _read_kl(made: Translation) -> None:
-    """veRL pays for KL in the loss where use_kl_loss is true, else in the reward; the other side's keys are moot.
+    """In veRL, KL is in the loss if use_kl_loss is true, else in the reward; the other placement's keys are obsolete.
 
-    Later versions pay in the reward where use_kl_in_reward is true alone; ToolRL's have no such key.
+    In later versions KL is in the reward only if use_kl_in_reward is true; ToolRL's version has no such key.
     """
     of_loss = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
     of_reward = {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"}
@@ -250,17 +250,17 @@ def _read_kl(made: Translation) -> None:
         return
     before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
     loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
-    asked = made.settings.get("algorithm.kl_placement")
+    explicit = made.settings.get("algorithm.kl_placement")
     for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):
-        if None not in (asked, flag) and flag != (asked == place):
+        if None not in (explicit, flag) and flag != (explicit == place):
             raise ConfigError(
-                f"algorithm.kl_placement={asked} contradicts {spelled(key)}={flag}; leave one of them out"
+                f"algorithm.kl_placement={explicit} contradicts {spelled(key)}={flag}; leave one of them out"
             )
     loss = before == "loss" if loss is None else loss
     if loss and reward:
-        raise ConfigError("KL is paid in one place: set one of actor.use_kl_loss and algorithm.use_kl_in_reward false")
-    if asked is not None:
-        placement = asked
+        raise ConfigError("KL has a single placement: set actor.use_kl_loss or algorithm.use_kl_in_reward to false")
+    if explicit is not None:
+        placement = explicit
     elif loss:
         placement = "loss"
     elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in made.theirs):
@@ -276,27 +276,27 @@ def _read_kl(made: Translation) -> None:
         placement = "none"
     made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
     if placement in sides:
-        price, kind, usual = sides.pop(placement)
-        _put_kl(made, (price, coefficient), kind, usual if placement != before else None)
+        coefficient_key, estimator_key, usual = sides.pop(placement)
+        _put_kl(made, (coefficient_key, coefficient), estimator_key, usual if placement != before else None)
     for names in sides.values():
         for name in names[:2]:
-            made.ignore(name, "there is no KL" if placement == "none" else f"KL is paid in the {placement}")
+            made.ignore(name, "there is no KL" if placement == "none" else f"KL is in the {placement}")
 
 
-def _put_kl(made: Translation, priced: tuple[str, float | None], kind: str, usual: str | None) -> None:
+def _put_kl(made: Translation, weight: tuple[str, float | None], estimator_key: str, usual: str | None) -> None:
     """Coefficient and estimator of KL.
 
-    priced: veRL's key of the first, and its value; kind: veRL's key of the second
-    usual: the estimator of this place, where KL was in another one before
+    weight: veRL's key of the coefficient, and its value; estimator_key: veRL's key of the estimator
+    usual: the placement's default estimator, if the placement changes
     """
-    price, coefficient = priced
+    coefficient_key, coefficient = weight
     if coefficient is not None:
-        made.put("algorithm.kl_coefficient", coefficient, spelled(price))
-    estimator = made.take(kind)
+        made.put("algorithm.kl_coefficient", coefficient, spelled(coefficient_key))
+    estimator = made.take(estimator_key)
     if estimator is not None:
         if not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS:
-            raise ConfigError(f"{spelled(kind)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
-        made.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(kind))
+            raise ConfigError(f"{spelled(estimator_key)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
+        made.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(estimator_key))
     if usual is not None:
         made.settings = {"algorithm.kl_coefficient": _KL_COEFFICIENT, "algorithm.kl_estimator": usual, **made.settings}
 
@@ -316,7 +316,7 @@ def _read_kl_control(made: Translation) -> None:
 
 
 def _read_schedules(made: Translation) -> None:
-    """veRL's warmup counts training steps, ours optimizer steps; a negative number leaves it to the ratio."""
+    """veRL's warmup is in training steps, ours in optimizer steps; if it is negative, the ratio applies."""
     for group in ("actor.optim", "critic.optim"):
         steps, ratio = (made.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
         if steps is not None and steps >= 0:
@@ -325,13 +325,13 @@ def _read_schedules(made: Translation) -> None:
         elif ratio is not None:
             made.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
             made.settings.setdefault(f"{group}.warmup_steps", 0)
-        written, least = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
+        written, value = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
-            made.put(f"{group}.min_lr_ratio", 0.0 if least is None else least, written)
+            made.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
 
 
 def _updates_per_step(made: Translation) -> int:
-    """Optimizer steps; 1 where a size is none, which is an error once the configuration is built."""
+    """Optimizer steps per training step; 1 for invalid sizes, which fail once the configuration is built."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
     batch, mini, epochs = (made.now(name) for name in names)
     whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))
@@ -341,7 +341,7 @@ def _updates_per_step(made: Translation) -> int:
 def _read_sampling(made: Translation) -> None:
     written, engine = made.theirs.pop("rollout.name", ("rollout.name", None))
     if engine in ("async", "sglang"):
-        made.obsolete[written] = "vLLM is the engine that samples"
+        made.obsolete[written] = "vLLM is used instead"
         engine = "vllm"
     if engine is not None:
         made.put("rollout.name", engine, written)
@@ -354,7 +354,7 @@ def _read_sampling(made: Translation) -> None:
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if made.settings.get(f"rollout.{name}", 0) is None:
             del made.settings[f"rollout.{name}"]
-            made.obsolete[made.spelled.pop(f"rollout.{name}")] = _LEFT
+            made.obsolete[made.spelled.pop(f"rollout.{name}")] = _NULL
     for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
         if made.settings.get(key) == 0:  # all tokens, as -1
             made.settings[key] = -1
@@ -365,7 +365,7 @@ def _read_reward(made: Translation) -> None:
     if path is not None:
         function = made.take("custom_reward_function.name") or "compute_score"
         made.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
-    made.ignore("custom_reward_function.name", "custom_reward_function.path names no file")
+    made.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
     for name, option in {"structure_format_score": "good_form", "final_format_score": "any_answer"}.items():
         points = made.number(f"reward_model.{name}")
         if points is not None:
@@ -377,16 +377,16 @@ def _read_filters(made: Translation) -> None:
     filtered = made.flag("algorithm.filter_groups.enable")
     if filtered:
         made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
-        draws = made.number("algorithm.filter_groups.max_num_gen_batches")
-        if draws is not None and draws > 0:
-            made.put("algorithm.max_resample_rounds", draws, "algorithm.filter_groups.max_num_gen_batches")
+        rounds = made.number("algorithm.filter_groups.max_num_gen_batches")
+        if rounds is not None and rounds > 0:
+            made.put("algorithm.max_resample_rounds", rounds, "algorithm.filter_groups.max_num_gen_batches")
         elif made.now("algorithm.max_resample_rounds") is None:
-            made.put("algorithm.max_resample_rounds", _MAX_DRAWS, "algorithm.filter_groups.enable")
+            made.put("algorithm.max_resample_rounds", _MAX_RESAMPLE_ROUNDS, "algorithm.filter_groups.enable")
     made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
 def _read_environments(made: Translation) -> None:
-    """Search-R1's, ToRL's and veRL's environments have no names there: a key that only they have stands for each."""
+    """The environments of Search-R1, ToRL and veRL have no names there; each is recognized by a key of its own."""
     for name in ("actor.state_masking", "actor.masking"):
         masked = made.flag(name)
         if masked is not None:
@@ -421,9 +421,9 @@ def _read_search_r1(made: Translation) -> None:
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
-    _play(made, "search_r1", "search_r1", "retriever.url")
+    _put_env(made, "search_r1", "search_r1", "retriever.url")
     if made.settings.get("env.tools"):
-        made.obsolete["retriever.url"] = "env.tools names the tools"
+        made.obsolete["retriever.url"] = "env.tools sets the tools"
     else:
         made.put(
             "env.tools", [{"name": "search", **found, **({} if topk is None else {"topk": topk})}], "retriever.url"
@@ -435,7 +435,7 @@ def _read_torl(made: Translation) -> None:
     if calls is not None:
         written = spelled("rollout.num_llm_calls_available")
         made.put("env.max_tool_calls", calls, written)
-        if _play(made, "fence", "torl", written) and not made.settings.get("env.tools"):
+        if _put_env(made, "fence", "torl", written) and not made.settings.get("env.tools"):
             made.put("env.tools", ["python"], written)
 
 
@@ -457,8 +457,8 @@ def _read_multi_turn(made: Translation) -> None:
         made.put("env.max_tool_calls", min(bounds), written)
 
 
-def _play(made: Translation, tool_call_format: str, reward: str, written: str) -> bool:
-    """In the environment of a paper, unless the command or its recipe has one; whether it is the paper's."""
+def _put_env(made: Translation, tool_call_format: str, reward: str, written: str) -> bool:
+    """Set a paper's environment unless the command or its recipe has one. Returns whether it was set."""
     if made.now("env.tool_call_format") is not None:
         return False
     made.put("env.name", "tool", written)
@@ -469,7 +469,7 @@ def _play(made: Translation, tool_call_format: str, reward: str, written: str) -
 
 
 def _read_nulls(made: Translation) -> None:
-    """What veRL writes for "none", "never" and "all" where ours has another value."""
+    """Values of veRL that mean "none" or "never" -> ours."""
     for key in ("algorithm.correction.is_level", "algorithm.correction.rejection_level"):
         if key in made.settings and made.settings[key] is None:
             made.settings[key] = "none"

@@ -1,7 +1,7 @@
-"""veRL's keys as data: which of ours each one is, which have nothing left to do here, which are refused.
+"""Compatibility with veRL's keys, as tables: which of our keys each maps to, which are obsolete, which are refused.
 
-Keys are written without veRL's `actor_rollout_ref.` before `model.`, `actor.`, `rollout.` and `ref.`. The page
-docs/verl_keys.md is made of these tables: python -m verl.config.verl_keys
+Keys omit veRL's `actor_rollout_ref.` before `model.`, `actor.`, `rollout.` and `ref.`. The page docs/verl_keys.md is
+generated from these tables: python -m verl.config.verl_keys
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _PREFIX = "actor_rollout_ref."
 GROUPS = ("model.", "actor.", "rollout.", "ref.")
 
-# One key of ours, with the same values.
+# veRL's key -> our key with the same values.
 ALIASES: Mapping[str, str] = {
     "data.tokenizer": "model.tokenizer_path",
     "data.max_obs_length": "env.max_observation_tokens",
@@ -51,56 +51,56 @@ ALIASES: Mapping[str, str] = {
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
 }
 
-# Made into one or several of ours by verl.config.legacy: what becomes of each.
+# Translated to one or several of our keys by verl.config.legacy: a description of each.
 INTERPRETED: Mapping[str, str] = {
     "data.filter_overlong_prompts": "`data.truncation=drop` where true",
-    "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` is then "
-    "`env.max_turn_tokens`, and its `data.max_prompt_length` ours for all turns, `data.max_response_length`",
+    "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` then becomes "
+    "`env.max_turn_tokens`, and its `data.max_prompt_length` our `data.max_response_length`, over all turns",
     "actor.clip_ratio": "`algorithm.clip_low` and `algorithm.clip_high`",
     "actor.use_kl_loss": "`algorithm.kl_placement`: `loss` where true, else `reward`",
-    "actor.kl_loss_coef": "`algorithm.kl_coefficient`, where KL is in the loss",
-    "actor.kl_loss_type": "`algorithm.kl_estimator`, where KL is in the loss",
-    "actor.optim.lr_warmup_steps": "`actor.optim.warmup_steps` (there, training steps; here, optimizer steps)",
+    "actor.kl_loss_coef": "`algorithm.kl_coefficient`, if KL is in the loss",
+    "actor.kl_loss_type": "`algorithm.kl_estimator`, if KL is in the loss",
+    "actor.optim.lr_warmup_steps": "`actor.optim.warmup_steps` (in optimizer steps instead of training steps)",
     "actor.optim.lr_warmup_steps_ratio": "`actor.optim.warmup_ratio`",
     "actor.optim.min_lr_ratio": "`actor.optim.min_lr_ratio`; null is 0",
-    "actor.state_masking": "`env.train_on_observations`, the other way round",
-    "actor.masking": "`env.train_on_observations`, the other way round",
-    "rollout.name": "`rollout.name`; other engines than `vllm` and `hf` are vLLM here",
+    "actor.state_masking": "`env.train_on_observations`, negated",
+    "actor.masking": "`env.train_on_observations`, negated",
+    "rollout.name": "`rollout.name`; engines other than `vllm` and `hf` map to vLLM",
     "rollout.do_sample": "`rollout.temperature=0` where false, which training refuses",
     "rollout.n_agent": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
-    "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not be more",
+    "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not exceed it",
     "rollout.num_llm_calls_available": "`env.max_tool_calls` with ToRL's `env.tool_call_format=fence`",
     "rollout.max_iterations": "`env.max_turns`",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
-    "rollout.multi_turn.enable": "`env.name=tool`; name the tools with `env.tools`",
-    "rollout.multi_turn.format": "`env.tool_call_format` (veRL's `hermes` if left out)",
-    "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls`, which is one less: the last turn runs no tool",
-    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller bound",
-    "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (there, training steps; here, optimizer steps)",
+    "rollout.multi_turn.enable": "`env.name=tool`; set the tools in `env.tools`",
+    "rollout.multi_turn.format": "`env.tool_call_format` (default: veRL's `hermes`)",
+    "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls` + 1: tools are disabled in the last turn",
+    "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller limit",
+    "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (in optimizer steps instead of training steps)",
     "critic.optim.lr_warmup_steps_ratio": "`critic.optim.warmup_ratio`",
     "critic.optim.min_lr_ratio": "`critic.optim.min_lr_ratio`; null is 0",
-    "algorithm.kl_penalty": "`algorithm.kl_estimator`, where KL is in the reward",
-    "algorithm.kl_ctrl.type": "`algorithm.kl_target` (veRL's 0.1 if left out) where `adaptive`",
-    "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, where KL is in the reward; 0 is no KL",
-    "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, where `algorithm.kl_ctrl.type=adaptive`",
+    "algorithm.kl_penalty": "`algorithm.kl_estimator`, if KL is in the reward",
+    "algorithm.kl_ctrl.type": "`algorithm.kl_target` (default: veRL's 0.1) if `adaptive`",
+    "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, if KL is in the reward; 0 disables KL",
+    "algorithm.kl_ctrl.target_kl": "`algorithm.kl_target`, if `algorithm.kl_ctrl.type=adaptive`",
     "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
-    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; of pass@k "
+    "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; for pass@k "
     "and GiGPO, `algorithm.options.divide_by_std`",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
-    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, where groups are filtered; "
-    "veRL's default, no limit, is 10 here",
+    "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, if groups are filtered; "
+    "the default is 10 (veRL: no limit)",
     "custom_reward_function.path": "`reward.name=path:name`",
     "custom_reward_function.name": "`reward.name=path:name`",
-    "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with form",
-    "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with form",
-    "do_search": "whether `retriever.url` sets Search-R1's environment",
+    "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with format",
+    "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with format",
+    "do_search": "whether `retriever.url` selects Search-R1's environment",
     "max_turns": "`env.max_tool_calls`, in Search-R1's environment",
     "retriever.url": "`env.tools` with Search-R1's `env.tool_call_format=search_r1` and `reward.name=search_r1`",
     "retriever.topk": "`env.tools`, as `retriever.url`",
 }
 
-# Their value must equal that of one of ours, which stands for both.
+# veRL's key -> our key that covers both; the values must be equal.
 SAME_AS: Mapping[str, str] = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
@@ -111,54 +111,54 @@ SAME_AS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key with one way in which this trainer works; null stands for it, too."""
+    """The only supported value of a key; null is accepted, too."""
 
     value: Any
-    why: str  # others are refused
+    why: str  # reason why others are refused
 
 
 REFUSED: Mapping[str, Only] = {
     "data.prompt_key": Only("prompt", "the column `prompt` holds the messages; rename yours"),
-    "data.train_data_num": Only(None, "all rows of a file are used; write a file with fewer"),
-    "data.val_data_num": Only(None, "all rows of a file are used; write a file with fewer"),
-    "model.external_lib": Only(None, "no code is imported for a model; packs compute transformers' own architectures"),
-    "rollout.ignore_eos": Only(False, "a reply ends where the model ends its turn"),
-    "algorithm.no_think_rl": Only(False, "the policy writes its thoughts itself"),
-    "reward_model.enable": Only(False, "rewards are functions (docs/reward.md); a model that judges is called by one"),
-    "reward_model.retrieval_score": Only(0, "a search that finds the answer is not paid for by itself"),
-    "trainer.val_only": Only(False, "`python -m verl.trainer.main_eval` judges without training"),
-    "trainer.default_hdfs_dir": Only(None, "checkpoints are written to `trainer.default_local_dir` alone; copy them"),
+    "data.train_data_num": Only(None, "all rows of a file are used; write a smaller file"),
+    "data.val_data_num": Only(None, "all rows of a file are used; write a smaller file"),
+    "model.external_lib": Only(None, "no external model code; packs support transformers' architectures"),
+    "rollout.ignore_eos": Only(False, "a response ends at the model's end-of-turn token"),
+    "algorithm.no_think_rl": Only(False, "the policy generates its own reasoning"),
+    "reward_model.enable": Only(False, "rewards are functions (docs/reward.md), which may call a judge model"),
+    "reward_model.retrieval_score": Only(0, "there is no separate reward for retrieving the answer"),
+    "trainer.val_only": Only(False, "`python -m verl.trainer.main_eval` evaluates without training"),
+    "trainer.default_hdfs_dir": Only(None, "checkpoints are written to `trainer.default_local_dir` only; copy them"),
 }
 
 _NO_PADDING = "packs have no padding"
 _PACKS = "forward passes are packs of at most `actor.max_tokens_per_pack` tokens"
 _WHOLE = "a sample is not split over ranks"
-_SHARDED = "FSDP2 shards every state over the ranks; the `offload_params` and `offload_optimizer` keys are what is left"
-_VLLM = "the engine is started as training with new weights needs it"
-_SET = "a validation set is rolled out as a whole"
-_BESIDE = "reference and policy live in the same ranks and take the same packs"
-_RULES = "rewards are functions, named by `reward.name`"
+_SHARDED = "FSDP2 shards all state over the ranks; use `offload_params` and `offload_optimizer` for offloading"
+_VLLM = "the engine's start settings follow from training with weight sync"
+_SET = "a validation set is generated as a whole"
+_BESIDE = "reference and policy share the same ranks and packs"
+_RULES = "rewards are functions, set by `reward.name`"
 _ORDER = "mini-batches keep the order of the prompts (`data.shuffle`)"
-# A key that is one of these, or lies below one, has nothing left to do, whatever its value: why.
-MOOT: Mapping[str, str] = {
+# Obsolete keys (including all keys below them) at any value -> why.
+OBSOLETE: Mapping[str, str] = {
     "data.val_batch_size": _SET,
     "data.return_raw_input_ids": "rows are rendered once",
     "data.return_raw_chat": "rows are rendered once",
     "data.dataloader_num_workers": "rows are read from an index on disk",
-    "data.template_type": "`env.tool_call_format`, or `data.prompt_template`, says how a question is put",
-    "data.custom_cls": "rows are read by their columns (docs/data.md); a data set class is not run",
-    "actor_rollout_ref.hybrid_engine": "`rollout.placement` says where engines sit",
-    "actor_rollout_ref.exchange_size": "`rollout.bucket_mib` is the size of the buckets in which weights travel",
+    "data.template_type": "`env.tool_call_format` or `data.prompt_template` formats the prompt",
+    "data.custom_cls": "rows are read by their columns (docs/data.md); there are no data set classes",
+    "actor_rollout_ref.hybrid_engine": "`rollout.placement` sets where engines run",
+    "actor_rollout_ref.exchange_size": "`rollout.bucket_mib` sets the bucket size of the weight sync",
     "model.use_remove_padding": _NO_PADDING,
-    "actor.strategy": "FSDP2 trains",
+    "actor.strategy": "training uses FSDP2",
     "actor.use_dynamic_bsz": _PACKS,
     "actor.ppo_micro_batch_size": _PACKS,
     "actor.ppo_micro_batch_size_per_gpu": _PACKS,
     "actor.ulysses_sequence_parallel_size": _WHOLE,
     "actor.shuffle": _ORDER,
-    "actor.optim.total_training_steps": "a schedule ends with the run",
+    "actor.optim.total_training_steps": "schedules span the run",
     "rollout.mode": "every engine is asynchronous",
-    "rollout.calculate_log_probs": "engines return the log-probs of what they sample always",
+    "rollout.calculate_log_probs": "engines always return the log-probs of sampled tokens",
     "rollout.log_prob_micro_batch_size": _PACKS,
     "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
     "rollout.log_prob_use_dynamic_bsz": _PACKS,
@@ -169,19 +169,19 @@ MOOT: Mapping[str, str] = {
     "rollout.enable_memory_saver": _VLLM,
     "rollout.enable_chunked_prefill": _VLLM,
     "rollout.disable_log_stats": _VLLM,
-    "rollout.max_parallel_agents": "all episodes of a step run at once; `rollout.max_num_seqs` bounds what is decoded",
-    "rollout.max_starting_message_length": "`data.max_prompt_length` bounds the prompt",
-    "rollout.multi_turn.tool_config_path": "`env.tools` names the tools (docs/tools.md)",
+    "rollout.max_parallel_agents": "all episodes of a step run concurrently; `rollout.max_num_seqs` limits decoding",
+    "rollout.max_starting_message_length": "`data.max_prompt_length` limits the prompt",
+    "rollout.multi_turn.tool_config_path": "`env.tools` sets the tools (docs/tools.md)",
     "ref.log_prob_micro_batch_size": _BESIDE,
     "ref.log_prob_micro_batch_size_per_gpu": _BESIDE,
     "ref.log_prob_use_dynamic_bsz": _BESIDE,
     "ref.log_prob_max_token_len_per_gpu": _BESIDE,
     "ref.ulysses_sequence_parallel_size": _WHOLE,
-    "critic.strategy": "FSDP2 trains",
+    "critic.strategy": "training uses FSDP2",
     "critic.model.use_remove_padding": _NO_PADDING,
-    "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` is for the critic, too",
-    "critic.model.tokenizer_path": "the critic reads the policy's tokens",
-    "critic.model.external_lib": "the critic is loaded as the policy is",
+    "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` also applies to the critic",
+    "critic.model.tokenizer_path": "the critic uses the policy's tokenizer",
+    "critic.model.external_lib": "the critic is loaded like the policy",
     "critic.use_dynamic_bsz": _PACKS,
     "critic.ppo_micro_batch_size": _PACKS,
     "critic.ppo_micro_batch_size_per_gpu": _PACKS,
@@ -191,7 +191,7 @@ MOOT: Mapping[str, str] = {
     "critic.forward_max_token_len_per_gpu": _PACKS,
     "critic.ulysses_sequence_parallel_size": _WHOLE,
     "critic.shuffle": _ORDER,
-    "critic.optim.total_training_steps": "a schedule ends with the run",
+    "critic.optim.total_training_steps": "schedules span the run",
     "algorithm.filter_groups.metric": "groups are filtered by their scores",
     "reward_model.strategy": _RULES,
     "reward_model.model": _RULES,
@@ -202,10 +202,10 @@ MOOT: Mapping[str, str] = {
     "reward_model.use_dynamic_bsz": _RULES,
     "reward_model.forward_max_token_len_per_gpu": _RULES,
     "reward_model.reward_manager": _RULES,
-    "trainer.balance_batch": "packs are dealt evenly to the ranks",
-    "trainer.samples_save_path": "replies are written to the run's folder (transcripts)",
-    "trainer.log_val_generations": "replies are written to the run's folder (transcripts)",
-    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` counts them",
+    "trainer.balance_batch": "packs are balanced over the ranks",
+    "trainer.samples_save_path": "responses are written to the run's folder (transcripts)",
+    "trainer.log_val_generations": "responses are written to the run's folder (transcripts)",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` limits their number",
     **{
         f"{group}.fsdp_config.{name}": _SHARDED
         for group in ("actor", "ref", "critic.model")
@@ -219,10 +219,10 @@ MOOT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of veRL, or a fork, with other defaults than ToolRL's, which are ours."""
+    """A version or fork of veRL whose defaults differ from ToolRL's, which are ours."""
 
     name: str
-    sign: str  # a key that it has and ToolRL's does not
+    sign: str  # a key that only this version has
     defaults: Mapping[str, tuple[str, Any]]  # {our key: (veRL's, the value)}
 
 
@@ -241,7 +241,7 @@ VERSIONS = (
 
 
 def short(key: str) -> str:
-    """veRL's key without the prefix that the groups of the policy have."""
+    """veRL's key without the prefix of the policy's groups."""
     inner = key.removeprefix(_PREFIX)
     return inner if inner.startswith(GROUPS) else key
 
@@ -251,18 +251,18 @@ def spelled(key: str) -> str:
     return _PREFIX + key if key.startswith(GROUPS) else key
 
 
-def moot_reason(key: str) -> str | None:
-    """Why a short key has nothing left to do, itself or as one of a moot group; None where it has."""
-    return next((why for dead, why in MOOT.items() if f"{key}.".startswith(f"{dead}.")), None)
+def obsolete_reason(key: str) -> str | None:
+    """Why a short key or its group is obsolete; None if it is not."""
+    return next((why for name, why in OBSOLETE.items() if f"{key}.".startswith(f"{name}.")), None)
 
 
 def vocabulary() -> list[str]:
-    """Every key of veRL's that is known, as its scripts write it."""
-    return [spelled(key) for table in (ALIASES, INTERPRETED, SAME_AS, REFUSED, MOOT) for key in table]
+    """All known keys of veRL, as its scripts write them."""
+    return [spelled(key) for table in (ALIASES, INTERPRETED, SAME_AS, REFUSED, OBSOLETE) for key in table]
 
 
 def page() -> str:
-    """docs/verl_keys.md."""
+    """The page docs/verl_keys.md."""
     ours = {
         **{key: f"`{our}`" for key, our in ALIASES.items()},
         **INTERPRETED,
@@ -270,14 +270,14 @@ def page() -> str:
     }
     refused = [(key, f"`{'null' if only.value is None else only.value}`", only.why) for key, only in REFUSED.items()]
     parts = [
-        "# veRL's keys\n\nWhat a key of veRL's, or of a fork's, means here. Keys that both have (`actor.optim.lr`, "
-        "`rollout.n`, `trainer.save_freq` ..)\nare left out; `actor_rollout_ref.` before them is optional. Where a "
-        "command starts from, and what one key changes:\n[training.md](training.md#verls-keys). This page is made by "
-        "`python -m verl.config.verl_keys`.\n\n## Settings of ours",
+        "# veRL's keys\n\nHow keys of veRL and its forks map to ours. Identical keys (`actor.optim.lr`, `rollout.n`, "
+        "`trainer.save_freq` ..)\nare omitted; the prefix `actor_rollout_ref.` is optional. For defaults and effects "
+        "of single keys see\n[training.md](training.md#verls-keys). This page is generated by "
+        "`python -m verl.config.verl_keys`.\n\n## Translated keys",
         _table(("key", "here"), sorted(ours.items())),
-        "\n## Nothing left to do\n\nNamed once, in one warning, by reason. A name stands for all keys below it.\n",
-        _table(("key", "why"), sorted(MOOT.items())),
-        "\n## Refused\n\nOther values than the one that is given, or null, are an error.\n",
+        "\n## Obsolete keys\n\nListed in one warning, by reason. A name includes all keys below it.\n",
+        _table(("key", "why"), sorted(OBSOLETE.items())),
+        "\n## Refused keys\n\nValues other than the given one or null are an error.\n",
         _table(("key", "value", "why"), refused),
     ]
     return "\n".join(parts) + "\n"
