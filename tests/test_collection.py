@@ -252,7 +252,7 @@ def test_greedy_responses_count_among_those_that_may_fail(monkeypatch: pytest.Mo
     script.broken.update(order(6))
     learning = trainer(REMAX)
     learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
-    with pytest.raises(RewardFaultError, match="4 of 6 replies"):
+    with pytest.raises(RewardFaultError, match="4 of 6 responses"):
         asyncio.run(learning.rollouts.take(learning.step))
 
 

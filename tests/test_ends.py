@@ -375,7 +375,7 @@ def test_a_signal_saves_the_last_whole_step(moment: str, model: Path, tmp_path: 
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     calls = learned(model, straight)
     assert calls == ["validation", *3 * ["rollout", "update", "validation"]]
-    with pytest.raises(Ended, match="The same command goes on") as stopped:
+    with pytest.raises(Ended, match="The same command resumes") as stopped:
         learned(model, broken, moment)
     step = {"rollout": 1, "update": 2, "validation": 1}[moment]  # the first validation is of step 0
     assert stopped.value.number == signal.SIGTERM and f"saved {broken}" in stopped.value.note

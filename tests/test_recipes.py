@@ -192,7 +192,7 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
         rollout = trained.rollouts.rollout
         object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.chat, words))
         if algorithm == "grpo":
-            with pytest.raises(ConfigError, match=r"algorithm.name=grpo takes one reward for an episode"):
+            with pytest.raises(ConfigError, match=r"algorithm.name=grpo supports only one reward per episode"):
                 asyncio.run(step())
             return
         metrics = asyncio.run(step())

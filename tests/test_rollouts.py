@@ -308,7 +308,7 @@ def test_faults_are_judged_by_the_step_that_takes_them() -> None:
 
     source = rollouts(Down(random.Random(0)), GRPO, prompts_per_step=2, max_staleness=1)
     source.settings = replace(source.settings, max_fault_share=0.5)
-    with pytest.raises(RewardFaultError, match="4 of 4 replies"):
+    with pytest.raises(RewardFaultError, match="4 of 4 responses"):
         asyncio.run(source.take(0))
 
 
@@ -354,7 +354,7 @@ def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
         source = rollouts(Failing(random.Random(0)), GRPO, prompts_per_step=4, max_staleness=1, max_reuse=2)
         source.settings = replace(source.settings, max_fault_share=0.5)
         await source.take(0)
-        with pytest.raises(RewardFaultError, match="step 2: 4 of 4 replies"):
+        with pytest.raises(RewardFaultError, match="step 2: 4 of 4 responses"):
             await source.take(1)
         source.settings = replace(source.settings, max_fault_share=1.0)
         with pytest.raises(NoTrainableGroupsError, match="all 2 groups filtered out: none has 2 or more"):

@@ -283,7 +283,7 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
     metrics = asyncio.run(learning.train_step())
     assert metrics["reward/infrastructure_faults"] == 2
     assert sum(len(group.trajectories) for group in learning.groups) == 30
-    with pytest.raises(RewardFaultError, match=r"16 of 32 replies.*\n.*the service is down"):
+    with pytest.raises(RewardFaultError, match=r"16 of 32 responses.*\n.*the service is down"):
         asyncio.run(trainer(PLAIN, FailsOn(2)).train_step())
 
 
