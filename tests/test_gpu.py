@@ -37,7 +37,7 @@ def test_grpo_with_engines_beside_the_trainer(dtype: str, num_gpus: int, tmp_pat
 
 
 def test_grpo_with_engines_on_devices_of_their_own(tmp_path: Path) -> None:
-    """Publication by NCCL broadcast."""
+    """Weight sync by NCCL broadcast."""
     train("bfloat16", 2, ["rollout.placement=separate"], tmp_path)
 
 
