@@ -54,7 +54,7 @@ def category(benchmark: Benchmark, name: str) -> Category:
     return next(each for each in benchmark.categories if each.name == f"bfcl/{name}")
 
 
-def figure(played: Category, trajectory: Trajectory, task: Task) -> float:
+def score_of(played: Category, trajectory: Trajectory, task: Task) -> float:
     return build_reward(played.episode.reward, played.episode.reward_options).score(trajectory, task, 0).total
 
 
@@ -98,13 +98,13 @@ def test_gold_as_each_handler_writes_it_is_right_on_every_row(
 ) -> None:
     tool_call_format, played = build_tool_call_format(handler), category(benchmark, name)
     for task in tasks[name]:
-        nothing = figure(played, with_calls(task, ()), task)
+        nothing = score_of(played, with_calls(task, ()), task)
         assert nothing == float(name in NO_CALL), task.id
         if name in NO_CALL:
             continue
         gold = [ToolCall(task.extra["tools"][0]["name"], {})] if name in ANY else gold_calls(task)
         parsed = tool_call_format.parse(tool_call_format.render(gold))
-        assert isinstance(parsed, Calls) and figure(played, with_calls(task, parsed.calls), task) == 1.0, task.id
+        assert isinstance(parsed, Calls) and score_of(played, with_calls(task, parsed.calls), task) == 1.0, task.id
 
 
 def test_untyped_texts_are_read_as_the_gold_by_the_published_schemas(tasks: dict[str, Sequence[Task]]) -> None:
@@ -181,7 +181,7 @@ def test_an_episode_is_one_response_whose_calls_are_judged(
     assert isinstance(tool_call_format.parse(said), ParseError) == (end[1] is StopReason.MALFORMED)
     trajectory = episode(played, handler, task, [said])
     assert len(trajectory.turns) == 1
-    assert (figure(played, trajectory, task), trajectory.stop_reason) == end
+    assert (score_of(played, trajectory, task), trajectory.stop_reason) == end
 
 
 @pytest.mark.parametrize("name", ["multi_turn_base", "multi_turn_long_context"])
@@ -193,10 +193,10 @@ def test_a_scenario_is_won_in_an_episode_by_its_gold(
     turns = [[api.gold_call(made) for made in turn] for turn in json.loads(task.answer)]
     won = [text for turn in turns for text in (tool_call_format.render(turn), "Done.")]
     trajectory = episode(played, "toolrl", task, won)
-    assert (figure(played, trajectory, task), trajectory.stop_reason) == (1.0, StopReason.STOP)
+    assert (score_of(played, trajectory, task), trajectory.stop_reason) == (1.0, StopReason.STOP)
     assert [len(trajectory.turns), trajectory.num_tool_calls] == [len(won), sum(map(len, turns))]
     lost = episode(played, "toolrl", task, [*won[:-2], "Done.", "Done."])
-    assert (figure(played, lost, task), lost.stop_reason) == (0.0, StopReason.STOP)
+    assert (score_of(played, lost, task), lost.stop_reason) == (0.0, StopReason.STOP)
 
 
 def test_without_the_package_the_mend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def judge(*verdicts: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         server.server_close()
 
 
-def test_a_judge_is_asked_and_its_word_is_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_decides_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "k")
     with judge("Yes.", "<think>Yes? No.</think> **no**", 503, "yes") as (url, asked):
         reward = QaReward({"url": url, "model": "m", "key_variable": "JUDGE_KEY"})

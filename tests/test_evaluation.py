@@ -246,7 +246,7 @@ def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplat
     assert note.startswith("max_prompt_length is 512, the base's 256")
 
 
-def test_a_comparison_tells_what_its_figures_are(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+def test_a_comparison_reports_handler_formula_and_notes(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     """Handler, formula and warnings stand beside differences as beside a model's own scores."""
     _, records = run(tool_call_format, Counting(tool_call_format, lambda number, _: "no"), tmp_path, category())
     uses_tools = replace(category(), episode=EpisodeConfig("says", {"strict": True}, tools=("python",)))

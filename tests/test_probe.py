@@ -1,4 +1,4 @@
-"""Would training learn? The prediction for other group sizes, the figures, the advice, and the command itself."""
+"""Would training learn? The prediction for other group sizes, the statistics, the advice, and the command itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_prompts_that_are_all_hopeless_stay_so() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_a_larger_group_has_a_signal_no_less_often(groups: list[list[int]]) -> None:
+def test_a_larger_group_has_zero_variance_no_more_often(groups: list[list[int]]) -> None:
     shares = [predict(groups, n).share for n in (2, 3, 4, 8, 32)]
     assert all(later <= earlier + 1e-9 for earlier, later in pairwise(shares))
     assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares)
@@ -105,7 +105,7 @@ def rollout(reward: float, tokens: int = 10, stop: str = "stop", **parts: float)
 RIGHT_IF_CORRECT = Judge(lambda task, found: found["score"]["parts"]["correct"] > 0, best_format=1.0)
 
 
-def test_figures_by_hand() -> None:
+def test_statistics_by_hand() -> None:
     mixed = [rollout(1.0, correct=1, format=1), rollout(0.0, 30, "length", correct=0, format=0)]
     lost = [rollout(0.0, correct=0, format=1), rollout(0.0, correct=0, format=0)]
     groups = [mixed, lost]
@@ -122,7 +122,7 @@ def test_figures_by_hand() -> None:
     assert pair == {"n": 2, "zero_variance": 0.5, "how": "subsets", "tokens": 60.0, "seconds": 8.0}
 
 
-def test_without_any_signal_no_price_is_named() -> None:
+def test_without_any_advantage_there_is_no_cost() -> None:
     group = [rollout(0.0, correct=0), rollout(0.0, correct=0)]
     found = summary([row_of(TASK, group, RIGHT_IF_CORRECT)], [group], RIGHT_IF_CORRECT, Cost(0, 0.0), 10)
     assert found["sizes"][0]["tokens"] is None
@@ -161,7 +161,7 @@ def test_a_format_part_that_is_always_zero_says_nothing() -> None:
     assert summary([row_of(TASK, group, judge)], [group], judge, Cost(1, 1.0), 10)["format"] is None
 
 
-def figures(**changed: Any) -> dict[str, Any]:
+def statistics(**changed: Any) -> dict[str, Any]:
     sizes = [{"n": 8, "zero_variance": 0.1}, {"n": 16, "zero_variance": 0.05}, {"n": 32, "zero_variance": 0.02}]
     return {
         "n": 8,
@@ -206,14 +206,14 @@ def dead(at_8: float, at_16: float, at_32: float) -> dict[str, Any]:
     ],
 )
 def test_every_advice_has_its_reason(changed: dict[str, Any], said: Sequence[str]) -> None:
-    told = advice(figures(**changed), with_tools=True)
+    told = advice(statistics(**changed), with_tools=True)
     assert len(told) == len(said)
     for line, part in zip(told, said, strict=True):
         assert part in line
 
 
 def test_without_tools_nothing_is_said_of_them() -> None:
-    (told,) = advice(figures(tools_used=0.0), with_tools=False)
+    (told,) = advice(statistics(tools_used=0.0), with_tools=False)
     assert told.startswith("no objection")
 
 

@@ -499,7 +499,7 @@ class TrainerConfig(RunConfig):
         _at_least(0, self, "trainer.", "critic_warmup", "num_transcripts_shown")
         _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
-            raise ConfigError("trainer.on_collapse=rollback needs checkpoints: set trainer.save_freq above 0")
+            raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
 
 
 @dataclass(frozen=True)
