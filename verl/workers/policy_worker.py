@@ -93,7 +93,7 @@ class PolicyWorker:
         self.engine.offload_all()
 
     def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:
-        """A generator, so that the lookup follows the engine's resharding: FSDP swaps parameters while gathered."""
+        """A generator: the lookup must happen when the engine starts to iterate, as FSDP replaces gathered parameters."""
         parameters = dict(hf_named_parameters(self._policy))
         for each in layout.slices:
             yield each.names[0], parameters[each.names[0]]
