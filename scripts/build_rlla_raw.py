@@ -1,10 +1,10 @@
-"""Build a raw file of ToolRL's mix from the original sources: 2,000 ToolACE, 1,000 Hammer (masked) and 1,000 xLAM rows.
+"""Build a raw file with ToolRL's mix from the sources: 2,000 ToolACE, 1,000 Hammer (masked) and 1,000 xLAM rows.
 
     python scripts/build_rlla_raw.py --toolace toolace.json --xlam xlam.json
-    python scripts/build_rlla_raw.py                      # by data set name; needs the package datasets and a network
+    python scripts/build_rlla_raw.py                      # by dataset name; needs the package datasets and a network
 
 ToolACE's dialogues are split into single decisions. Hammer's rows are xLAM rows with function and parameter names
-masked (--hammer names another file of that form); no row is taken both masked and plain. The choice of rows is seeded.
+masked (--hammer: a separate file in that format); no row is used both masked and plain. The sampling is seeded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUM_SHOWN = 10
 
 
 class Mixer:
-    """Draws a seeded sample from each source and counts the rows that cannot be used."""
+    """Draws a seeded sample from each source and counts unusable rows."""
 
     def __init__(self, generator: random.Random, console: Console) -> None:
         self.dropped: Counter[str] = Counter()
@@ -47,12 +47,12 @@ class Mixer:
         self._console = console
 
     def usable(self, source: str, decisions: Decisions) -> Iterator[tuple[Any, list[dict[str, str]]]]:
-        """Every row of the source that makes at least one decision, with its decisions."""
+        """Every row of the source with at least one decision, and its decisions."""
         for row in track(read_rows(source), escape(f"Reading {source}"), total=None, console=self._console):
             try:
                 found = list(decisions(row))
                 for example in found:
-                    to_task(to_row(check_example(example), "train", 0), "")  # what training will ask of it
+                    to_task(to_row(check_example(example), "train", 0), "")  # the checks of training
             except DataError as error:
                 self.dropped[f"{source}: {error.field} {_reason(error)}"] += 1
                 continue
@@ -62,10 +62,10 @@ class Mixer:
             if found:
                 yield row, found
             else:
-                self.dropped[f"{source}: makes no call"] += 1
+                self.dropped[f"{source}: no call"] += 1
 
     def sample(self, source: str, items: Iterable[Any], count: int) -> list[Any]:
-        """`count` of the items in random order; none are read for 0. Raises DataError when there are fewer."""
+        """`count` of the items in random order; reads none for 0. Raises DataError if there are fewer."""
         if not count:
             return []
         store = RowStore(items)
@@ -77,7 +77,7 @@ class Mixer:
 
 
 def _reason(error: DataError) -> str:
-    """The problem without the names and values in it, so that like rows count together."""
+    """The problem without names and values, to group similar rows."""
     return re.sub(r"'.*'|\(.*\)|: .*", "..", error.problem)
 
 
@@ -97,7 +97,7 @@ def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random)
             yield from examples
 
     def rows(source: str) -> Iterator[Any]:
-        return (row for row, _ in mixer.usable(source, masked))  # what can be masked can be taken plain
+        return (row for row, _ in mixer.usable(source, masked))  # rows that can be masked can also be used plain
 
     to_mask, to_keep = arguments.num_hammer, arguments.num_xlam
     if arguments.hammer and arguments.hammer != arguments.xlam:
@@ -113,28 +113,30 @@ def build(arguments: argparse.Namespace, mixer: Mixer, generator: random.Random)
 
 
 def write(path: Path, examples: list[dict[str, str]]) -> None:
-    """A JSON list, one example a line; whole or not at all."""
+    """Atomically write a JSON list, one example per line."""
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.write("[\n" + ",\n".join(map(json.dumps, examples)) + "\n]\n")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toolace", default="Team-ACE/ToolACE", help="file or data set name")
-    parser.add_argument("--xlam", default="Salesforce/xlam-function-calling-60k", help="file or data set name")
-    parser.add_argument("--hammer", help="file or data set name of xLAM's form, to be masked; default: other xLAM rows")
+    parser.add_argument("--toolace", default="Team-ACE/ToolACE", help="file or dataset name")
+    parser.add_argument("--xlam", default="Salesforce/xlam-function-calling-60k", help="file or dataset name")
+    parser.add_argument(
+        "--hammer", help="file or dataset name in xLAM's format, to be masked; default: further xLAM rows"
+    )
     parser.add_argument("--num-toolace", type=int, default=2000)
     parser.add_argument("--num-hammer", type=int, default=1000)
     parser.add_argument("--num-xlam", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=31415)
-    parser.add_argument("--instruction-from", metavar="RAW_FILE", help="take the wording of a published raw file")
+    parser.add_argument("--instruction-from", metavar="RAW_FILE", help="use the wording of a published raw file")
     parser.add_argument("--out", default="dataset/rlla_4k_raw/rlla_rl.json")
     arguments = parser.parse_args(argv)
     for name in ("num_toolace", "num_hammer", "num_xlam"):
         if getattr(arguments, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if not arguments.num_toolace + arguments.num_hammer + arguments.num_xlam:
-        parser.error("all three numbers are 0, so there is nothing to build")
+        parser.error("all three numbers are 0: nothing to build")
     return arguments
 
 

@@ -1,12 +1,12 @@
-"""Fetch ToolRL's published files with git: the raw RL examples, and what this project's tests call real data.
+"""Fetch ToolRL's published files with git: the raw RL examples, and real data for this project's tests.
 
     python scripts/get_toolrl_data.py                          # clones the published commit; needs git and a network
-    python scripts/get_toolrl_data.py --repository ~/ToolRL    # takes them from a clone you have
+    python scripts/get_toolrl_data.py --repository ~/ToolRL    # uses an existing clone
     export TOOLRL_TEST_DATA=$PWD/dataset/toolrl_test_data      # then the tests find them
 
-Puts rlla_rl.json and rlla_sft.json into dataset/rlla_4k_raw/ (preprocess_rlla.py goes on from there) and the test files
-into --out. The reward's test cases are made here, by running ToolRL's own reward on spoiled responses. Files whose hash
-is known are checked against it. All of it is ToolRL's, Apache-2.0.
+Writes rlla_rl.json and rlla_sft.json to dataset/rlla_4k_raw/ (input of preprocess_rlla.py) and the test files to --out.
+The reward's test cases are generated here, by running ToolRL's own reward on corrupted responses. Files with a known
+hash are verified. All data is ToolRL's, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEMPLATES = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where a file lies in ToolRL's repository, and its SHA-256 where it is known."""
+    """The path of a file in ToolRL's repository, and its SHA-256 if known."""
 
     path: str
     sha256: str | None = None
@@ -91,7 +91,7 @@ TEST_FILES: Mapping[str, Published] = {
 
 @contextlib.contextmanager
 def checked_out(repository: str, commit: str) -> Iterator[Path]:
-    """A folder with the repository's files at this commit, gone afterwards."""
+    """A temporary folder with the repository's files at this commit."""
     if Path(repository).expanduser().exists():
         repository = str(Path(repository).expanduser().resolve())  # git runs in another folder
     with tempfile.TemporaryDirectory() as folder:
@@ -107,20 +107,20 @@ def checked_out(repository: str, commit: str) -> Iterator[Path]:
             except subprocess.CalledProcessError as error:
                 raise DataError(
                     f"git {command[0]} failed ({error.stderr.strip()})",
-                    hint="Check the network and --commit (all 40 digits), or give a clone you have with --repository",
+                    hint="Check the network and --commit (all 40 digits), or pass an existing clone with --repository",
                     file=repository,
                 ) from error
         yield Path(folder)
 
 
 def copy_checked(source: Path, published: Published, target: Path) -> None:
-    """Copy one file. Raises DataError where it is missing or is not the published one."""
+    """Copy one file. Raises DataError if it is missing or differs from the published one."""
     path = source / published.path
     if not path.is_file():
         raise DataError("is not in the repository", file=published.path, hint="Check --commit")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if published.sha256 and found != published.sha256:
-        raise DataError(f"has SHA-256 {found}", published.sha256, "Take the published commit", published.path)
+        raise DataError(f"has SHA-256 {found}", published.sha256, "Use the published commit", published.path)
     with replacing(target) as unfinished:
         shutil.copyfile(path, unfinished)
 
@@ -132,7 +132,7 @@ def copy_all(clone: Path, files: Mapping[str, Published], folder: Path, console:
 
 
 def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """NUM_CASES spoiled responses scored by ToolRL's own code under random variants, steps and chat templates."""
+    """NUM_CASES corrupted responses scored by ToolRL's own code under random variants, steps and chat templates."""
     spec = importlib.util.spec_from_file_location("toolrl_rlla", reward_file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -142,11 +142,11 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
     for _ in range(NUM_CASES):
         task = generator.choice(tasks)
         response = generator.choice(
-            [task.answer, *(spoiled.text for spoiled in corrupted_responses(task, task.answer))]
+            [task.answer, *(corrupted.text for corrupted in corrupted_responses(task, task.answer))]
         )
         variant = {name: "1" for name in TOGGLES if name != "SCHEDULELENGTH" and generator.random() < 0.25}
         if "WITHLENGTH" in variant and generator.random() < 0.5:
-            variant["SCHEDULELENGTH"] = "1"  # alone it does nothing in ToolRL's code, and here it does
+            variant["SCHEDULELENGTH"] = "1"  # has no effect alone in ToolRL's code, but has here
         family, step = generator.choice(sorted(TEMPLATES)), generator.choice(STEPS)
         solution = TEMPLATES[family].format(response)
         want = score_silently(module.compute_score, solution, task.answer, step, variant | {"EXPERIMENT_NAME": family})
@@ -158,7 +158,7 @@ def reward_cases(reward_file: Path, tasks: Sequence[Any]) -> list[dict[str, Any]
 def score_silently(
     compute_score: Callable[..., Sequence[float]], solution: str, truth: str, step: int, variant: dict[str, str]
 ) -> list[float]:
-    """ToolRL's reward reads the environment and prints each response; neither must outlive the call."""
+    """Calls ToolRL's reward, which reads the environment and prints each response; isolates both."""
     before = dict(os.environ)
     for name in TOGGLES:
         os.environ.pop(name, None)
@@ -182,13 +182,13 @@ def fetch(arguments: argparse.Namespace, console: Console) -> None:
             json.dump(reward_cases(clone / REWARD_FILE, tasks), file)
         console.print(escape(f"wrote {target}"))
         copy_all(clone, RAW_FILES, raw, console)
-    console.print(escape(f"the tests find them with: export TOOLRL_TEST_DATA={out.resolve()}"))
+    console.print(escape(f"to use them in the tests: export TOOLRL_TEST_DATA={out.resolve()}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch everything; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repository", default=REPOSITORY, help="address or folder of a clone")
+    parser.add_argument("--repository", default=REPOSITORY, help="URL, or folder of a clone")
     parser.add_argument("--commit", default=COMMIT)
     parser.add_argument("--out", default="dataset/toolrl_test_data", help="folder for the test files")
     parser.add_argument("--raw", default="dataset/rlla_4k_raw", help="folder for the raw files")

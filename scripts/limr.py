@@ -1,9 +1,9 @@
-"""LIMR's learning impact (arXiv 2502.11886): how closely a row's course over the epochs follows the mean course.
+"""LIMR's learning impact (arXiv 2502.11886): how closely a row's success rate over the epochs follows the mean.
 
     s_i = 1 - sum_k (r_i^k - r_avg^k)^2 / sum_k (1 - r_avg^k)^2
 
-r_i^k: the share of row i's rollouts in epoch k that were right, as in the published code; r_avg^k: its mean over the
-rows. 1 is the mean course itself; a row that is always right has 0.
+r_i^k: success rate of row i in epoch k, as in the published code; r_avg^k: its mean over the rows. A row that equals
+the mean has 1; a row that is always right has 0.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from verl.types import Message
 
 @dataclass
 class Epochs:
-    """What a run has seen of the rows of one file. A row's n-th time is epoch n: every epoch has every row once."""
+    """The rollouts of one file's rows in a run. The n-th visit of a row is epoch n."""
 
-    rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # row -> its success rates
-    prompts: dict[int, str] = field(default_factory=dict)  # row -> the prompt's digest
+    rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # row -> success rates by epoch
+    prompts: dict[int, str] = field(default_factory=dict)  # row -> digest of the prompt
 
     @property
     def num_epochs(self) -> int:
-        """Those that at least half of the rows have been through."""
+        """The number of epochs completed by at least half of the rows."""
         return median_low(map(len, self.rates.values()))
 
 
 def learning_impact(rates: Mapping[int, Sequence[float]], num_epochs: int) -> dict[int, float]:
-    """s of every row that has so many rates or more. Raises DataError where all rows were always right."""
+    """s of every row with at least `num_epochs` rates. Raises DataError if all rows were always right."""
     courses = {row: course[:num_epochs] for row, course in rates.items() if len(course) >= num_epochs}
     mean = [fmean(epoch) for epoch in zip(*courses.values(), strict=True)]
     most = sum((1 - each) ** 2 for each in mean)
     if most == 0:
-        raise DataError("every row was always right, so that no course differs from another")
+        raise DataError("every row was always right, so learning impact is undefined")
     return {row: 1 - _squares(course, mean) / most for row, course in courses.items()}
 
 
@@ -49,10 +49,10 @@ def _squares(course: Sequence[float], mean: Sequence[float]) -> float:
 
 
 def read_epochs(run: Path, data: str, right_at: float | None) -> Epochs:
-    """The success rates in the transcripts of a run folder, of rows of the file called `data`.
+    """The success rates from the transcripts of a run folder, for rows of the file called `data`.
 
-    right_at: the total from which a rollout is right; if left out, its part "correct" decides
-    Raises DataError where the run has none, or no record of what was right.
+    right_at: score threshold of a correct rollout; default: its part "correct"
+    Raises DataError if there are no transcripts, or no record of correctness.
     """
     epochs = Epochs()
     paths = sorted((run / "transcripts").glob("step-*.jsonl"))
@@ -69,7 +69,7 @@ def read_epochs(run: Path, data: str, right_at: float | None) -> Epochs:
         for row, right in step.items():
             epochs.rates[row].append(fmean(right))
     if not epochs.rates:
-        raise DataError(f"has trained on no row of {data}", hint="Give the file that it was trained on", file=str(run))
+        raise DataError(f"has trained on no row of {data}", hint="Pass the file that it was trained on", file=str(run))
     return epochs
 
 
@@ -79,6 +79,6 @@ def _right(rollout: Mapping[str, Any], right_at: float | None, path: Path) -> bo
         return bool(score["total"] >= right_at)
     if "correct" not in score["parts"]:
         parts = ", ".join(score["parts"]) or "none"
-        hint = "Give the total from which a rollout is right: --right-at"
-        raise DataError(f"has no record of what was right (parts: {parts})", "a part `correct`", hint, str(path))
+        hint = "Pass the score threshold of a correct rollout: --right-at"
+        raise DataError(f"has no record of correctness (parts: {parts})", "a part `correct`", hint, str(path))
     return bool(score["parts"]["correct"] >= 1.0)

@@ -1,4 +1,4 @@
-"""Write the tasks that an environment brings into a data file, to train and evaluate on:
+"""Write the bundled tasks of an environment to a data file for training or evaluation:
 
     python scripts/make_env_tasks.py bfcl --option category=base --option split=train --out bfcl_train.jsonl
     python scripts/make_env_tasks.py tau2 --option data=DIR --option domain=retail --out retail_train.jsonl
@@ -25,7 +25,7 @@ from verl.types import Task
 
 
 def to_row(task: Task) -> dict[str, Any]:
-    """A task as a row that `verl.data.tasks.to_task` reads, which takes file and row number for its id."""
+    """A task as a row for `verl.data.tasks.to_task`, which derives the task id from file and row number."""
     return {
         "data_source": task.data_source,
         "prompt": [{"role": message.role, "content": message.content} for message in task.prompt],
@@ -36,7 +36,7 @@ def to_row(task: Task) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file. Returns 1 for what the user can mend."""
+    """Write the file. Returns 1 on a user error."""
     parser = argparse.ArgumentParser(prog="python scripts/make_env_tasks.py", description="Tasks of an environment.")
     parser.add_argument("env")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")

@@ -1,7 +1,7 @@
-"""Make the embedded data set from nothing: python scripts/make_mini_dataset.py [--out dataset/mini] [--seed 0]
+"""Generate the embedded dataset: python scripts/make_mini_dataset.py [--out dataset/mini] [--seed 0]
 
-Writes train, test, test_new_tools and sft parquet files in ToolRL's schema and a tokenizer, byte for byte the same for
-the same seed and library versions; checks them; prints what is in them. The vocabulary is in scripts/mini/.
+Writes train, test, test_new_tools and sft parquet files in ToolRL's schema and a tokenizer, byte-identical for
+the same seed and library versions; checks them; prints statistics. The vocabulary is in scripts/mini/.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _console = Console(width=120)
 
 
 def main() -> None:
-    """Draw, check, write, report."""
+    """Generate, check, write, report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dataset" / "mini", help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="another seed makes another data set")
+    parser.add_argument("--seed", type=int, default=0, help="the dataset depends on the seed")
     args = parser.parse_args()
 
     with _console.status("drawing rows"):
@@ -77,13 +77,13 @@ def _print_rows(splits: Splits, seed: int) -> None:
 
     table = Table("split", *_FAMILIES, title="distinct phrasings by family")
     for name, rows in splits.items():
-        said = {
+        phrasings = {
             family: {reading.phrasing(row) for row in rows if reading.family(row) == family} for family in _FAMILIES
         }
-        table.add_row(name, *(str(len(said[family])) for family in _FAMILIES))
+        table.add_row(name, *(str(len(phrasings[family])) for family in _FAMILIES))
     _console.print(table)
 
-    table = Table("split", "domains", "tools", "lookups", title="what the splits may draw from")
+    table = Table("split", "domains", "tools", "lookups", title="pools of the splits")
     for split in all_splits(seed):
         domains = {tool.domain for tool in split.world.tools}
         table.add_row(split.name, *map(str, (len(domains), len(split.world.tools), len(split.world.lookups))))
@@ -91,7 +91,7 @@ def _print_rows(splits: Splits, seed: int) -> None:
 
 
 def _print_lengths(splits: Splits, tokenizer: Tokenizer) -> None:
-    table = Table("split", "chars", "prompt tokens", "reply tokens", title="lengths, p50 / p95 / max")
+    table = Table("split", "chars", "prompt tokens", "response tokens", title="lengths, p50 / p95 / max")
     for name, rows in splits.items():
         measured = (
             [len(reading.system_text(row)) + len(reading.dialogue_text(row)) for row in rows],
@@ -109,7 +109,7 @@ def _quantiles(lengths: Sequence[int]) -> str:
 
 
 def _print_rewards(splits: Splits) -> None:
-    table = Table("reply", *splits, title="mean reward of simple policies (rlla, default options)")
+    table = Table("response", *splits, title="mean reward of simple policies (rlla, default options)")
     for name, response in BASELINES.items():
         table.add_row(name, *(f"{mean_reward(rows, response):.3f}" for rows in splits.values()))
     _console.print(table)
@@ -120,7 +120,7 @@ def _print_overlap(splits: Splits) -> None:
     table = Table("seen in train or sft", *_TESTS, title="overlap of the tests with training")
     measured = [overlap.measure(seen, splits[name]) for name in _TESTS]
     for n in measured[0].ngrams:
-        table.add_row(f"{n}-grams of the users' words", *(f"{found.ngrams[n]:.1%}" for found in measured))
+        table.add_row(f"{n}-grams of the user texts", *(f"{found.ngrams[n]:.1%}" for found in measured))
     for item in ("prompts", "answers", "phrasings", "values", "tools"):
         table.add_row(item, *(str(getattr(found, item)) for found in measured))
     _console.print(table)
@@ -131,7 +131,7 @@ def _print_files(out: Path) -> None:
     paths = [out / f"{split.name}.parquet" for split in all_splits(0)] + sorted((out / "tokenizer").iterdir())
     for path in paths:
         table.add_row(str(path.relative_to(out)), f"{path.stat().st_size:,}", sha256(path.read_bytes()).hexdigest())
-    table.add_row("in all", f"{sum(path.stat().st_size for path in paths):,}", "")
+    table.add_row("total", f"{sum(path.stat().st_size for path in paths):,}", "")
     _console.print(table)
 
 

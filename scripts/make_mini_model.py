@@ -1,7 +1,7 @@
-"""The untrained beginning of the embedded model: python scripts/make_mini_model.py --out FOLDER [--seed 0]
+"""The untrained embedded model: python scripts/make_mini_model.py --out FOLDER [--seed 0]
 
-A Qwen2 of 1.8 million parameters with a tied head and the tokenizer of dataset/mini. scripts/make_mini_model.sh teaches
-it with the project's own supervised learning.
+A Qwen2 of 1.8 million parameters with a tied head and the tokenizer of dataset/mini. scripts/make_mini_model.sh trains
+it with the project's own SFT.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-_MULTIPLE = 8  # of the vocabulary's size: what matrix kernels like
+_MULTIPLE = 8  # the vocabulary size is rounded up to this, for matrix kernels
 
 
 def main() -> None:
-    """Draw the weights, save."""
+    """Initialize and save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
@@ -33,7 +33,7 @@ def main() -> None:
             num_attention_heads=6,
             num_key_value_heads=2,
             max_position_embeddings=1024,
-            initializer_range=0.06,  # larger than usual: so few layers learn to copy sooner
+            initializer_range=0.06,  # larger than usual: few layers then learn to copy sooner
             rope_theta=10000.0,
             tie_word_embeddings=True,
             bos_token_id=None,

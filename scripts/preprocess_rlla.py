@@ -1,12 +1,12 @@
-"""Turn ToolRL's raw examples into the parquet files that the trainer reads.
+"""Convert ToolRL's raw examples to parquet files for the trainer.
 
     python scripts/preprocess_rlla.py           # dataset/rlla_4k_raw/rlla_rl.json -> dataset/rlla_4k/*.parquet
     python scripts/preprocess_rlla.py --input rlla_sft.json --strip-thoughts --local_dir dataset/rlla_sft
     python scripts/preprocess_rlla.py --drop-in test.parquet --tokenizer MODEL --max-prompt-tokens 2048
 
 The raw file is a list of {"instruction", "input", "output"}. Shuffle and split are ToolRL's: numpy seed 31415, the last
-2 % are the test split. Rows are checked as training checks them, and one line says what became of them. Rows pass
-through the disk, never all through memory.
+2 % are the test split. Rows pass the checks of training, and a summary line is printed. Rows are buffered on disk, not
+in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CountTokens = Callable[[dict[str, str]], int]
 
 @dataclass
 class Summary:
-    """What the rows that are written are like, for the table at the end."""
+    """Statistics of the written rows, for the final table."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
@@ -66,12 +66,12 @@ class Summary:
 
 
 def prompt_hash(example: dict[str, str]) -> bytes:
-    """16 bytes that stand for a prompt."""
+    """A 16-byte digest of a prompt."""
     return hashlib.blake2b(f"{example['instruction']}\0{example['input']}".encode(), digest_size=16).digest()
 
 
 def prompts_of(sources: Iterable[str]) -> set[bytes]:
-    """The hashes of every prompt of other files, raw or parquet."""
+    """The hashes of all prompts in other files, raw or parquet."""
     found = set()
     for source in sources:
         for number, row in enumerate(read_rows(source)):
@@ -84,7 +84,7 @@ def prompts_of(sources: Iterable[str]) -> set[bytes]:
 
 
 def token_counter(name: str) -> CountTokens:
-    """Counts the tokens of a whole prompt under the tokenizer's own chat template."""
+    """Returns a function that counts the tokens of a whole prompt in the tokenizer's chat template."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -101,7 +101,7 @@ def token_counter(name: str) -> CountTokens:
         try:
             return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
         except jinja2.TemplateError as error:
-            raise ConfigError(f"--tokenizer {name!r}: its chat template refuses these prompts ({error})") from error
+            raise ConfigError(f"--tokenizer {name!r}: its chat template rejects these prompts ({error})") from error
 
     return count
 
@@ -112,8 +112,8 @@ def kept_examples(
     report: RowReport,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[dict[str, str]]:
-    """The checked examples of the input file, less those that an option drops."""
-    elsewhere = prompts_of(arguments.drop_in)
+    """The checked examples of the input file, filtered by the options."""
+    dropped = prompts_of(arguments.drop_in)
     count = token_counter(arguments.tokenizer) if arguments.tokenizer else None
     for number, row in enumerate(progress(read_rows(arguments.input))):
         report.num_rows += 1
@@ -124,10 +124,10 @@ def kept_examples(
             task = to_task(to_row(example, "", number), "")
         except DataError as error:
             if error.field == GROUND_TRUTH:
-                error.field = "output"  # as the raw file calls it
+                error.field = "output"  # its name in the raw file
             report.add_bad(error.at(file=arguments.input, row=number), arguments.max_bad_share)
             continue
-        if elsewhere and prompt_hash(example) in elsewhere:
+        if dropped and prompt_hash(example) in dropped:
             report.drop(f"that occur in {', '.join(arguments.drop_in)}", number)
             continue
         if count:
@@ -145,7 +145,7 @@ def kept_examples(
 
 
 def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers of (train, test) as numpy's legacy generator shuffles them; test is the end of the order."""
+    """Row numbers of (train, test), shuffled by numpy's legacy generator; test is the tail."""
     order = list(range(num_rows))
     np.random.RandomState(seed).shuffle(order)
     num_train = num_rows - int(num_rows * test_fraction)
@@ -153,7 +153,7 @@ def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[in
 
 
 def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, console: Console) -> None:
-    """Write the rows in this order; the file appears whole or not at all."""
+    """Atomically write the rows in this order."""
     with replacing(path) as unfinished, pq.ParquetWriter(unfinished, SCHEMA) as writer:
         for start in track(range(0, len(order), _WRITE_ROWS), escape(f"Writing {path.name}"), console=console):
             chosen = enumerate(order[start : start + _WRITE_ROWS], start)
@@ -182,15 +182,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", default=DEFAULT_INPUT, help="raw file: .json list, .jsonl or .parquet")
     parser.add_argument("--local_dir", default="dataset/rlla_4k", help="folder to write train and test.parquet to")
     parser.add_argument("--test-fraction", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=31415, help="of numpy's legacy generator, 0 .. 2**32 - 1")
-    parser.add_argument("--strip-thoughts", action="store_true", help="put ToolRL's placeholder thoughts for real ones")
+    parser.add_argument("--seed", type=int, default=31415, help="seed of numpy's legacy generator, 0 .. 2**32 - 1")
+    parser.add_argument("--strip-thoughts", action="store_true", help="replace real thoughts by ToolRL's placeholder")
     parser.add_argument(
         "--drop-in", action="append", default=[], metavar="FILE", help="drop rows whose prompt is in FILE"
     )
     parser.add_argument("--tokenizer", help="folder or hub name; measures prompts under its chat template")
     parser.add_argument("--max-prompt-tokens", type=int, help="drop longer prompts (needs --tokenizer)")
     parser.add_argument(
-        "--max-bad-share", type=float, default=DataConfig.max_bad_share, help="as data.max_bad_share; 0: no bad row"
+        "--max-bad-share",
+        type=float,
+        default=DataConfig.max_bad_share,
+        help="as data.max_bad_share; 0: no bad rows allowed",
     )
     arguments = parser.parse_args(argv)
     if not 0.0 <= arguments.test_fraction < 1.0:
@@ -207,7 +210,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_input(path: str) -> None:
-    """A missing default input is the first thing a newcomer meets; tell them where it comes from."""
+    """For a missing input, which is a newcomer's first error, explain where to get it."""
     if Path(path).suffix and not Path(path).is_file():
         raise DataError(
             "there is no such file",

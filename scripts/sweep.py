@@ -1,19 +1,19 @@
-"""Train the same run at several values of a setting, one after the other, and compare them.
+"""Hyperparameter sweep: train the same run at several values of a setting, sequentially, and compare them.
 
     python scripts/sweep.py recipe=zerotir env.max_tool_calls=0,2,4,20 model.path=MODEL data.train_files=[FILE]
     python scripts/sweep.py recipe=torl model.path=A,B env.max_tool_calls=0,1 trainer.experiment_name=study ..
 
 Arguments are those of main_ppo. One with several values, separated by commas, is swept; of several such arguments every
-combination is a point. A point is a run of its own in <trainer.default_local_dir>/<trainer.experiment_name>/<point>.
-The same command goes on where it was stopped: points that are finished are skipped, one that is not resumes, and new
-values add new points. In the end the study's folder has
+combination is a point. A point is a run in <trainer.default_local_dir>/<trainer.experiment_name>/<point>. The same
+command resumes an interrupted sweep: finished points are skipped, an unfinished one resumes, and new values add points.
+The study's folder finally contains
 
-    sweep.json, sweep.md   a row for each point: its last figures, and means over its last 10 steps
+    sweep.json, sweep.md   a row per point: its last scores, and means over its last 10 steps
     sweep.png              --metric over the steps, and its last value over the setting (with matplotlib: extra plot)
 
-    --metric NAME  what is drawn (docs/metrics.md); if left out, the first figure of a benchmark or validation set, or
+    --metric NAME  the metric to plot (docs/metrics.md); default: the first score of a benchmark or validation set, or
                    the reward
-    --dry-run      list the points and stop
+    --dry-run      list the points and exit
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OF_LAST_STEPS = (
     "response_length/clip_ratio",
 )
 _FINISHED = "finished"
-_GOES_ON = 1  # exit code of a run that failed; others are the user's: nothing more is started
+_RUN_FAILED = 1  # exit code after which the sweep continues; others are user errors or signals and stop it
 _UNSAFE = re.compile(r"[^\w.+-]+")
 Run = Callable[[list[str]], int]
 
@@ -68,36 +68,36 @@ class Point:
     """One run of the study."""
 
     name: str
-    values: Mapping[str, str]  # of the settings that are swept
-    words: tuple[str, ...]  # of main_ppo
-    config: str  # as a run with these words writes it
+    values: Mapping[str, str]  # swept setting -> value
+    overrides: tuple[str, ...]  # arguments of main_ppo
+    config: str  # the resulting config.yaml
 
 
 @dataclass(frozen=True)
 class Study:
-    """Points, and the folder that they share."""
+    """The points and their common folder."""
 
     folder: Path
     points: tuple[Point, ...]
 
     def is_finished(self, point: Point) -> bool:
-        """Whether a run with exactly this configuration has ended."""
+        """Whether a run with exactly this configuration has finished."""
         folder = self.folder / point.name
         return (folder / _FINISHED).is_file() and (folder / "config.yaml").read_text(encoding="utf-8") == point.config
 
 
-def plan(words: Sequence[str]) -> Study:
-    """The study that the arguments describe. Raises ConfigError for what no run could be started with."""
-    fixed, axes = _parsed(words)
+def plan(arguments: Sequence[str]) -> Study:
+    """Parse the arguments into a study. Raises ConfigError for an invalid configuration."""
+    fixed, axes = _parsed(arguments)
     if not axes:
-        raise ConfigError("nothing is swept: give a setting several values, as env.max_tool_calls=0,2,4")
+        raise ConfigError("nothing to sweep: give a setting several values, such as env.max_tool_calls=0,2,4")
     for key in (_FOLDER, _NAME):
         if key in axes:
-            raise ConfigError(f"{key} cannot be swept: every point has a folder of its own in that of the study")
-    settings = dict(word.split("=", 1) for word in fixed)
+            raise ConfigError(f"{key} cannot be swept: every point has its own folder inside the study's")
+    settings = dict(each.split("=", 1) for each in fixed)
     named = settings.get(_NAME, f"sweep_{'_'.join([settings.get('recipe', 'run'), *map(_last, axes)])}")
     folder = Path(_unquoted(settings.get(_FOLDER, RunConfig().default_local_dir))) / _unquoted(named)
-    kept = [word for word in fixed if not word.startswith((f"{_FOLDER}=", f"{_NAME}="))]
+    kept = [each for each in fixed if not each.startswith((f"{_FOLDER}=", f"{_NAME}="))]
     shown = {key: _short_names(values) for key, values in axes.items()}
     points = []
     for chosen in product(*axes.values()):
@@ -108,37 +108,37 @@ def plan(words: Sequence[str]) -> Study:
     names = [point.name for point in points]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"two points would share the folder {name!r}; leave one of the values out")
+            raise ConfigError(f"two points would share the folder {name!r}; drop one of the values")
     return Study(folder, tuple(points))
 
 
 def _short_names(values: Sequence[str]) -> dict[str, str]:
-    """Each value as part of a folder's name: the last part of a path, the whole of it where two end alike."""
+    """Each value as part of a folder name: the last component of a path, or the full path if that is ambiguous."""
     last = {value: _UNSAFE.sub("_", value.rpartition("/")[2]) for value in values}
     return last if len(set(last.values())) == len(values) else {each: _UNSAFE.sub("_", each) for each in values}
 
 
-def _point(name: str, values: Mapping[str, str], words: tuple[str, ...]) -> Point:
-    """Every point's configuration is loaded before the first run starts."""
+def _point(name: str, values: Mapping[str, str], overrides: tuple[str, ...]) -> Point:
+    """Build a point; loads its configuration, so that errors show before the first run starts."""
     try:
-        return Point(name, values, words, as_yaml(load_config(words)))
+        return Point(name, values, overrides, as_yaml(load_config(overrides)))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _parsed(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(arguments with one value as they are, {key: values} of the others)."""
+def _parsed(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(single-valued arguments unchanged, {key: values} of the swept ones)."""
     fixed: list[str] = []
     axes: dict[str, list[str]] = {}
-    for word in words:
+    for argument in arguments:
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = OverridesParser.create().parse_override(argument)
             if override.is_sweep_override():
                 axes[override.key_or_group] = list(override.sweep_string_iterator())
             else:
-                fixed.append(word)
+                fixed.append(argument)
         except (HydraException, ValueError) as error:
-            raise ConfigError(f"{word!r} is not key=value ({' '.join(str(error).split())})") from error
+            raise ConfigError(f"{argument!r} is not key=value ({' '.join(str(error).split())})") from error
     return fixed, axes
 
 
@@ -154,12 +154,12 @@ def _unquoted(text: str) -> str:
     return str(OverridesParser.create().parse_override(f"x={text}").value())
 
 
-def train(words: list[str]) -> int:
-    """A run of main_ppo in a process of its own; its exit code.
+def train(overrides: list[str]) -> int:
+    """Run main_ppo in a subprocess; returns its exit code.
 
-    Ctrl-C reaches that process as well, which shuts down by itself; SIGTERM is passed on.
+    Ctrl-C also reaches the subprocess, which shuts down by itself; SIGTERM is forwarded.
     """
-    process = subprocess.Popen([sys.executable, "-m", "verl.trainer.main_ppo", *words])
+    process = subprocess.Popen([sys.executable, "-m", "verl.trainer.main_ppo", *overrides])
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     on_term = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     try:
@@ -170,27 +170,27 @@ def train(words: list[str]) -> int:
 
 
 def sweep(study: Study, run: Run = train) -> int:
-    """Runs what is not finished. Returns 0, or the exit code of what went wrong."""
+    """Runs the unfinished points. Returns 0, or the exit code of the last failed run."""
     failed = 0
     for number, point in enumerate(study.points, 1):
         place = f"point {number} of {len(study.points)}, {point.name}"
         if study.is_finished(point):
-            print(f"{place}: finished before", flush=True)
+            print(f"{place}: already finished", flush=True)
             continue
-        print(f"{place}: begins", flush=True)
-        code = run(list(point.words))
+        print(f"{place}: starting", flush=True)
+        code = run(list(point.overrides))
         if code == 0:
             (study.folder / point.name / _FINISHED).touch()
             continue
-        print(f"{place}: ended with code {code}; the same command takes it up again", file=sys.stderr)
+        print(f"{place}: exited with code {code}; run the same command to resume", file=sys.stderr)
         failed = code
-        if code != _GOES_ON:
+        if code != _RUN_FAILED:
             break
     return failed
 
 
 def results(study: Study) -> list[dict[str, Any]]:
-    """A row for each point: values, status, steps, hours, and its last figures."""
+    """A row per point: values, status, steps, hours, and final metrics."""
     return [_result(study, point) for point in study.points]
 
 
@@ -237,21 +237,21 @@ def markdown(found: Sequence[Mapping[str, Any]]) -> str:
         figures = [f"{row['figures'][name]:.4g}" if name in row["figures"] else "" for name in names]
         lines.append([*row["values"].values(), row["status"], str(row["steps"]), f"{row['hours']:.2f}", *figures])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\neval/ and val/: the last there are; all others: means over the last {_LAST_STEPS} steps.\n"
+    return f"{table}\n\neval/ and val/: last values; all others: means over the last {_LAST_STEPS} steps.\n"
 
 
-def drawn_metric(found: Sequence[Mapping[str, Any]], asked: str | None) -> str:
-    """The name of the metric that is drawn: the one asked for, a benchmark's or validation's, or another one."""
+def drawn_metric(found: Sequence[Mapping[str, Any]], selected: str | None) -> str:
+    """The metric to plot: the selected one, else a score of a benchmark or validation set, else any."""
     names = list(dict.fromkeys(name for row in found for name in row["figures"]))
-    return asked or next(iter([*filter(_is_figure, names), *names]), "reward/total")
+    return selected or next(iter([*filter(_is_figure, names), *names]), "reward/total")
 
 
 def draw(study: Study, found: Sequence[Mapping[str, Any]], metric: str, path: Path) -> None:
-    """The metric over the steps, and its last value over what was swept. Raises ConfigError without matplotlib."""
+    """Plot the metric over the steps, and its last value over the setting. Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure  # the extra "plot": everything else works without
+        from matplotlib.figure import Figure  # from the extra "plot"
     except ImportError as error:
-        raise ConfigError(f"the picture needs matplotlib; {INSTALL_PLOT}. The table is there") from error
+        raise ConfigError(f"the plot needs matplotlib; {INSTALL_PLOT}. The table was written") from error
     figure = Figure(figsize=(11, 4), layout="constrained")
     over_steps, over_values = figure.subplots(1, 2)
     last: dict[str, float] = {}
@@ -273,7 +273,7 @@ def draw(study: Study, found: Sequence[Mapping[str, Any]], metric: str, path: Pa
 
 
 def report(study: Study, metric: str | None) -> None:
-    """Writes table and picture, and prints the table."""
+    """Write table and plot, and print the table."""
     found = results(study)
     for name, text in (("sweep.json", json.dumps(found, indent=1) + "\n"), ("sweep.md", markdown(found))):
         with replacing(study.folder / name) as unfinished:
@@ -291,14 +291,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="+", metavar="key=value")
+    parser.add_argument("arguments", nargs="+", metavar="key=value")
     parser.add_argument("--metric")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_intermixed_args(argv)
     try:
-        study = plan(options.words)
+        study = plan(options.arguments)
         if options.dry_run:
-            print("\n".join(f"{study.folder / point.name}: {' '.join(point.words)}" for point in study.points))
+            print("\n".join(f"{study.folder / point.name}: {' '.join(point.overrides)}" for point in study.points))
             return 0
         with alone_in(study.folder):
             code = sweep(study)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A scaling study: the same training at several values of a setting, one after the other, compared in a table and a
-# picture. The same command goes on where it was stopped.
+# A hyperparameter sweep: the same training at several values of a setting, sequentially, compared in a table and a
+# plot. The same command resumes an interrupted sweep.
 #
 #   bash scripts/sweep.sh recipe=zerotir env.max_tool_calls=0,2,4,20 model.path=MODEL data.train_files=[FILE]
 #

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the fast tests, two files at a time, in an environment that has what they need. With arguments for pytest, those
-# that they choose, one at a time: bash scripts/test.sh -m slow
+# Runs the fast tests, two files in parallel, in a suitable environment. With arguments for pytest, the selected tests,
+# sequentially: bash scripts/test.sh -m slow
 #
-# In environments of their own, built the first time (scripts/setup_env.sh), under
+# In separate environments, built on first use (scripts/setup_env.sh), with
 #   Python 3.12:            VERL_VENV=.venv-3.12 VERL_BASE_PYTHON=python3.12 bash scripts/test.sh
 #   the GPU set, torch 2.11: VERL_VENV=.venv-gpu VERL_DEVICE=gpu bash scripts/test.sh
-# The second works without a GPU, too: what needs vLLM or a GPU is skipped there.
+# The second also works without a GPU: tests that need vLLM or a GPU are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VERL_DEV=1

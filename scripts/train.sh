@@ -1,27 +1,27 @@
-# What train_grpo.sh and train_ppo.sh have in common; to be sourced from the repository's root.
+# Shared by train_grpo.sh and train_ppo.sh; source it from the repository's root.
 
 source scripts/setup_env.sh
 
-# Trains with the recipe for algorithm $1; the other words go over it.
+# Trains with the recipe for algorithm $1; further arguments override the configuration.
 train() {
-    local algorithm="$1" words
+    local algorithm="$1" overrides
     shift
     if [[ -z "${BASE_MODEL:-}" ]]; then
         if [[ -n "${DATA_DIR:-}" ]]; then
-            echo "DATA_DIR is set but BASE_MODEL is not: the embedded model knows only dataset/mini. Set BASE_MODEL." >&2
+            echo "DATA_DIR is set but BASE_MODEL is not: the embedded model fits only dataset/mini. Set BASE_MODEL." >&2
             exit 2
         fi
-        words=("recipe=mini_$algorithm")
+        overrides=("recipe=mini_$algorithm")
     else
-        words=("recipe=toolrl_$algorithm" "model.path=$(model_path)")
-        words+=("data.train_files=[$(data_file train)]" "data.val_files=[$(data_file test)]")
-        words+=("trainer.nnodes=${NNODES:-1}" "trainer.n_gpus_per_node=${N_GPUS:-$(num_gpus)}")
-        words+=("rollout.tensor_model_parallel_size=${ROLLOUT_TP_SIZE:-1}")
+        overrides=("recipe=toolrl_$algorithm" "model.path=$(model_path)")
+        overrides+=("data.train_files=[$(data_file train)]" "data.val_files=[$(data_file test)]")
+        overrides+=("trainer.nnodes=${NNODES:-1}" "trainer.n_gpus_per_node=${N_GPUS:-$(num_gpus)}")
+        overrides+=("rollout.tensor_model_parallel_size=${ROLLOUT_TP_SIZE:-1}")
     fi
     if [[ -n "${EXPERIMENT_NAME:-}" ]]; then
-        words+=("trainer.experiment_name=$EXPERIMENT_NAME")
+        overrides+=("trainer.experiment_name=$EXPERIMENT_NAME")
     fi
-    exec "$VERL_PYTHON" -m verl.trainer.main_ppo "${words[@]}" "$@"
+    exec "$VERL_PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@"
 }
 
 # The folder or hub name that BASE_MODEL stands for.
@@ -34,12 +34,12 @@ model_path() {
     fi
 }
 
-# File $1.parquet of DATA_DIR. That it is there is checked where its name is known.
+# File $1.parquet of DATA_DIR; the trainer checks that it exists.
 data_file() {
     echo "${DATA_DIR:-dataset/rlla_4k}/$1.parquet"
 }
 
-# Devices of this machine; 1 where there is none.
+# Number of GPUs of this machine; 1 if there is none.
 num_gpus() {
     local count=0
     if command -v nvidia-smi > /dev/null; then

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Proof that a policy learns to use a tool: the model of dataset/mini on products of three-digit numbers, which it cannot
-# work out, with Python in the sandbox, which can. Under ten minutes on two CPU cores.
+# Demonstrates that a policy learns to use a tool: the model of dataset/mini on products of three-digit numbers, which
+# are beyond it, with Python in the sandbox. Under ten minutes on two CPU cores.
 #
-#   bash scripts/train_tool_loop.sh [SEED] [key=value ...]     seed 0; words go to the training's configuration
+#   bash scripts/train_tool_loop.sh [SEED] [key=value ...]     default seed 0; overrides of the training configuration
 #
-# A short cold start on demonstrations, GRPO, then the test questions once more without the tool. OUT names the folder of
-# everything written (outputs/tool_loop_SEED).
+# A short SFT cold start on demonstrations, GRPO, then the test questions again without the tool. OUT is the output
+# folder (outputs/tool_loop_SEED).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 seed=0

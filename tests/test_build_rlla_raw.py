@@ -148,7 +148,7 @@ def test_masking_renames_tools_and_parameters_alike() -> None:
         ),
         (xlam.decisions, {"query": "x", "tools": "[]"}, "field 'answers': is missing"),
         (xlam.decisions, XLAM_ROW | {"tools": "{"}, "field 'tools': is not JSON"),
-        (xlam.decisions, XLAM_ROW | {"tools": [{"name": None}]}, "has a name that is no text"),
+        (xlam.decisions, XLAM_ROW | {"tools": [{"name": None}]}, "has a name that is not a text"),
         (xlam.decisions, XLAM_ROW | {"answers": [1]}, "not a list of objects"),
         (xlam.decisions, XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": "x"}]}, "that are no object"),
     ],
@@ -237,7 +237,7 @@ def test_the_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(examples) == 13 and len(set(queries)) == len(queries) == 7  # no query both masked and plain
     assert sum("Query" in example["input"] and "giveaways" not in example["output"] for example in examples) == 3
     said = capsys.readouterr().err
-    assert "makes no call" in said and "tools is missing" in said
+    assert "no call" in said and "tools is missing" in said
 
 
 def test_hammers_own_file_is_masked_whole_and_the_mix_is_shuffled(tmp_path: Path) -> None:

@@ -305,4 +305,4 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, caps
     words = ["--input", "x.jsonl", "--output", str(tmp_path / "x.parquet"), "--test-fraction", "2"]
     with pytest.raises(SystemExit):
         math_problems.main(words)
-    assert "2 is not a share from 0 up to but not 1" in capsys.readouterr().err
+    assert "2 is not a share in [0, 1)" in capsys.readouterr().err

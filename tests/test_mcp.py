@@ -170,7 +170,7 @@ print(len(tools))
         ({}, ConfigError, "either a command"),
         ({"command": "a", "url": "b"}, ConfigError, "either a command"),
         ({"command": "/nowhere/server"}, ServiceDownError, "MCP server /nowhere/server: cannot be reached"),
-        ({"command": [sys.executable, "-c", "raise SystemExit('no key')"]}, ServiceDownError, "it wrote: no key"),
+        ({"command": [sys.executable, "-c", "raise SystemExit('no key')"]}, ServiceDownError, "stderr: no key"),
         (
             {"command": "sleep 60", "timeout_s": 0.5},
             ServiceDownError,

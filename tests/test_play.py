@@ -32,7 +32,7 @@ def test_an_episode_is_played_from_a_pipe() -> None:
     puts = [f'set_quantity {{"product_id": "{id}", "quantity": {number}}}' for id, number in wanted.items()]
     found = played([*puts, "", "checkout {", "checkout", "I am done."], "shop", "--task", "1")
     assert found.returncode == 0, found.stderr
-    assert "the end: score 1 (bought 1)" in found.stdout
+    assert "done: score 1 (bought 1)" in found.stdout
     assert "cannot read the arguments" in found.stdout and "Please buy" in found.stdout
 
 
@@ -47,11 +47,11 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
     ("line", "arguments", "shown"),
     [
         ("steal {}", ["shop"], "Error: there is no function 'steal'"),
-        ("steal it", ["shop"], "the end: score 0 (bought 0)"),  # these are words
-        ("list_products", ["shop"], "left before the end"),
-        ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "leaves the score to a reward"),
+        ("steal it", ["shop"], "done: score 0 (bought 0)"),  # these are words
+        ("list_products", ["shop"], "quit before the end"),
+        ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "this environment does not judge"),
         ("", ["shop", "--data", "dataset/mini/test.parquet"], "is no task of env.name=shop: Field required"),
-        ("", ["shop", "--task", "99"], "error: there is no task 99: they count from 0 to 7"),
+        ("", ["shop", "--task", "99"], "error: there is no task 99: valid numbers are 0 to 7"),
         ("", ["remote", "--option", "urls=http://127.0.0.1:1", "--tasks-of", "shop"], "error: environment servers"),
         ("", ["single_turn"], "brings no tasks of its own"),
         ("", ["shopp", "--tasks-of", "shop"], "did you mean 'shop'"),

@@ -18,7 +18,7 @@ def test_a_missing_gguf_package_is_one_line_with_the_command(
     assert prepare_smollm2.main() == 1
     assert capsys.readouterr() == (
         "",
-        "the package gguf reads the model's file; install it with: "
+        "reading the model needs the package gguf; install it with: "
         "pip install -r scripts/requirements/gguf.txt, or pip install 'toolrl[gguf]'\n",
     )
     assert not (tmp_path / "model").exists()

@@ -127,7 +127,7 @@ def test_a_batch_of_which_no_row_is_kept_is_no_obstacle(tmp_path: Path) -> None:
 def test_the_data_are_not_written_over(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, probe = data.read_text(), write_probe(data, RATES)
     assert main([str(probe), "--data", str(data), "--out", str(data)]) == 2
-    assert "would be written over" in " ".join(capsys.readouterr().err.split()) and data.read_text() == before
+    assert "would be overwritten" in " ".join(capsys.readouterr().err.split()) and data.read_text() == before
 
 
 @pytest.mark.parametrize("out", ["kept.parquet", "kept.json", "kept"])
@@ -187,7 +187,7 @@ def test_what_counts_as_right_must_be_given(data: Path, capsys: pytest.CaptureFi
     out = data.with_name("kept.jsonl")
     words = [str(write_run(data, "format")), "--data", str(data), "--out", str(out), "--impact", "0.3"]
     assert main(words) == 2
-    assert "has no record of what was right (parts: format)" in " ".join(capsys.readouterr().err.split())
+    assert "has no record of correctness (parts: format)" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--right-at", "1"]) == 0 and len(list(read_rows(str(out)))) == 2
     assert main([str(data.parent), *words[1:]]) == 2 and "has no transcripts" in capsys.readouterr().err
     for more in (["--least", "0.1"], ["--balanced"]):

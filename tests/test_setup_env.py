@@ -257,7 +257,7 @@ def test_an_environment_made_by_somebody_else_is_left_alone(checkout: Checkout) 
     (checkout.venv / "precious").touch()
     result = checkout.run()
     assert result.returncode != 0
-    assert "was not made by this script" in result.stderr
+    assert "was not created by this script" in result.stderr
     assert [path.name for path in checkout.venv.iterdir()] == ["precious"]
 
 
@@ -278,7 +278,7 @@ def test_an_environment_changed_by_hand_is_named_and_kept(built: Checkout) -> No
             "check the network",
         ),
         ("ERROR: No matching distribution found for torch==2.13.0", "no such version"),
-        ("ERROR: something else", "mend what it says above"),
+        ("ERROR: something else", "fix the error above"),
     ],
 )
 def test_a_failing_pip_is_told_and_the_next_run_repairs(checkout: Checkout, says: str, advice: str) -> None:

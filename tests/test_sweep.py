@@ -50,7 +50,7 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
     assert [point.name for point in both.points] == [
         f"max_tool_calls-{calls}_model-{model}" for calls in (0, 2) for model in "AB"
     ]
-    config = load_config(both.points[3].words)
+    config = load_config(both.points[3].overrides)
     assert (config.env.max_tool_calls, config.model.path, config.rollout.n) == (2, "Qwen/B", 16)
     assert Path(config.trainer.default_local_dir) == both.folder
     assert config.trainer.experiment_name == "max_tool_calls-2_model-B"
@@ -66,7 +66,7 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["recipe=zerotir"], "nothing is swept"),
+        (["recipe=zerotir"], "nothing to sweep"),
         (["recipe=zerotirr", "env.max_tool_calls=0,2"], r"max_tool_calls-0: unknown recipe 'zerotirr'"),
         (["recipe=zerotir", "env.max_tool_cals=0,2"], "did you mean 'env.max_tool_calls'"),
         (["recipe=zerotir", "env.max_tool_calls=2,-1"], "max_tool_calls--1: env.max_tool_calls must be 0 or more"),
@@ -136,7 +136,7 @@ def test_without_matplotlib_the_table_is_there(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     made = study(tmp_path)
     sweep.report(made, None)
-    assert f"no sweep.png: the picture needs matplotlib; {sweep.INSTALL_PLOT}" in capsys.readouterr().err
+    assert f"no sweep.png: the plot needs matplotlib; {sweep.INSTALL_PLOT}" in capsys.readouterr().err
     assert "not started" in (made.folder / "sweep.md").read_text()
 
 
@@ -174,4 +174,4 @@ def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureF
     assert [(row["status"], row["steps"]) for row in found] == [("finished", 1)] * 2
     capfd.readouterr()
     assert sweep.main(words) == 0  # nothing is left to do
-    assert capfd.readouterr().out.count("finished before") == 2
+    assert capfd.readouterr().out.count("already finished") == 2

@@ -1,1 +1,1 @@
-"""Published data in the parquet rows that the trainer reads; one script per source."""
+"""Converters of published data to the trainer's parquet rows; one script per source."""

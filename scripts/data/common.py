@@ -1,4 +1,4 @@
-"""What the data scripts share: reading, checking, a seeded split, writing, and a table of what came of it."""
+"""Shared by the data scripts: reading, checking, a seeded split, writing, and a summary table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl.errors import DataError, VerlError
 from verl.files import replacing
 
 Row = dict[str, Any]
-Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the rows it makes
+Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the resulting rows
 
 _WRITE_ROWS = 1000
 _MESSAGES = pa.list_(pa.struct([("content", pa.string()), ("role", pa.string())]))
@@ -41,7 +41,7 @@ DEMONSTRATIONS = pa.schema([("messages", _MESSAGES)])
 
 
 def task(data_source: str, ability: str, prompt: Sequence[Mapping[str, str]], answer: str, id: str) -> Row:
-    """A row of TASKS; the place in its split is added when it is written."""
+    """A row of TASKS; its index and split are added when it is written."""
     return {
         "data_source": data_source,
         "prompt": [dict(message) for message in prompt],
@@ -52,7 +52,7 @@ def task(data_source: str, ability: str, prompt: Sequence[Mapping[str, str]], an
 
 
 def text(row: Any, *names: str) -> str:
-    """The first of these fields that the row has. Raises DataError where there is none or it is no text."""
+    """The first of these fields in the row. Raises DataError if it is missing or not a text."""
     for name in names:
         if isinstance(row, Mapping) and name in row:
             if not isinstance(row[name], str) or not row[name].strip():
@@ -76,20 +76,20 @@ def read(source: str) -> Iterator[Any]:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every data script has."""
+    """The common options of the data scripts."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--input", required=True, action="append", metavar="FILE", help="may be given several times")
     options.add_argument("--output", required=True, metavar="FILE.parquet")
     options.add_argument("--test-fraction", type=_share, default=0.0, help="held out, in <output>_test.parquet")
-    options.add_argument("--seed", type=int, default=0, help="of the split")
-    options.add_argument("--skip-bad-rows", action="store_true", help="count rows that cannot be used, do not stop")
+    options.add_argument("--seed", type=int, default=0, help="seed of the split")
+    options.add_argument("--skip-bad-rows", action="store_true", help="count and skip unusable rows")
     return options
 
 
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to but not 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a share in [0, 1)")
     return value
 
 
@@ -130,13 +130,13 @@ def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter
                 yield from _checked(row, convert, arguments)
             except DataError as error:
                 if not arguments.skip_bad_rows:
-                    error.hint = error.hint or "Correct or drop the row, or leave out all such rows: --skip-bad-rows"
+                    error.hint = error.hint or "Fix or drop the row, or skip all such rows with --skip-bad-rows"
                     raise error.at(file=source, row=number) from error
                 dropped[f"{error.field} {error.problem}".strip()] += 1
 
 
 def _checked(row: Any, convert: Convert, arguments: argparse.Namespace) -> list[Row]:
-    """The rows that one published row makes, after what training will ask of them."""
+    """The rows from one published row, after the checks of training."""
     if isinstance(row, DataError):
         raise row
     try:

@@ -1,21 +1,21 @@
-r"""Problems of mathematics with short answers, as tasks that hold the bare question.
+r"""Math problems with short answers, as tasks with the plain question.
 
     python scripts/data/math_problems.py --input math_train.jsonl.gz --output dataset/math/train.parquet
     python scripts/data/math_problems.py --input torl/train.parquet --output dataset/torl/train.parquet
 
 Forms:
 
-    {problem or question, answer or final_answer}     final_answer is DeepMath-103K's
-    [{from, value}, {from, ground_truth: {value}}]    Open-Reasoner-Zero's files, ORZ-57k among them
-    {prompt, reward_model: {ground_truth}}            veRL's, ToRL's published parquet files among them
+    {problem or question, answer or final_answer}     DeepMath-103K uses final_answer
+    [{from, value}, {from, ground_truth: {value}}]    Open-Reasoner-Zero's files, e.g. ORZ-57k
+    {prompt, reward_model: {ground_truth}}            veRL's format, e.g. ToRL's published parquet files
 
-Of veRL's rows the user's message is the question; other messages, such as ToRL's system message, are left out, as its
-loader does. The recipes with tools bring prompts of their own. For a run without (env.tool_call_format not set),
---instruction puts a system message in front:
+In veRL's rows the user message is the question; other messages, such as ToRL's system message, are dropped, as in its
+loader. Recipes with tools have their own prompts. For a run without tools (env.tool_call_format not set), --instruction
+prepends a system message:
 
     --instruction 'Please reason step by step, and put your final answer within \boxed{}.'
 
-A list of answers becomes one answer, separated by commas.
+A list of answers is joined with commas.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
         question, number = text(row, "problem", "question"), str(row.get("id", ""))
         answers = row.get("answer")
         answer = ", ".join(answers) if isinstance(answers, list) else text(row, "answer", "final_answer")
-    asked = [{"role": "user", "content": question}]
+    prompt = [{"role": "user", "content": question}]
     if arguments.instruction:
-        asked.insert(0, {"role": "system", "content": arguments.instruction})
-    yield task(about.get("data_source") or arguments.data_source, "math", asked, answer, number)
+        prompt.insert(0, {"role": "system", "content": arguments.instruction})
+    yield task(about.get("data_source") or arguments.data_source, "math", prompt, answer, number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     options = parser(__doc__)
-    options.add_argument("--data-source", default="math", help="where rows do not say it themselves")
-    options.add_argument("--instruction", default="", help="a system message; none if left out")
+    options.add_argument("--data-source", default="math", help="for rows without data_source")
+    options.add_argument("--instruction", default="", help="a system message; default: none")
     return run(options.parse_args(argv), convert)
 
 

@@ -2,16 +2,15 @@ r"""Code-integrated demonstrations in ReTool's form, from GSM8K's worked solutio
 
     python scripts/data/retool_sft.py --input gsm8k_train.jsonl.gz --output dataset/retool/sft.parquet --skip-bad-rows
 
-A calculation that a solution notes as <<48/2=24>> becomes code and what Python prints for it, in place:
+A calculation annotated as <<48/2=24>> is replaced by code and its Python output:
 
     Natalia sold 48/2 = <code>print(48/2)</code> <interpreter>24.0</interpreter> 24 clips in May.
 
-(with the fence and the line breaks that ReTool's rollouts have). What the interpreter says is masked in training
-(verl/data/sft.py). Left out are solutions without such notes, those whose notes are not what Python computes, and those
-of which no result is the answer. ReTool's own data was rewritten by a language model; this is done by rule.
+(with the fence and the line breaks of ReTool's rollouts). Interpreter output is masked in training (verl/data/sft.py).
+Dropped are solutions without annotations, with annotations that differ from Python's result, or without a result equal
+to the answer. ReTool's own data was rewritten by a language model; this conversion is rule-based.
 
-The prompt is the one that recipe=retool shows in reinforcement learning. With another data.prompt_template there, give
-the same as --template.
+The prompt is that of recipe=retool in RL. For another data.prompt_template there, pass the same as --template.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def calculated(code: str) -> int | float:
-    """What Python makes of plain arithmetic, and of nothing else. Raises DataError for anything else."""
+    """Evaluates plain arithmetic. Raises DataError for anything else."""
     try:
         return _value(ast.parse(code, mode="eval").body)
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:
@@ -58,20 +57,20 @@ def _value(node: ast.expr) -> int | float:
 
 
 def demonstration(solution: str, answer: str) -> str:
-    """The response with code. Raises DataError for a solution that cannot be one."""
+    """The response with code. Raises DataError for an unsuitable solution."""
     worked = solution.partition("####")[0].strip()
-    pieces = _NOTE.split(worked)  # words, code, result, words, ..
+    pieces = _NOTE.split(worked)  # text, code, result, text, ..
     if len(pieces) == 1:
         raise DataError("notes no calculation", field="solution")
-    said, outputs = pieces[0].rstrip(), []
-    for code, noted, words in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+    written, outputs = pieces[0].rstrip(), []
+    for code, noted, following in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
         output = calculated(code.strip())
         decimals = len(noted.partition(".")[2])
         if abs(output - float(noted)) > 0.5 * 10**-decimals + 1e-9:
             raise DataError("notes a result that is not Python's", field="solution")
         outputs.append(output)
-        said += _STEP.format(code=code.strip(), output=output) + words.strip(" ")
-    response = f"{said.rstrip()}\n<answer>\n\\boxed{{{answer}}}\n</answer>"
+        written += _STEP.format(code=code.strip(), output=output) + following.strip(" ")
+    response = f"{written.rstrip()}\n<answer>\n\\boxed{{{answer}}}\n</answer>"
     if "<<" in response or ">>" in response:
         raise DataError("has a note that cannot be read", field="solution")
     if not math_correct(response, answer) or not any(abs(output - _number(answer)) < 1e-6 for output in outputs):
@@ -86,8 +85,8 @@ def _number(answer: str) -> float:
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     """The one conversation of a row."""
     response = demonstration(text(row, "solution"), text(row, "answer"))
-    asked = arguments.template.fill(text(row, "problem"), "")
-    yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": response}]}
+    prompt = arguments.template.fill(text(row, "problem"), "")
+    yield {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,13 @@
-"""Questions for a policy that searches: {question, golden_answers} rows, or questions cut from passages by template.
+"""Questions for search agents: {question, golden_answers} rows, or questions generated from passages by template.
 
     python scripts/data/search_qa.py --input nq_open_dev.jsonl.gz --data-source nq --output dataset/search/nq.parquet
     python scripts/data/search_qa.py --input wiki_passages.jsonl.gz --passages --output dataset/search/film.parquet
 
-With --passages the input is a corpus of {title, contents}, and rows are labelled "templated": who directed a film that
-a passage tells of, and when that director was born where another passage tells it. The gold answer of a row is a JSON
-list of texts of which any will do. Bamboogle's {Question, Answer} rows are read, too, and Search-R1's published rows
-{prompt, reward_model: {ground_truth: {target}}}, whose prompt is an instruction and the question. Of these the question
-is kept, for the format's own words; training reads them as they are published, too, and then keeps the published words.
+With --passages the input is a corpus of {title, contents}, and rows are labeled "templated": who directed a film of the
+corpus, and when that director was born if another passage has it. The gold answer of a row is a JSON list of accepted
+answers. Bamboogle's {Question, Answer} rows are also supported, and Search-R1's published rows
+{prompt, reward_model: {ground_truth: {target}}}, whose prompt is an instruction and the question. Only the question is
+kept, for use with the format's own prompt; training can also read the published rows directly, with their prompt.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _of_passage(row: Any, births: dict[str, str]) -> Iterator[Row]:
-    """One hop, film to director; and two, where the director's passage is there."""
+    """One-hop (film to director) and, if the director has a passage, two-hop questions."""
     title, body = text(row, "title"), text(row, "contents").partition("\n")[2]
     found = _DIRECTED.search(body)
     if not found:
         return
     film, director = re.sub(r" \([^)]*\)$", "", title), found[1].rstrip(".")
     if re.search(rf"{re.escape(director)} and [A-Z]", body):
-        return  # two directed it, and the template asks for one
+        return  # two directors; the template asks for one
     yield _task(f"Who directed the film {film}?", [director], f"{row['id']}-director", TEMPLATED)
     if director in births:
         question = f"When was the director of the film {film} born?"
@@ -81,8 +81,8 @@ def _task(question: str, golden: Sequence[str], id: str, data_source: str) -> Ro
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversion; returns the exit code."""
     options = parser(__doc__)
-    options.add_argument("--data-source", default="search", help="where rows do not say it themselves")
-    options.add_argument("--passages", action="store_true", help="the input is a corpus; cut questions from it")
+    options.add_argument("--data-source", default="search", help="for rows without data_source")
+    options.add_argument("--passages", action="store_true", help="the input is a corpus; generate questions from it")
     arguments = options.parse_args(argv)
     arguments.births = births_in(arguments.input) if arguments.passages else {}
     return run(arguments, convert)

@@ -1,10 +1,10 @@
-"""Single decisions in Tool-N1's form, from xLAM, ToolACE and ShareGPT files.
+"""Single decisions in Tool-N1's format, from xLAM, ToolACE and ShareGPT files.
 
     python scripts/data/tool_n1.py --input xlam.json --input toolace.json --output dataset/tool_n1/train.parquet \\
         --test-fraction 0.1 --skip-bad-rows
 
-Every turn that calls tools becomes a row with all that came before it. Rows whose gold calls cannot be read, or call a
-tool that is not offered, are bad rows. The split is seeded, which the published one is not. Forms:
+Every turn with tool calls becomes a row with the preceding dialogue. Rows with unreadable gold calls, or calls of
+unlisted tools, are bad rows. The split is seeded, unlike the published one. Formats:
 
     xLAM       {query, tools, answers}
     ToolACE    {system: text with a JSON list of functions, conversations: [{from: user | assistant | tool, value}]}
@@ -34,13 +34,13 @@ _ROLES |= {"tool": "tool", "observation": "tool"}
 
 
 def instruction(tools: Sequence[Any], preface: str = "", template: str = "tool_n1") -> str:
-    """The system message: what the source says, the tools, and how to call them."""
+    """The system message: the source's text, the tools, and the calling instructions."""
     lines = "\n".join(json.dumps({"type": "function", "function": tool}, ensure_ascii=False) for tool in tools)
     return f"{preface}\n\n{load_template(template, '{tools}').fill('', lines)}".strip()
 
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
-    """A task for every turn of the row that calls tools."""
+    """A task for every turn with tool calls."""
     if "answers" in row:
         tools = _json(row["tools"], "tools")
         yield _decision(
@@ -58,27 +58,27 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
     names = [tool["name"] for tool in tools]
     before: list[dict[str, str]] = []
     for turn in row["conversations"]:
-        speaker, said = turn["from"], turn["value"]
+        speaker, content = turn["from"], turn["value"]
         if speaker not in _ROLES:
             raise DataError(f"has a turn from {speaker!r}", f"one of {', '.join(_ROLES)}", field="conversations")
         calls = None
         if speaker == "function_call":
-            found = _json(said, "conversations")
+            found = _json(content, "conversations")
             calls = _calls(found if isinstance(found, list) else [found])
-        elif speaker == "assistant" and (read := read_calls(said.strip(), names)):
+        elif speaker == "assistant" and (read := read_calls(content.strip(), names)):
             calls = _calls(read)
         if calls:
             yield _decision(tools, preface, before, calls)
-            said = f"<tool_call>{json.dumps(calls, ensure_ascii=False)}</tool_call>"
-        before.append({"role": _ROLES[speaker], "content": said})
+            content = f"<tool_call>{json.dumps(calls, ensure_ascii=False)}</tool_call>"
+        before.append({"role": _ROLES[speaker], "content": content})
 
 
 def _decision(tools: Any, preface: str, before: Sequence[dict[str, str]], calls: Calls) -> Row:
     if not tools or not calls:
         raise DataError("offers no tool, or calls none")
     offered = {tool["name"] for tool in tools}
-    strangers = [call["name"] for call in calls if call["name"] not in offered]
-    if strangers:
+    unknown = [call["name"] for call in calls if call["name"] not in offered]
+    if unknown:
         raise DataError("calls a tool that is not offered", "one of those listed")
     system = {"role": "system", "content": instruction(tools, preface)}
     return task("toolcall", "tool", [system, *before], json.dumps(calls, ensure_ascii=False), "")
@@ -87,7 +87,7 @@ def _decision(tools: Any, preface: str, before: Sequence[dict[str, str]], calls:
 def _calls(found: Any) -> Calls:
     calls = []
     for call in found:
-        name = call.get("name", call.get("tool"))  # Seal-Tools says tool
+        name = call.get("name", call.get("tool"))  # Seal-Tools uses the key tool
         arguments = call["arguments"] if "arguments" in call else call["parameters"]
         arguments = _json(arguments, "arguments")
         if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -1,19 +1,19 @@
-"""Tool-N1's mixes of supervised and reinforcement learning, from traces of a reasoning model.
+"""Tool-N1's mixes of SFT and RL data, from traces of a reasoning model.
 
     python scripts/data/tool_n1_sft.py --input tool_sft.json --output sft.parquet --form reason --part 0:0.5
     python scripts/data/tool_n1_sft.py --input tool_sft.json --output rl.parquet --form rl --part 0.5:1
 
-The traces are yours to supply, as rows {system_prompt, query, output}, the published form: tools as lines of JSON in
-<tools>, a thought in <think>, calls in <tool_call>. Those of the paper are 5,518 that a DeepSeek model gave and that
-had the gold calls; the published file is a pointer to a large file store. Verifying yours is your part, too. Forms:
+Supply your own traces as rows {system_prompt, query, output}, the published format: tools as lines of JSON in <tools>,
+a thought in <think>, calls in <tool_call>. The paper used 5,518 traces of a DeepSeek model with correct calls
+(rejection sampling); the published file is only a Git LFS pointer. Verify your traces yourself. Forms:
 
     reason     demonstrations for main_sft: the thought and the calls
     no-reason  the same without thoughts, in the prompt and in the response
     rl         rows for main_ppo (reward tool_n1): the trace's calls are the gold answer
 
---part takes the rows between two shares, by a hash of the query with --seed, so that 0:0.5 and 0.5:1 have no query in
-common. Prompts are those of scripts/data/tool_n1.py, so that both stages see the same words; --keep-system keeps the
-rows' own (not with no-reason, whose prompt must not ask for a thought).
+--part selects the rows between two quantiles of a hash of query and --seed, so that 0:0.5 and 0.5:1 share no query.
+Prompts are those of scripts/data/tool_n1.py, so that both stages use the same prompt; --keep-system keeps the rows' own
+(not with no-reason, whose prompt must not ask for a thought).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NO_REASON = str(Path(__file__).with_name("tool_n1_no_reason.txt"))
 
 
 def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
-    """The row in the form that is asked for; nothing if it lies outside the part."""
+    """The row in the requested form; nothing if it lies outside of the part."""
     query, system = text(row, "query"), text(row, "system_prompt")
     low, high = arguments.part
     if not low <= _share(query, arguments.seed) < high:
         return
     response, calls = _trace(text(row, "output"))
     tools = _tools(system)
-    strangers = [call["name"] for call in calls if call["name"] not in {tool["name"] for tool in tools}]
-    if strangers:
-        raise DataError(f"calls {strangers[0]!r}, which is not offered", "one of the tools", field="output")
+    unknown = [call["name"] for call in calls if call["name"] not in {tool["name"] for tool in tools}]
+    if unknown:
+        raise DataError(f"calls {unknown[0]!r}, which is not offered", "one of the tools", field="output")
     if arguments.form == "no-reason":
         system = instruction(tools, template=_NO_REASON)
         response = response.rpartition(THINK_END)[2].lstrip()
@@ -62,12 +62,12 @@ def convert(row: Any, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _share(query: str, seed: int) -> float:
-    """Where a query stands between 0 and 1."""
+    """A hash of the query in [0, 1)."""
     return int(hashlib.sha256(f"{seed}\n{query}".encode()).hexdigest()[:13], 16) / 16**13
 
 
 def _trace(output: str) -> tuple[str, list[dict[str, Any]]]:
-    """The response up to its first calls, as published, and these. Raises DataError for what is no verified trace."""
+    """The response up to its first calls, and these calls. Raises DataError for an invalid trace."""
     calls_text, closing, _ = output.partition(TOOL_CALL_END)
     response = (calls_text + closing).strip()
     if THINK not in response or THINK_END not in response:
@@ -80,8 +80,10 @@ def _trace(output: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _tools(system: str) -> list[dict[str, Any]]:
-    """The tools, each of which may be wrapped as {"type": "function", "function": tool}."""
-    inside, closed, _ = system.rpartition(_TOOLS)[2].partition(_TOOLS_END)  # the published prompt names the tags before
+    """The tools, each optionally wrapped as {"type": "function", "function": tool}."""
+    inside, closed, _ = system.rpartition(_TOOLS)[2].partition(
+        _TOOLS_END
+    )  # the published prompt mentions the tags earlier
     if not closed:
         raise DataError("lists no tools", f"lines of JSON between {_TOOLS} and {_TOOLS_END}", field="system_prompt")
     try:
@@ -98,7 +100,7 @@ def _part(text: str) -> tuple[float, float]:
     except ValueError:
         shares = 1.0, 0.0
     if not 0 <= shares[0] < shares[1] <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two shares as 0:0.5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not two shares such as 0:0.5")
     return shares
 
 

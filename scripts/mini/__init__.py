@@ -1,1 +1,1 @@
-"""What the embedded data set is made of: vocabulary (domains, phrases, values) and the code that draws rows from it."""
+"""The generator of the embedded dataset: vocabulary (domains, phrases, values) and sampling of rows."""

@@ -1,4 +1,4 @@
-"""Responses that need no understanding, and what the default reward gives them."""
+"""Trivial baseline policies, and their mean default reward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_TOOL = re.compile(r"^1\. Name: (.*)\nDescription: .*\nParameters: (.*)$",
 
 
 def copy_first_tool(row: Row) -> str:
-    """Call the first listed tool with the capitalised, quoted and number words of the last request, in their order."""
+    """Call the first listed tool with the capitalized, quoted and numeric tokens of the last request, in order."""
     name, parameters = _FIRST_TOOL.search(system_text(row)).groups()
     found = [_typed(text) for text in VALUE.findall(requests(row)[-1])]
     call = {"name": name, "parameters": dict(zip(json.loads(parameters), found, strict=False))}
@@ -26,7 +26,7 @@ def copy_first_tool(row: Row) -> str:
 
 
 def copy_first_tool_by_type(row: Row) -> str:
-    """The same, but each parameter takes the first value left that fits its declared type."""
+    """The same, but each parameter takes the first remaining value of its declared type."""
     name, parameters = _FIRST_TOOL.search(system_text(row)).groups()
     left = [_typed(text) for text in VALUE.findall(requests(row)[-1])]
     chosen = {}
@@ -46,7 +46,7 @@ def _typed(text: str) -> Any:
 
 
 def always_respond(row: Row) -> str:
-    """Say that no tool fits, whatever is asked."""
+    """Always respond that no tool fits."""
     return render_response(RESPONSE_THOUGHT, response=NO_TOOL)
 
 
@@ -59,5 +59,5 @@ BASELINES: dict[str, Callable[[Row], str]] = {
 
 
 def mean_reward(rows: Sequence[Row], response: Callable[[Row], str]) -> float:
-    """Mean total reward, default options, of what `response` answers to each row."""
+    """Mean total reward of the policy `response` with default options."""
     return mean(score_response(response(row), gold(row), 0, RllaOptions()).score for row in rows)

@@ -1,4 +1,4 @@
-"""The splits, and the way from a draft to a row: its tool list and its gold response."""
+"""The splits, and the construction of rows from drafts: tool list and gold response."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from scripts.mini.values import split_values
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
 from verl.utils.reward_score.parsing import render_response
 
-CARELESS = 0.6  # of the demonstrations where several calls are due
+CARELESS = 0.6  # share of careless demonstrations among those with several calls
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One file of the data set: its rows come from `world`; `reasons` gives them thoughts instead of placeholders.
+    """One file of the dataset, drawn from `world`; `reasons`: real thoughts instead of placeholders.
 
-    `careless` is the share of responses that, where several calls are due, think of all of them and make the first
-    only.
+    `careless`: share of responses with several gold calls whose thought has all calls but which make only the first.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Split:
 
 
 def all_splits(seed: int, careless: float = CARELESS) -> tuple[Split, ...]:
-    """The four files, in the order in which they are drawn; only the demonstrations of `sft` may be careless."""
+    """The four files in drawing order; only the demonstrations of `sft` can be careless."""
     seen_values, unseen_values = split_values(seed)
     seen_tools, new = read_tools(domains.TOOLS), read_tools(new_tools.TOOLS)
     lookups, new_lookups = read_lookups(domains.LOOKUPS, seen_tools), read_lookups(new_tools.LOOKUPS, new)
@@ -49,9 +48,9 @@ def all_splits(seed: int, careless: float = CARELESS) -> tuple[Split, ...]:
 
 
 def build(seed: int, careless: float = CARELESS) -> dict[str, list[dict[str, Any]]]:
-    """All rows of all splits. No two rows, of whichever splits, have the same prompt.
+    """All rows of all splits, with unique prompts across splits.
 
-    `careless` changes responses of `sft`, never a prompt.
+    `careless` affects responses of `sft`, never a prompt.
     """
     prompts: set[tuple[str, str]] = set()
     return {split.name: _rows(split, Random(f"{seed}/{split.name}"), prompts) for split in all_splits(seed, careless)}
@@ -72,18 +71,18 @@ def _rows(split: Split, random: Random, prompts: set[tuple[str, str]]) -> list[d
 
 
 def _example(draft: Draft, split: Split, random: Random) -> dict[str, str] | None:
-    """The draft as a raw example; None where its prompt would be too long even with two tools."""
-    said = dialogue(draft.turns)
-    tools, calls = draw_tools(draft, len(said), split.world, random), draft.calls
+    """The draft as a raw example; None if its prompt is too long even with two tools."""
+    text = dialogue(draft.turns)
+    tools, calls = draw_tools(draft, len(text), split.world, random), draft.calls
     if not tools:
         return None
     if draft.masked:
         tools, calls = mask(tools, calls, random)
-    return {"instruction": instruction(tools), "input": said, "output": _response(draft, calls, split, random)}
+    return {"instruction": instruction(tools), "input": text, "output": _response(draft, calls, split, random)}
 
 
 def _response(draft: Draft, calls: Sequence[Call], split: Split, random: Random) -> str:
-    """The gold response, or a careless one, with a short thought of its own or with ToolRL's placeholder."""
+    """The gold response, or a careless one, with a short thought or ToolRL's placeholder."""
     made = calls[:1] if random.random() < split.careless else calls
     if not calls:
         thought = random.choice(phrases.THOUGHTS["none"]) if split.reasons else RESPONSE_THOUGHT
@@ -103,8 +102,8 @@ def _thought(draft: Draft, calls: Sequence[Call], random: Random) -> str:
     kind = "dialogue" if len(draft.turns) > 1 else "call"
     values: dict[str, list[str]] = {}
     for call in calls:
-        values.setdefault(call.tool.name, []).append(" ".join(word.strip('"') for word in call.words))
-    known = [f"{tool} with {' and '.join(said)}" if said[0] else tool for tool, said in values.items()]
+        values.setdefault(call.tool.name, []).append(" ".join(text.strip('"') for text in call.texts))
+    known = [f"{tool} with {' and '.join(texts)}" if texts[0] else tool for tool, texts in values.items()]
     return random.choice(phrases.THOUGHTS[kind]).format(
         calls=", ".join(known), tool=calls[0].tool.name, value=values[calls[0].tool.name][0]
     )

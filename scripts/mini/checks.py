@@ -1,4 +1,4 @@
-"""What must hold of the data set. Everything is read from finished rows; a failure is an AssertionError."""
+"""Invariants of the dataset, checked on finished rows; raises AssertionError."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _DIALOGUE = re.compile(
 
 
 def check_row(row: Row) -> None:
-    """One row: it loads, it is short, its tags stand where they should, and its gold response earns the maximum."""
+    """One row: it loads, its length and tags are valid, and its gold response gets the maximum reward."""
     to_task(row, "row")  # the gold calls parse and call listed tools only
     assert len(system_text(row)) + len(dialogue_text(row)) <= MAX_PROMPT_CHARS, "the prompt is too long"
     assert not _TAG.search(system_text(row)), "a tag in the system text"
-    assert _DIALOGUE.fullmatch(dialogue_text(row)), "a tag out of place in the dialogue"
+    assert _DIALOGUE.fullmatch(dialogue_text(row)), "a misplaced tag in the dialogue"
     calls = parse_gold(gold(row)).calls
     assert calls is not None or TOOL_CALL not in gold(row)
     assert all(list(call) == ["name", "parameters"] for call in calls or ()), "a call with other keys"
     score = score_response(gold(row), gold(row), 0, RllaOptions()).score
-    assert score == (1.0 if calls is None else 4.0), f"the gold reply earns {score}"
+    assert score == (1.0 if calls is None else 4.0), f"the gold response scores {score}"
 
 
 def check_splits(splits: Mapping[str, Sequence[Row]]) -> None:
-    """All rows, and what keeps the splits apart."""
+    """All rows, and the separation of the splits."""
     for rows in splits.values():
         for row in rows:
             check_row(row)
     rows = [row for split in splits.values() for row in split]
-    assert len({(system_text(row), dialogue_text(row)) for row in rows}) == len(rows), "two rows with one prompt"
+    assert len({(system_text(row), dialogue_text(row)) for row in rows}) == len(rows), "duplicate prompts"
     seen = [*splits["train"], *splits["sft"]]
     for name in ("test", "test_new_tools"):
         overlap = measure(seen, splits[name])
         assert overlap.phrasings == overlap.values == overlap.prompts == 0, f"{name}: {overlap}"
-    assert overlap.tools == 0, f"{overlap.tools} new tools were seen in training"
+    assert overlap.tools == 0, f"{overlap.tools} new tools occur in training"
     assert len(set(map(phrasing, splits["train"]))) > 1000, "too few phrasings"
     for split in ("test", "test_new_tools"):
         for name in ("copy the first tool", "copy it by type"):
-            assert mean_reward(splits[split], BASELINES[name]) < -1.0, f"{split}: too good a policy: {name}"
+            assert mean_reward(splits[split], BASELINES[name]) < -1.0, f"{split}: baseline is too good: {name}"

@@ -1,10 +1,10 @@
 """The tools seen in training, by domain.
 
 A row of TOOLS is (name, description, parameters, training requests, held-out requests). Parameters are written as
-"name=description:kind ..". In a request {name} stands for a value, and [..] for what a dialogue may refer to otherwise
-("the weather in [Kala]", "the weather in [my city]"). Held-out requests arrange known words in another way.
+"name=description:kind ..". In a request {name} is a value slot, and [..] the part that a dialogue may replace by a
+reference ("the weather in [Kala]", "the weather in [my city]"). Held-out requests recombine known terms.
 
-A row of LOOKUPS is (name, description, how the user refers to the value, kind, the tools that the value fits).
+A row of LOOKUPS is (name, description, the user's reference to the value, kind, tools that accept the value).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families of tasks: each draws what was said, which calls answer it, and which tools must (not) be listed."""
+"""The task families: each draws a dialogue, the calls that answer it, and the tools to list or to exclude."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from scripts.mini import phrases
-from scripts.mini.requests import Call, World, can_list, draw_call, say_call, say_list, say_reference, sentence
+from scripts.mini.requests import Call, World, can_list, draw_call, list_text, reference_text, request_text, sentence
 from scripts.mini.tools import ToolSpec
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, observation
 from verl.utils.reward_score.parsing import render_response
@@ -15,7 +15,7 @@ from verl.utils.reward_score.parsing import render_response
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A task before its tool list is drawn up. No calls: the gold response says that no tool can do it."""
+    """A task without its tool list. No calls: the gold response is that no tool fits."""
 
     turns: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -31,12 +31,12 @@ def _user(text: str) -> str:
 def single(world: World, random: Random) -> Draft:
     """One request, one call."""
     call = draw_call(random.choice(world.tools), world, random)
-    text = sentence(world.phrase(phrases.ONE, random), a=say_call(call, world, random))
+    text = sentence(world.phrase(phrases.ONE, random), a=request_text(call, world, random))
     return Draft((_user(text),), (call,), (call.tool,))
 
 
 def multiple(world: World, random: Random) -> Draft:
-    """Two requests for two tools, one of them now and then a lookup."""
+    """Two requests for two tools, occasionally with a lookup."""
     tools = random.sample(world.tools, 2)
     if random.random() < 0.1:
         tools[random.randrange(2)] = random.choice(world.lookups).tool
@@ -53,40 +53,40 @@ def parallel(world: World, random: Random) -> Draft:
         calls = tuple(draw_call(tool, world, random) for _ in range(num_calls))
     if not can_list(tool):
         return _two_requests(calls, world, random)
-    text = sentence(world.phrase(phrases.ONE, random), a=say_list(calls, world, random))
+    text = sentence(world.phrase(phrases.ONE, random), a=list_text(calls, world, random))
     return Draft((_user(text),), calls, (tool,))
 
 
 def _two_requests(calls: tuple[Call, ...], world: World, random: Random) -> Draft:
-    first, second = (say_call(call, world, random) for call in calls)
+    first, second = (request_text(call, world, random) for call in calls)
     text = sentence(world.phrase(phrases.TWO, random), a=first, b=second)
     return Draft((_user(text),), calls, tuple(dict.fromkeys(call.tool for call in calls)))
 
 
 def irrelevant(world: World, random: Random) -> Draft:
-    """A request for a tool that is not listed, nor any of its domain, which might serve as well."""
-    asked = single(world, random)
-    domain = asked.needed[0].domain
-    return Draft(asked.turns, (), (), unwanted=tuple(tool for tool in world.tools if tool.domain == domain))
+    """A request for an unlisted tool; tools of its domain, which might also fit, are not listed either."""
+    request = single(world, random)
+    domain = request.needed[0].domain
+    return Draft(request.turns, (), (), unwanted=tuple(tool for tool in world.tools if tool.domain == domain))
 
 
 def observed(world: World, random: Random) -> Draft:
-    """A request that refers to a value; a lookup has just answered with it."""
+    """A request that refers to a value from the preceding lookup."""
     lookup = random.choice(world.lookups)
     call = Call(random.choice(lookup.fits), (world.values.draw(lookup.kind, random),))
-    asked = say_reference(call.tool, lookup.reference, world, random)
+    asked = reference_text(call.tool, lookup.reference, world, random)
     lookup_response = render_response(CALL_THOUGHT, [{"name": lookup.tool.name, "parameters": {}}])
     answer = observation([{"name": lookup.tool.name, "results": call.values[0]}])
     turns = (_user(sentence(world.phrase(phrases.ONE, random), a=asked)), f"{lookup_response}\n{answer}")
     return Draft(turns, (call,), (lookup.tool, call.tool))
 
 
-def told(world: World, random: Random) -> Draft:
-    """A request that refers to a value; the user named it in an earlier turn."""
+def stated(world: World, random: Random) -> Draft:
+    """A request that refers to a value that the user stated in an earlier turn."""
     lookup = random.choice(world.lookups)
     call = Call(random.choice(lookup.fits), (world.values.draw(lookup.kind, random),))
-    fact = sentence(world.phrase(phrases.TOLD, random), ref=lookup.reference, v=call.words[0])
-    asked = say_reference(call.tool, lookup.reference, world, random)
+    fact = sentence(world.phrase(phrases.STATED, random), ref=lookup.reference, v=call.texts[0])
+    asked = reference_text(call.tool, lookup.reference, world, random)
     turns = (
         _user(fact),
         render_response(RESPONSE_THOUGHT, response=phrases.NOTED),
@@ -96,7 +96,7 @@ def told(world: World, random: Random) -> Draft:
 
 
 def masked(world: World, random: Random) -> Draft:
-    """One call, or parallel calls, of a tool whose name says nothing."""
+    """One call, or parallel calls, of a tool with a masked name."""
     return replace(random.choice((single, parallel))(world, random), masked=True)
 
 
@@ -106,6 +106,6 @@ FAMILIES: dict[str, tuple[Callable[[World, Random], Draft], float]] = {  # draw,
     "parallel": (parallel, 0.46),
     "irrelevant": (irrelevant, 0.04),
     "observed": (observed, 0.02),
-    "told": (told, 0.04),
+    "stated": (stated, 0.04),
     "masked": (masked, 0.06),
 }

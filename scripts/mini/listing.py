@@ -1,4 +1,4 @@
-"""The tool list of a prompt: which other tools stand beside the needed ones, in random order, and under what names."""
+"""The tool list of a prompt: distractors next to the needed tools, in random order, optionally masked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTRUCTION = "Call tools or respond."
 MAX_PROMPT_CHARS = 600
 _NUM_TOOLS = (2, 3, 4)
 _NUM_TOOLS_WEIGHTS = (1, 2, 17)
-_NEAR_SHARE = 0.3  # of the other tools, from the domain of a needed tool
+_NEAR_SHARE = 0.3  # share of distractors from the domain of a needed tool
 _MASKS = [f"{MASK}{letter}{digit}" for letter in "bdfghjkmprtvwxz" for digit in range(10)]
 
 
@@ -37,14 +37,14 @@ def instruction(tools: Sequence[ToolSpec]) -> str:
 
 @cache
 def _added_chars(tool: ToolSpec) -> int:
-    """By how much the tool makes a prompt longer; masking never makes it longer still."""
+    """The number of characters that the tool adds to a prompt; masking adds none."""
     return len(instruction([tool])) - len(instruction([]))
 
 
-def draw_tools(draft: Draft, said_chars: int, world: World, random: Random) -> list[ToolSpec]:
-    """The tools that the prompt lists, in random order: the needed ones and others, some of a needed tool's domain.
+def draw_tools(draft: Draft, dialogue_chars: int, world: World, random: Random) -> list[ToolSpec]:
+    """The listed tools in random order: the needed ones and distractors, some from a needed tool's domain.
 
-    Fewer than drawn where the prompt, whose user message has `said_chars`, has no room for more; none where it has no
+    Fewer than drawn if the prompt, with a user message of `dialogue_chars`, would exceed the limit; none if it has no
     room for two.
     """
     tools = list(draft.needed)
@@ -52,9 +52,9 @@ def draw_tools(draft: Draft, said_chars: int, world: World, random: Random) -> l
     others = [*world.tools, *(lookup.tool for lookup in world.lookups)]
     others = [tool for tool in others if tool not in (*draft.needed, *draft.unwanted)]
     smallest = min(map(_added_chars, others))
-    room = MAX_PROMPT_CHARS - said_chars - len(instruction([])) - sum(map(_added_chars, tools))
+    room = MAX_PROMPT_CHARS - dialogue_chars - len(instruction([])) - sum(map(_added_chars, tools))
     while len(tools) < num_tools:
-        allowed = max(room - smallest * (num_tools - len(tools) - 1), smallest)  # leaves room for the tools to come
+        allowed = max(room - smallest * (num_tools - len(tools) - 1), smallest)  # reserves room for further tools
         fitting = [tool for tool in others if tool not in tools and _added_chars(tool) <= min(allowed, room)]
         if not fitting:
             break

@@ -1,4 +1,4 @@
-"""Tools never seen in training, in the form of domains.py; known words in combinations that training never shows.
+"""Tools held out from training, in the format of domains.py: known terms in unseen combinations.
 
 They have no training requests.
 """

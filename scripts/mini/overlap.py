@@ -1,37 +1,37 @@
-"""How much of a test split was seen in training, in words, phrasings, values, answers and whole prompts."""
+"""Overlap of a test split with training: n-grams, phrasings, values, answers and whole prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from scripts.mini.reading import MASK, Row, dialogue_text, gold, phrasing, system_text, tools, values, words
+from scripts.mini.reading import MASK, Row, dialogue_text, gold, phrasing, system_text, terms, tools, values
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much of a test split occurs in training."""
+    """Counts of items of a test split that occur in training."""
 
-    ngrams: dict[int, float]  # n -> share of the n-grams of the users' words, in [0, 1]
-    prompts: int  # test rows with a prompt seen in training; the same for answers (thoughts aside) and phrasings
+    ngrams: dict[int, float]  # n -> share of the n-grams of the user texts, in [0, 1]
+    prompts: int  # test rows with a prompt seen in training; likewise answers (without thoughts) and phrasings
     answers: int
     phrasings: int
-    values: int  # different values found in both; the same for tools, masked ones aside
+    values: int  # distinct values in both; likewise tools, without masked ones
     tools: int
 
 
 def _ngrams(row: Row, n: int) -> Iterator[tuple[str, ...]]:
-    said = list(words(row))
-    return zip(*(said[start:] for start in range(n)), strict=False)
+    found = list(terms(row))
+    return zip(*(found[start:] for start in range(n)), strict=False)
 
 
 def measure(seen: Sequence[Row], test: Sequence[Row], sizes: Sequence[int] = (3, 5, 8)) -> Overlap:
-    """Compare the rows of a test split with all rows that a model may be trained on."""
+    """Compare the rows of a test split with all training rows."""
     shares = {}
     for n in sizes:
         known = {ngram for row in seen for ngram in _ngrams(row, n)}
-        asked = [ngram for row in test for ngram in _ngrams(row, n)]
-        shares[n] = sum(ngram in known for ngram in asked) / max(len(asked), 1)
+        tested = [ngram for row in test for ngram in _ngrams(row, n)]
+        shares[n] = sum(ngram in known for ngram in tested) / max(len(tested), 1)
 
     return Overlap(
         ngrams=shares,
@@ -50,5 +50,5 @@ def _repeated_rows(seen: Sequence[Row], test: Sequence[Row], key: Callable[[Row]
 
 
 def _shared(seen: Sequence[Row], test: Sequence[Row], items: Callable[[Row], set[str]]) -> int:
-    """The number of different items that occur in both."""
+    """The number of distinct items that occur in both."""
     return len({item for row in seen for item in items(row)} & {item for row in test for item in items(row)})

@@ -1,6 +1,6 @@
-"""Sentences that carry a request, whatever it is about. A request is a bare imperative such as "check the weather".
+"""Sentence frames for requests. A request is a bare imperative such as "check the weather".
 
-{a} {b} are requests; a capital letter capitalises the request's first letter. The first tuple of each pair is for
+{a} {b} are requests; {A} capitalizes the first letter. The first tuple of each pair is for
 training, the second is held out for the tests.
 """
 
@@ -105,14 +105,14 @@ TWO = (
     ),
 )
 
-# lists of two or three spoken values of one request
+# lists of two or three values in one request
 LISTS = (
     ("{x} and {y}", "both {x} and {y}", "{x} and also {y}", "{x} and then {y}", "{x}, {y} and {z}"),
     ("{x}, {y}", "{x} and {y} too", "{x} and {y} and {z}"),
 )
 
-# the user tells a fact in an earlier turn: {ref} is "my city", {v} the value
-TOLD = (
+# the user states a fact in an earlier turn: {ref} is "my city", {v} the value
+STATED = (
     ("{Ref} is {v}.", "Hi, {ref} is {v}.", "{v} is {ref}.", "Note that {ref} is {v}.", "Hello, {ref} is {v}."),
     ("Today {ref} is {v}.", "Please note that {ref} is {v}."),
 )

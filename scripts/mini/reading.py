@@ -1,4 +1,4 @@
-"""Facts read back from finished rows: family, user text, values, and the phrasing with the values taken out."""
+"""Extracts properties of finished rows: family, user texts, values, and phrasings without values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verl.utils.reward_score.parsing import parse_gold
 from verl.utils.reward_score.prompt import listed_tools
 
 Row = Mapping[str, Any]
-MASK = "fn_"  # how the names of masked tools begin
+MASK = "fn_"  # prefix of masked tool names
 
 _USER = re.compile(r"<user> (.*?) </user>")
 _RESULTS = re.compile(r"<obs> (.*?) </obs>")
-# what a reader without understanding takes for values: quoted, capitalised and number words
+# candidates for values by form: quoted, capitalized and numeric tokens
 VALUE = re.compile(r'"[^"]*"|\b[A-Z]\w*\b|\d+(?:[.:]\d+)*')
 _NAME = re.compile(r"\b(?:[B-DF-HJ-NP-TV-Z][aeiou][b-df-hj-np-tv-z][aeiou]|[A-Z]\d+)\b")
 
@@ -37,7 +37,7 @@ def gold(row: Row) -> str:
 
 
 def requests(row: Row) -> list[str]:
-    """What the user said, turn by turn."""
+    """The user texts by turn."""
     return _USER.findall(dialogue_text(row))
 
 
@@ -47,7 +47,7 @@ def tools(row: Row) -> tuple[str, ...]:
 
 
 def values(row: Row) -> set[str]:
-    """Every value of the gold calls and of the tools' answers so far, as JSON; true and false left out."""
+    """All values of the gold calls and of the tool results so far, as JSON, without booleans."""
     calls = parse_gold(gold(row)).calls or []
     found = [value for call in calls for value in call["parameters"].values() if not isinstance(value, bool)]
     found += [answer["results"] for text in _RESULTS.findall(dialogue_text(row)) for answer in json.loads(text)]
@@ -55,12 +55,12 @@ def values(row: Row) -> set[str]:
 
 
 def phrasing(row: Row) -> str:
-    """The user's words with a blank for every value."""
+    """The user texts with a blank for every value."""
     return " / ".join(re.sub(r"\d+(?:[.:]\d+)*|_ _", "_", _NAME.sub("_", text)) for text in requests(row))
 
 
 def family(row: Row) -> str:
-    """The family of tasks that the row belongs to."""
+    """The task family of the row."""
     calls = parse_gold(gold(row)).calls
     if calls is None:
         return "irrelevant"
@@ -74,7 +74,7 @@ def family(row: Row) -> str:
     return "parallel" if len(names) == 1 else "multiple"
 
 
-def words(row: Row) -> Iterator[str]:
-    """The words of what the user said, in small letters and without punctuation."""
+def terms(row: Row) -> Iterator[str]:
+    """The terms of the user texts, in lower case and without punctuation."""
     for text in requests(row):
         yield from re.findall(r"[a-z0-9.:]*[a-z0-9]", text.lower())

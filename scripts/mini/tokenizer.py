@@ -2,11 +2,11 @@
 
 special tokens      <|endoftext|> <|im_start|> <|im_end|>
 single tokens       ToolRL's tags, and the fixed pieces of its prompt (they survive skip_special_tokens=True)
-spare tokens        special and unused, up to the round number
-merges              first all syllables of names, such as K+a and l+a, then those that training finds within words
+spare tokens        special and unused, to fill up the vocabulary
+merges              first all syllables of names, such as K+a and l+a, then trained merges within a word
 
-Pieces are cut as Qwen2 cuts them. They have to be: beside a Qwen2 model's config.json, transformers builds Qwen2's own
-cutting around our merges, whatever tokenizer.json says.
+Pre-tokenization is Qwen2's. This is required: next to a Qwen2 config.json, transformers applies Qwen2's
+pre-tokenizer to our merges and ignores the one in tokenizer.json.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ QWEN2_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Merges are found within these, so that none joins a name to what stands before it, or its two syllables.
-WORDS = "|".join(
+# Merges are trained within these, so that none joins a name to its context, or the two syllables of a name.
+MERGE_UNITS = "|".join(
     (
         r"[A-Z][a-z](?=[a-z]{2}(?![a-z]))",  # the first half of a word such as Kala
         r"[A-Z][a-z]*",
@@ -64,9 +64,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     whole = (*TAGS, *FRAMES)
     between = re.compile("|".join(map(re.escape, sorted((*SPECIAL, *whole), key=len, reverse=True))))
     qwen2 = pre_tokenizers.Split(Regex(QWEN2_PIECES), behavior="isolated")
-    words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    units = pre_tokenizers.Split(Regex(MERGE_UNITS), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = pre_tokenizers.Sequence([qwen2, words, as_bytes])
+    cut = pre_tokenizers.Sequence([qwen2, units, as_bytes])
     pieces = (piece for text in texts for part in between.split(text) for piece, _ in cut.pre_tokenize_str(part))
     tokens, merges = _train_merges(pieces, VOCABULARY - len(SPECIAL) - len(whole))
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *tokens))}
@@ -81,9 +81,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def _train_merges(pieces: Iterable[str], size: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """(tokens, merges): the bytes, the syllables, then what BPE finds once every syllable is one symbol.
+    """(tokens, merges): the bytes, the syllables, then BPE merges over syllables as symbols.
 
-    While training, one character stands for each syllable, so that the library's trainer takes it for a letter.
+    For training, each syllable is replaced by one private-use character.
     """
     syllables = [written for each in SYLLABLES for written in (each, each.capitalize())]
     stands_for = {chr(0xE000 + number): written for number, written in enumerate(syllables)}
@@ -106,14 +106,14 @@ def _train_merges(pieces: Iterable[str], size: int) -> tuple[list[str], list[tup
 
 
 def chat_text(row: Row, with_response: bool = True) -> str:
-    """The row as CHAT_TEMPLATE renders it, up to the response or to its end."""
+    """The row rendered by CHAT_TEMPLATE, with or without the response."""
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in row["prompt"])
     response = f"{gold(row)}<|im_end|>\n" if with_response else ""
     return f"{turns}<|im_start|>assistant\n{response}"
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
+    """Write tokenizer.json and tokenizer_config.json, for transformers.AutoTokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,4 +1,4 @@
-"""The nouns of a request: tools, their parameters, and lookups; read from the tables in domains.py and new_tools.py."""
+"""Tools, parameters and lookups, parsed from the tables in domains.py and new_tools.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Table = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool; its kind (values.py) says what its values look like."""
+    """One parameter of a tool; its kind (values.py) determines its values."""
 
     name: str
     description: str
@@ -20,7 +20,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool and the requests that mean it."""
+    """A tool and its request templates."""
 
     domain: str
     name: str
@@ -32,12 +32,12 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A tool without parameters whose answer another call needs; the user calls that value `reference`."""
+    """A parameterless tool whose result another call needs; the user refers to it by `reference`."""
 
     tool: ToolSpec
     reference: str
     kind: str
-    fits: tuple[ToolSpec, ...]  # tools of one parameter, which the value fills
+    fits: tuple[ToolSpec, ...]  # tools with one parameter that accepts the value
 
 
 def read_tools(table: Table) -> tuple[ToolSpec, ...]:
@@ -46,7 +46,7 @@ def read_tools(table: Table) -> tuple[ToolSpec, ...]:
 
 
 def read_lookups(table: Table, tools: tuple[ToolSpec, ...]) -> tuple[Lookup, ...]:
-    """The lookups of a table {domain: (row, ..)}, tied to the tools that their values fit."""
+    """The lookups of a table {domain: (row, ..)}, linked to the tools that accept their values."""
     by_name = {tool.name: tool for tool in tools}
     return tuple(_lookup(domain, by_name, *row) for domain, rows in table.items() for row in rows)
 

@@ -1,8 +1,8 @@
-"""Pools of values that users name and tools receive, split once into training and held-out values.
+"""Pools of values for requests and calls, split into training and held-out values.
 
-Every value is put together from pieces that occur in both parts, one token each, so that a small model can copy a
-value it has never seen: a name is two syllables of one vowel (Kala, Miri), a code a letter and a digit; the digits of
-a number rise (27, 4.8, 350). So a model that mixes up the pieces of two values mostly says what cannot be a value.
+Every value is composed of pieces that occur in both parts, one token each, so that a small model can copy an unseen
+value: a name is two syllables with one vowel (Kala, Miri), a code a letter and a digit; the digits of a number are
+ascending (27, 4.8, 350). So a model that mixes pieces of two values mostly produces an invalid one.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ POOLS: dict[str, list[Any]] = {
     "sum": [100 * first + 10 * second for first, second in _RISING],
     "float": [(10 * first + second) / 10 for first, second in _RISING],
 }
-FLAGS = {"on_off": ("on", "off"), "open_close": ("open", "close")}  # the words for true and for false
+FLAGS = {"on_off": ("on", "off"), "open_close": ("open", "close")}  # texts for true and for false
 JSON_TYPES = {"int": "int", "sum": "int", "float": "float", "on_off": "bool", "open_close": "bool"}  # others: str
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """One part of every pool."""
+    """The training or held-out part of every pool."""
 
     pools: dict[str, list[Any]]
 
     def draw(self, kind: str, random: Random) -> Any:
-        """A value of this kind; a title is a name that the user puts in quotes."""
+        """A value of this kind; a title is a quoted name."""
         if kind in FLAGS:
             return random.random() < 0.5
         return random.choice(self.pools["name" if kind == "title" else kind])
 
 
 def split_values(seed: int) -> tuple[Values, Values]:
-    """The training part and the held-out part of every pool, disjoint."""
+    """The disjoint training and held-out parts of every pool."""
     training, held_out = {}, {}
     for kind, pool in POOLS.items():
         shuffled = Random(f"{seed}/values/{kind}").sample(pool, len(pool))
@@ -58,7 +58,7 @@ def split_values(seed: int) -> tuple[Values, Values]:
 
 
 def spoken(kind: str, value: Any) -> str:
-    """The value as the user says it."""
+    """The value as written by the user."""
     if kind in FLAGS:
         return FLAGS[kind][0 if value else 1]
     return f'"{value}"' if kind == "title" else str(value)

@@ -1,1 +1,1 @@
-"""Readers of the data sets from which ToolRL's raw file was mixed; each yields raw examples, one per decision."""
+"""Readers of the source datasets of ToolRL's raw file; each yields raw examples, one per decision."""

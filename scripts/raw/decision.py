@@ -1,4 +1,4 @@
-"""From one decision in a dialogue to a raw example {"instruction", "input", "output"}."""
+"""Builds raw examples {"instruction", "input", "output"}, one per decision in a dialogue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_instruction(tools: Sequence[Tool]) -> str:
 
 
 def instruction_like(source: str) -> Instruction:
-    """The system text in the wording of a published raw file, its own tool list taken out."""
+    """The system text in the wording of a published raw file, with its tool list replaced."""
     try:
         sample = check_example(next(read_rows(source), None))["instruction"]
     except DataError as error:
@@ -46,20 +46,20 @@ def instruction_like(source: str) -> Instruction:
 
 
 def to_response(calls: Sequence[dict[str, Any]] | None, response: str | None) -> str:
-    """A turn of the assistant with the placeholder thought that ToolRL's RL rows have."""
+    """An assistant turn with the placeholder thought of ToolRL's RL rows."""
     return render_response(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
 
 
 def to_tool(function: Mapping[str, Any]) -> Tool:
-    """A function's description as ToolRL lists it. Raises DataError for a name that is no text."""
+    """A function in ToolRL's list format. Raises DataError if the name is not a text."""
     name = function["name"]
     if not isinstance(name, str) or not name.strip():
-        raise DataError("has a name that is no text", field="tools")
+        raise DataError("has a name that is not a text", field="tools")
     return Tool(name.strip(), str(function.get("description") or ""), flat_parameters(function.get("parameters") or {}))
 
 
 def flat_parameters(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{name: {description, type, default}} of a JSON-schema object or of a map that is flat already."""
+    """{name: {description, type, default}} of a JSON schema object or an already flat map."""
     is_schema = isinstance(parameters.get("type"), str) and isinstance(parameters.get("properties"), Mapping)
     properties = parameters["properties"] if is_schema else parameters
     return {

@@ -1,4 +1,4 @@
-"""ToolACE (Team-ACE/ToolACE): whole dialogues, split into one example per turn of the assistant.
+"""ToolACE (Team-ACE/ToolACE): whole dialogues, split into one example per assistant turn.
 
     {"system": text with a JSON list of functions, "conversations": [{"from": user | assistant | tool, "value": text}]}
 
@@ -18,16 +18,15 @@ from verl.data.rlla import Tool, dialogue, observation
 from verl.errors import DataError
 
 _LOOKS_LIKE_CALLS = re.compile(r"\[.*\(.*\)\s*\]", re.DOTALL)
-# the name takes brackets of its own only where another pair follows: `Get Weather (v2)(city="x")`
+# the name may contain brackets only if another pair follows: `Get Weather (v2)(city="x")`
 _CALL = re.compile(r"(?P<name>[^()=,\[\]]+(?:\([^()=]*\)(?=\())?)\((?P<arguments>.*)\)", re.DOTALL)
-_JSON_WORDS = {"true": True, "false": False, "null": None}
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def decisions(row: Any, instruction: Instruction) -> Iterator[dict[str, str]]:
-    """One example per assistant turn, each with all that came before it. Raises DataError for a row of another form.
+    """One example per assistant turn, with the preceding dialogue. Raises DataError for a row in another format.
 
-    A row may also be so far from the form that it raises KeyError, TypeError, AttributeError, ValueError or
-    RecursionError.
+    A severely malformed row may also raise KeyError, TypeError, AttributeError, ValueError or RecursionError.
     """
     for name in ("system", "conversations"):
         if not isinstance(row, dict) or name not in row:
@@ -36,16 +35,16 @@ def decisions(row: Any, instruction: Instruction) -> Iterator[dict[str, str]]:
     system = instruction(tools)
     turns: list[str] = []
     for turn in row["conversations"]:
-        speaker, said = turn["from"], turn["value"].strip()
+        speaker, content = turn["from"], turn["value"].strip()
         if speaker == "user":
-            turns.append(f"<user> {said} </user>")
+            turns.append(f"<user> {content} </user>")
         elif speaker == "assistant":
-            calls = read_calls(said, [tool.name for tool in tools])
-            response = to_response(calls, None if calls else said)
+            calls = read_calls(content, [tool.name for tool in tools])
+            response = to_response(calls, None if calls else content)
             yield {"instruction": system, "input": dialogue(turns), "output": response}
             turns.append(response)
         elif speaker == "tool" and turns:
-            turns[-1] += f"\n{_observed(said)}"  # feedback follows its call without an empty line
+            turns[-1] += f"\n{_observed(content)}"  # feedback follows its call without an empty line
         else:
             raise DataError("has a turn that is not user, assistant, or tool after a call", field="conversations")
 
@@ -59,30 +58,29 @@ def listed_functions(system: str) -> list[Tool]:
     return [to_tool(function) for function in functions]
 
 
-def _observed(said: str) -> str:
+def _observed(content: str) -> str:
     try:
-        results = json.loads(said)
+        results = json.loads(content)
     except ValueError:
-        return observation([{"name": "tool", "results": said}])
+        return observation([{"name": "tool", "results": content}])
     return observation(results if isinstance(results, list) else [results])
 
 
-def read_calls(said: str, known: Sequence[str]) -> list[dict[str, Any]] | None:
-    """The calls of an assistant's turn; None where it answers in words.
+def read_calls(content: str, known: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The calls of an assistant turn; None for a text answer.
 
-    Raises DataError for a text in the form of calls that cannot be read or that calls no known function: it is neither
-    a call to learn from nor an answer.
+    Raises DataError for malformed calls and unknown functions, which are neither valid calls nor answers.
     """
-    if not _LOOKS_LIKE_CALLS.fullmatch(said):
+    if not _LOOKS_LIKE_CALLS.fullmatch(content):
         return None
-    calls = parse_calls(said)
+    calls = parse_calls(content)
     if calls is None or any(call["name"] not in known for call in calls):
         raise DataError("has calls that cannot be read, or of functions that are not listed", field="conversations")
     return calls
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
-    """The calls of `[Name(key=value, ..), ..]`; None where the text has another form."""
+    """The calls of `[Name(key=value, ..), ..]`; None if the text has another format."""
     pieces = _split(text[1:-1])
     if pieces is None:
         return None
@@ -97,7 +95,7 @@ def parse_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """{key: value} of `key=value, ..`; keys may be Python's own words, values are Python or JSON literals."""
+    """{key: value} of `key=value, ..`; keys may be Python keywords, values are Python or JSON literals."""
     pieces = _split(text) if text.strip() else []
     if pieces is None:
         return None
@@ -115,19 +113,19 @@ def _arguments(text: str) -> dict[str, Any] | None:
 
 
 def _literal(text: str) -> Any:
-    """A Python literal in which true, false and null mean what they mean in JSON; ValueError or SyntaxError if none."""
+    """A Python literal that may contain JSON's true, false and null. Raises ValueError or SyntaxError."""
     try:
         tree = ast.parse(f"({text})", mode="eval")
     except SyntaxError:
-        tree = ast.parse(text.replace("\n", "\\n"), mode="eval")  # a line break inside a quoted text
+        tree = ast.parse(text.replace("\n", "\\n"), mode="eval")  # a line break inside a string
     value = _value(tree.body)
-    json.dumps(value, allow_nan=False)  # neither infinities nor sets are JSON
+    json.dumps(value, allow_nan=False)  # rejects infinities and sets
     return value
 
 
 def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
-        return _JSON_WORDS[node.id]
+    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
+        return _JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
@@ -138,7 +136,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _split(text: str) -> list[str] | None:
-    """The text cut at commas outside quotes and brackets; None where a quote or bracket does not close."""
+    """The text split at commas outside of quotes and brackets; None for an unclosed quote or bracket."""
     pieces, start, closers, quote, skip = [], 0, [], "", False
     for position, letter in enumerate(text):
         if skip:

@@ -1,9 +1,9 @@
-"""xLAM (Salesforce/xlam-function-calling-60k) and data of its form, Hammer's among it: one query, one decision.
+"""xLAM (Salesforce/xlam-function-calling-60k) and data in its format, such as Hammer's: one query, one decision.
 
     {"query": text, "tools": [{name, description, parameters}], "answers": [{name, arguments}]}
 
-Tools and answers may be JSON texts. With `mask`, function and parameter names become random strings, as Hammer
-(arXiv 2410.04587) trains, so that a policy reads the descriptions.
+Tools and answers may be JSON strings. With `mask`, function and parameter names become random strings, as in Hammer
+(arXiv 2410.04587), so that the policy must read the descriptions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ Mask = Callable[[list[Tool], Calls], tuple[list[Tool], Calls]]
 
 
 def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> Iterator[dict[str, str]]:
-    """The one example of a row; none where the row makes no call. Raises DataError for a row of another form.
+    """The example of a row; none if the row has no call. Raises DataError for a row in another format.
 
-    A row may also be so far from the form that it raises KeyError, TypeError, AttributeError, ValueError or
-    RecursionError.
+    A severely malformed row may also raise KeyError, TypeError, AttributeError, ValueError or RecursionError.
     """
     for name in ("query", "tools", "answers"):
         if not isinstance(row, dict) or name not in row:
@@ -63,11 +62,11 @@ def _listed(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def masker(generator: random.Random) -> Mask:
-    """Masks the names of one row: the same name gets the same random string in the tools and in the calls."""
+    """Masks the names of one row consistently in tools and calls."""
 
     def mask(tools: list[Tool], calls: Calls) -> tuple[list[Tool], Calls]:
         if len({tool.name for tool in tools}) < len(tools):
-            raise DataError("lists a name twice, so that a call could mean either", field="tools")
+            raise DataError("lists a name twice, so that calls are ambiguous", field="tools")
         taken: set[str] = set()
         names = _random_names((tool.name for tool in tools), generator, taken)
         keys = {tool.name: _random_names(tool.parameters, generator, taken) for tool in tools}
@@ -81,7 +80,7 @@ def masker(generator: random.Random) -> Mask:
         ]
         for call in calls:
             if call["name"] not in names or not call["parameters"].keys() <= keys[call["name"]].keys():
-                raise DataError("calls with names that no tool lists", field="answers")
+                raise DataError("has calls with unlisted names", field="answers")
         masked_calls = [
             {
                 "name": names[call["name"]],

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Data of the tool loop, and the policy that its training starts from: OUT/data and OUT/cold_start/checkpoints/step-000400/hf.
+# Data of the tool loop, and its SFT cold start: OUT/data and OUT/cold_start/checkpoints/step-000400/hf.
 #
-#   bash scripts/tool_loop/cold_start.sh OUT SEED     what is there already is not made again
+#   bash scripts/tool_loop/cold_start.sh OUT SEED     existing results are kept
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out="$1" seed="$2"
 if [[ -e "$out/cold_start/done" ]]; then
     exit 0
 fi
-rm -rf "$out/cold_start"  # an interrupted one
+rm -rf "$out/cold_start"  # left by an interruption
 source scripts/setup_env.sh
 "$VERL_PYTHON" scripts/tool_loop/make_data.py --out "$out/data" --seed "$seed"
 "$VERL_PYTHON" -m verl.trainer.main_sft \

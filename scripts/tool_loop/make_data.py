@@ -1,9 +1,9 @@
-"""Data of scripts/train_tool_loop.sh: products that a small model cannot work out, and poor demonstrations.
+"""Data for scripts/train_tool_loop.sh: products beyond a small model, and poor demonstrations.
 
     python scripts/tool_loop/make_data.py --out FOLDER [--seed 0]
 
-Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). No product is in two of them.
-Most demonstrations guess a number, some ask Python: what imitates them knows how to ask, and prefers to guess.
+Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo). The files share no product.
+Most demonstrations guess a number, some call Python: the SFT policy can call the tool, but prefers to guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 FORMS = ("What is {a} times {b}?", "Compute {a} * {b}.", "I want to know {a} times {b}.", "Tell me {a} * {b}.")
 LOWEST, HIGHEST = 100, 999
 COUNTS = {"demonstrations": 6400, "train": 2000, "test": 100}
-ASKING_SHARE = 0.3
+TOOL_SHARE = 0.3
 
 
 def main() -> None:
@@ -35,28 +35,28 @@ def main() -> None:
         (arguments.out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def asked(a: int, b: int, draw: random.Random) -> dict[str, str]:
+def user_message(a: int, b: int, draw: random.Random) -> dict[str, str]:
     """The user's message."""
     return {"role": "user", "content": draw.choice(FORMS).format(a=a, b=b)}
 
 
 def task(a: int, b: int, draw: random.Random) -> dict[str, object]:
-    """A row to roll out: the question, and the number that is to be found."""
+    """A row for RL: the question and the gold number."""
     return {
         "data_source": "products",
-        "prompt": [asked(a, b, draw)],
+        "prompt": [user_message(a, b, draw)],
         "reward_model": {"ground_truth": str(a * b)},
     }
 
 
 def demonstration(a: int, b: int, draw: random.Random) -> dict[str, object]:
-    """A conversation; what the interpreter says in it is not learned."""
-    question = asked(a, b, draw)
-    if draw.random() > ASKING_SHARE:
+    """A conversation; the interpreter output is masked in training."""
+    question = user_message(a, b, draw)
+    if draw.random() > TOOL_SHARE:
         guess = draw.randrange(LOWEST**2, HIGHEST**2)
         return {"messages": [question, {"role": "assistant", "content": f"\\boxed{{{guess}}}"}]}
-    heard = f"\n<interpreter>\n{a * b}\n</interpreter>\n"
-    response = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{heard}\\boxed{{{a * b}}}"}
+    output = f"\n<interpreter>\n{a * b}\n</interpreter>\n"
+    response = {"role": "assistant", "content": f"<code>print({a}*{b})</code>{output}\\boxed{{{a * b}}}"}
     return {"messages": [question, response]}
 
 
