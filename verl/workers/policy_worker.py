@@ -93,7 +93,7 @@ class PolicyWorker:
         self.engine.offload_all()
 
     def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:
-        """A generator: the lookup must happen when the engine starts to iterate, as FSDP replaces gathered parameters."""
+        """A generator: the lookup must wait until the engine iterates, because FSDP replaces gathered parameters."""
         parameters = dict(hf_named_parameters(self._policy))
         for each in layout.slices:
             yield each.names[0], parameters[each.names[0]]
