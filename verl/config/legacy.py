@@ -89,60 +89,60 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
 
     base: as in `Translation`
     """
-    made = Translation(base)
+    result = Translation(base)
     same: dict[str, Any] = {}
     for key, value in written.items():
         name = short(key)
         why = obsolete_reason(name)
         if name in ALIASES:
             if value is None and base(ALIASES[name]) is not None and "correction" not in ALIASES[name]:
-                made.obsolete[key] = _NULL
+                result.obsolete[key] = _NULL
             else:
-                made.put(ALIASES[name], value, key)
+                result.put(ALIASES[name], value, key)
         elif name in INTERPRETED:
-            made.theirs[name] = (key, value)
-            made.read.add(name)
+            result.theirs[name] = (key, value)
+            result.read.add(name)
         elif name in SAME_AS:
             same[name] = value
         elif name in REFUSED:
             only = REFUSED[name]
             if value is not None and value != only.value:
                 raise ConfigError(f"{key}={value} is refused: {only.why.replace('`', '')}")
-            made.obsolete[key] = "this is the only supported value"
+            result.obsolete[key] = "this is the only supported value"
         elif why is not None:
-            made.obsolete[key] = why.replace("`", "")
+            result.obsolete[key] = why.replace("`", "")
         else:
-            made.put(name, value, key)
+            result.put(name, value, key)
     for read in _READERS:
-        read(made)
+        read(result)
     for name, value in same.items():
-        _check_same(made, name, value, written)
-    _read_lengths(made)
-    _read_packs(made)
-    _check_context(made)
-    assert not made.theirs, f"{sorted(made.theirs)} have no reader"
-    return made
+        _check_same(result, name, value, written)
+    _read_lengths(result)
+    _read_packs(result)
+    _check_context(result)
+    assert not result.theirs, f"{sorted(result.theirs)} have no reader"
+    return result
 
 
-def take_defaults(made: Translation) -> list[str]:
+def take_defaults(result: Translation) -> list[str]:
     """Apply and list the defaults of the veRL version that a command without a recipe is written for.
 
     A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation, which
     applies to a complete command in veRL's keys without a truncation key and without another reward than ToolRL's.
     """
-    if "algorithm.name" in made.settings:
+    if "algorithm.name" in result.settings:
         return []
-    written = {short(key) for key in (*made.spelled.values(), *made.obsolete)} | made.read
+    written = {short(key) for key in (*result.spelled.values(), *result.obsolete)} | result.read
     versions = [version for version in VERSIONS if version.sign in written]
-    of_toolrl = spelled("model.path") in made.spelled.values() and "reward.name" not in made.settings
-    if not versions and of_toolrl and "data.truncation" not in made.settings:
-        made.settings["data.truncation"] = "left"
+    of_toolrl = spelled("model.path") in result.spelled.values() and "reward.name" not in result.settings
+    if not versions and of_toolrl and "data.truncation" not in result.settings:
+        result.settings["data.truncation"] = "left"
         return ["data.truncation=left, as in ToolRL's trainer"]
     taken = []
     for version in versions:
         for ours, (theirs, value) in version.defaults.items():
-            if ours not in made.settings and theirs not in written:
-                made.settings[ours] = value
+            if ours not in result.settings and theirs not in written:
+                result.settings[ours] = value
                 taken.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
     return taken
 
@@ -152,105 +152,105 @@ def our_key(key: str) -> str:
     return ALIASES.get(short(key), short(key))
 
 
-def _check_same(made: Translation, name: str, value: Any, written: Mapping[str, Any]) -> None:
+def _check_same(result: Translation, name: str, value: Any, written: Mapping[str, Any]) -> None:
     ours = SAME_AS[name]
-    if value is not None and value != made.now(ours):
-        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={made.now(ours)}, which covers both")
-    made.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
+    if value is not None and value != result.now(ours):
+        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={result.now(ours)}, which covers both")
+    result.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
 
 
-def _read_lists(made: Translation) -> None:
+def _read_lists(result: Translation) -> None:
     for key in ("data.train_files", "data.val_files"):
-        if isinstance(made.settings.get(key), str):
-            made.settings[key] = [made.settings[key]]
+        if isinstance(result.settings.get(key), str):
+            result.settings[key] = [result.settings[key]]
 
 
-def _read_data(made: Translation) -> None:
-    if made.flag("data.filter_overlong_prompts"):
-        if "data.truncation" in made.spelled:
-            made.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
-        made.replace("data.truncation", "drop", "data.filter_overlong_prompts")
+def _read_data(result: Translation) -> None:
+    if result.flag("data.filter_overlong_prompts"):
+        if "data.truncation" in result.spelled:
+            result.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
+        result.replace("data.truncation", "drop", "data.filter_overlong_prompts")
 
 
-def _read_lengths(made: Translation) -> None:
+def _read_lengths(result: Translation) -> None:
     """Search-R1's lengths are per turn and of a rolling context; ours are of the prompt and of the whole response."""
-    start = made.count("data.max_start_length")
+    start = result.count("data.max_start_length")
     if start is None:
         return
-    turn, context = (made.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
-    made.replace("data.max_prompt_length", start, "data.max_start_length")
+    turn, context = (result.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
+    result.replace("data.max_prompt_length", start, "data.max_start_length")
     if turn is not None:
-        made.put("env.max_turn_tokens", turn, "data.max_response_length, as in Search-R1")
-        made.settings.pop("data.max_response_length")
+        result.put("env.max_turn_tokens", turn, "data.max_response_length, as in Search-R1")
+        result.settings.pop("data.max_response_length")
     if context is not None:
-        made.replace("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
+        result.replace("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
 
 
-def _read_packs(made: Translation) -> None:
+def _read_packs(result: Translation) -> None:
     """Packs hold at least the longest sample unless a size is set: veRL may limit samples instead of tokens."""
     key = "actor.max_tokens_per_pack"
-    lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
-    if key not in made.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > made.now(key):
-        made.settings[key] = sum(lengths)
+    lengths = [result.now(f"data.max_{name}_length") for name in ("prompt", "response")]
+    if key not in result.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > result.now(key):
+        result.settings[key] = sum(lengths)
 
 
-def _check_context(made: Translation) -> None:
-    written, context = made.theirs.pop("rollout.max_model_len", ("", None))
-    lengths = [made.now(f"data.max_{name}_length") for name in ("prompt", "response")]
+def _check_context(result: Translation) -> None:
+    written, context = result.theirs.pop("rollout.max_model_len", ("", None))
+    lengths = [result.now(f"data.max_{name}_length") for name in ("prompt", "response")]
     if isinstance(context, int) and all(isinstance(each, int) for each in lengths) and context < sum(lengths):
         raise ConfigError(
             f"{written}={context} is less than data.max_prompt_length + data.max_response_length ({sum(lengths)}), "
             "the context length of the engines; lower one of these"
         )
     if written:
-        made.obsolete[written] = "the context length is data.max_prompt_length + data.max_response_length"
+        result.obsolete[written] = "the context length is data.max_prompt_length + data.max_response_length"
 
 
-def _read_estimator(made: Translation) -> None:
-    preset = ADV_ESTIMATORS.get(str(made.now("algorithm.adv_estimator")), str(made.now("algorithm.name")))
-    _read_division(made, preset)
+def _read_estimator(result: Translation) -> None:
+    preset = ADV_ESTIMATORS.get(str(result.now("algorithm.adv_estimator")), str(result.now("algorithm.name")))
+    _read_division(result, preset)
     for name, presets in DISCOUNTS.items():
         key = f"algorithm.{name}"
-        if preset in ALGORITHMS and preset not in presets and made.settings.get(key) == 1:
-            del made.settings[key]
-            made.obsolete[made.spelled.pop(key)] = "the advantage does not discount"
+        if preset in ALGORITHMS and preset not in presets and result.settings.get(key) == 1:
+            del result.settings[key]
+            result.obsolete[result.spelled.pop(key)] = "the advantage does not discount"
 
 
-def _read_division(made: Translation, preset: str) -> None:
+def _read_division(result: Translation, preset: str) -> None:
     """Whether advantages are divided by the group's standard deviation. veRL's pass@k is, unlike the paper's."""
     key = "algorithm.norm_adv_by_std_in_grpo"
-    by_std = made.flag(key)
-    if by_std is None and made.settings.get("algorithm.adv_estimator") == "grpo_passk":
+    by_std = result.flag(key)
+    if by_std is None and result.settings.get("algorithm.adv_estimator") == "grpo_passk":
         by_std = True
     if by_std is None:
         return
     if preset in ("pass_at_k", "gigpo"):
-        made.settings["algorithm.options.divide_by_std"] = by_std
+        result.settings["algorithm.options.divide_by_std"] = by_std
     elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
         if by_std != (preset != "dr_grpo"):
-            made.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
+            result.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
-        made.obsolete[key] = "the advantage is not divided by a standard deviation"
+        result.obsolete[key] = "the advantage is not divided by a standard deviation"
 
 
-def _read_clip(made: Translation) -> None:
-    both = made.number("actor.clip_ratio")
+def _read_clip(result: Translation) -> None:
+    both = result.number("actor.clip_ratio")
     if both is not None:  # the separate keys of both sides take precedence
-        made.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **made.settings}
+        result.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **result.settings}
 
 
-def _read_kl(made: Translation) -> None:
+def _read_kl(result: Translation) -> None:
     """In veRL, KL is in the loss if use_kl_loss is true, else in the reward; the other placement's keys are obsolete.
 
     In later versions KL is in the reward only if use_kl_in_reward is true; ToolRL's version has no such key.
     """
     of_loss = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
     of_reward = {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"}
-    if not made.theirs.keys() & (of_loss | of_reward):
+    if not result.theirs.keys() & (of_loss | of_reward):
         return
-    before = made.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(made.now("algorithm.name")), "none")
-    loss, reward = made.flag("actor.use_kl_loss"), made.flag("algorithm.use_kl_in_reward")
-    explicit = made.settings.get("algorithm.kl_placement")
+    before = result.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(result.now("algorithm.name")), "none")
+    loss, reward = result.flag("actor.use_kl_loss"), result.flag("algorithm.use_kl_in_reward")
+    explicit = result.settings.get("algorithm.kl_placement")
     for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):
         if None not in (explicit, flag) and flag != (explicit == place):
             raise ConfigError(
@@ -263,7 +263,7 @@ def _read_kl(made: Translation) -> None:
         placement = explicit
     elif loss:
         placement = "loss"
-    elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in made.theirs):
+    elif reward is not False and (reward or before != "none" or "algorithm.kl_ctrl.kl_coef" in result.theirs):
         placement = "reward"
     else:
         placement = "none"
@@ -271,19 +271,19 @@ def _read_kl(made: Translation) -> None:
         "loss": ("actor.kl_loss_coef", "actor.kl_loss_type", "k3"),
         "reward": ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "k1"),
     }
-    coefficient = made.number(sides[placement][0]) if placement in sides else None
+    coefficient = result.number(sides[placement][0]) if placement in sides else None
     if coefficient == 0:
         placement = "none"
-    made.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
+    result.put("algorithm.kl_placement", placement, "algorithm.kl_placement")
     if placement in sides:
         coefficient_key, estimator_key, usual = sides.pop(placement)
-        _put_kl(made, (coefficient_key, coefficient), estimator_key, usual if placement != before else None)
+        _put_kl(result, (coefficient_key, coefficient), estimator_key, usual if placement != before else None)
     for names in sides.values():
         for name in names[:2]:
-            made.ignore(name, "there is no KL" if placement == "none" else f"KL is in the {placement}")
+            result.ignore(name, "there is no KL" if placement == "none" else f"KL is in the {placement}")
 
 
-def _put_kl(made: Translation, weight: tuple[str, float | None], estimator_key: str, usual: str | None) -> None:
+def _put_kl(result: Translation, weight: tuple[str, float | None], estimator_key: str, usual: str | None) -> None:
     """Coefficient and estimator of KL.
 
     weight: veRL's key of the coefficient, and its value; estimator_key: veRL's key of the estimator
@@ -291,121 +291,127 @@ def _put_kl(made: Translation, weight: tuple[str, float | None], estimator_key: 
     """
     coefficient_key, coefficient = weight
     if coefficient is not None:
-        made.put("algorithm.kl_coefficient", coefficient, spelled(coefficient_key))
-    estimator = made.take(estimator_key)
+        result.put("algorithm.kl_coefficient", coefficient, spelled(coefficient_key))
+    estimator = result.take(estimator_key)
     if estimator is not None:
         if not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS:
             raise ConfigError(f"{spelled(estimator_key)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
-        made.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(estimator_key))
+        result.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(estimator_key))
     if usual is not None:
-        made.settings = {"algorithm.kl_coefficient": _KL_COEFFICIENT, "algorithm.kl_estimator": usual, **made.settings}
+        result.settings = {
+            "algorithm.kl_coefficient": _KL_COEFFICIENT,
+            "algorithm.kl_estimator": usual,
+            **result.settings,
+        }
 
 
-def _read_kl_control(made: Translation) -> None:
-    kind, target = made.take("algorithm.kl_ctrl.type"), made.number("algorithm.kl_ctrl.target_kl")
+def _read_kl_control(result: Translation) -> None:
+    kind, target = result.take("algorithm.kl_ctrl.type"), result.number("algorithm.kl_ctrl.target_kl")
     if kind not in (None, "fixed", "adaptive"):
         raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got {kind!r}")
-    if kind == "adaptive" or (kind is None and made.now("algorithm.kl_target") is not None and target is not None):
-        before = made.now("algorithm.kl_target") or _KL_TARGET
-        made.put("algorithm.kl_target", before if target is None else target, "algorithm.kl_ctrl.target_kl")
+    if kind == "adaptive" or (kind is None and result.now("algorithm.kl_target") is not None and target is not None):
+        before = result.now("algorithm.kl_target") or _KL_TARGET
+        result.put("algorithm.kl_target", before if target is None else target, "algorithm.kl_ctrl.target_kl")
         return
     if kind == "fixed":
-        made.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
+        result.put("algorithm.kl_target", None, "algorithm.kl_ctrl.type")
     if target is not None:
-        made.obsolete["algorithm.kl_ctrl.target_kl"] = "algorithm.kl_ctrl.type is fixed"
+        result.obsolete["algorithm.kl_ctrl.target_kl"] = "algorithm.kl_ctrl.type is fixed"
 
 
-def _read_schedules(made: Translation) -> None:
+def _read_schedules(result: Translation) -> None:
     """veRL's warmup is in training steps, ours in optimizer steps; if it is negative, the ratio applies."""
     for group in ("actor.optim", "critic.optim"):
-        steps, ratio = (made.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
+        steps, ratio = (result.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
         if steps is not None and steps >= 0:
-            made.put(f"{group}.warmup_steps", int(steps) * _updates_per_step(made), spelled(f"{group}.lr_warmup_steps"))
-            made.settings.setdefault(f"{group}.warmup_ratio", 0.0)
+            result.put(
+                f"{group}.warmup_steps", int(steps) * _updates_per_step(result), spelled(f"{group}.lr_warmup_steps")
+            )
+            result.settings.setdefault(f"{group}.warmup_ratio", 0.0)
         elif ratio is not None:
-            made.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
-            made.settings.setdefault(f"{group}.warmup_steps", 0)
-        written, value = made.theirs.pop(f"{group}.min_lr_ratio", ("", None))
+            result.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
+            result.settings.setdefault(f"{group}.warmup_steps", 0)
+        written, value = result.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
-            made.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
+            result.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
 
 
-def _updates_per_step(made: Translation) -> int:
+def _updates_per_step(result: Translation) -> int:
     """Optimizer steps per training step; 1 for invalid sizes, which fail once the configuration is built."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
-    batch, mini, epochs = (made.now(name) for name in names)
+    batch, mini, epochs = (result.now(name) for name in names)
     whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))
     return max(1, batch // mini) * epochs if whole else 1
 
 
-def _read_sampling(made: Translation) -> None:
-    written, engine = made.theirs.pop("rollout.name", ("rollout.name", None))
+def _read_sampling(result: Translation) -> None:
+    written, engine = result.theirs.pop("rollout.name", ("rollout.name", None))
     if engine in ("async", "sglang"):
-        made.obsolete[written] = "vLLM is used instead"
+        result.obsolete[written] = "vLLM is used instead"
         engine = "vllm"
     if engine is not None:
-        made.put("rollout.name", engine, written)
-    if made.flag("rollout.do_sample") is False:
-        made.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+        result.put("rollout.name", engine, written)
+    if result.flag("rollout.do_sample") is False:
+        result.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
     for name in ("n_agent", "n_trajectories"):
-        times = made.count(f"rollout.{name}")
+        times = result.count(f"rollout.{name}")
         if times is not None:
-            made.replace("rollout.n", made.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
+            result.replace("rollout.n", result.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
-        if made.settings.get(f"rollout.{name}", 0) is None:
-            del made.settings[f"rollout.{name}"]
-            made.obsolete[made.spelled.pop(f"rollout.{name}")] = _NULL
+        if result.settings.get(f"rollout.{name}", 0) is None:
+            del result.settings[f"rollout.{name}"]
+            result.obsolete[result.spelled.pop(f"rollout.{name}")] = _NULL
     for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
-        if made.settings.get(key) == 0:  # all tokens, as -1
-            made.settings[key] = -1
+        if result.settings.get(key) == 0:  # all tokens, as -1
+            result.settings[key] = -1
 
 
-def _read_reward(made: Translation) -> None:
-    path = made.take("custom_reward_function.path")
+def _read_reward(result: Translation) -> None:
+    path = result.take("custom_reward_function.path")
     if path is not None:
-        function = made.take("custom_reward_function.name") or "compute_score"
-        made.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
-    made.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
+        function = result.take("custom_reward_function.name") or "compute_score"
+        result.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
+    result.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
     for name, option in {"structure_format_score": "good_form", "final_format_score": "any_answer"}.items():
-        points = made.number(f"reward_model.{name}")
+        points = result.number(f"reward_model.{name}")
         if points is not None:
-            made.settings["reward.options.with_form"] = True
-            made.put(f"reward.options.{option}", points, f"reward_model.{name}")
+            result.settings["reward.options.with_form"] = True
+            result.put(f"reward.options.{option}", points, f"reward_model.{name}")
 
 
-def _read_filters(made: Translation) -> None:
-    filtered = made.flag("algorithm.filter_groups.enable")
+def _read_filters(result: Translation) -> None:
+    filtered = result.flag("algorithm.filter_groups.enable")
     if filtered:
-        made.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
-        rounds = made.number("algorithm.filter_groups.max_num_gen_batches")
+        result.put("algorithm.filters", ["zero_variance"], "algorithm.filter_groups.enable")
+        rounds = result.number("algorithm.filter_groups.max_num_gen_batches")
         if rounds is not None and rounds > 0:
-            made.put("algorithm.max_resample_rounds", rounds, "algorithm.filter_groups.max_num_gen_batches")
-        elif made.now("algorithm.max_resample_rounds") is None:
-            made.put("algorithm.max_resample_rounds", _MAX_RESAMPLE_ROUNDS, "algorithm.filter_groups.enable")
-    made.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
+            result.put("algorithm.max_resample_rounds", rounds, "algorithm.filter_groups.max_num_gen_batches")
+        elif result.now("algorithm.max_resample_rounds") is None:
+            result.put("algorithm.max_resample_rounds", _MAX_RESAMPLE_ROUNDS, "algorithm.filter_groups.enable")
+    result.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
-def _read_environments(made: Translation) -> None:
+def _read_environments(result: Translation) -> None:
     """The environments of Search-R1, ToRL and veRL have no names there; each is recognized by a key of its own."""
     for name in ("actor.state_masking", "actor.masking"):
-        masked = made.flag(name)
+        masked = result.flag(name)
         if masked is not None:
-            made.put("env.train_on_observations", not masked, spelled(name))
-    thinking = made.flag("rollout.qwen3_enable_thinking")
+            result.put("env.train_on_observations", not masked, spelled(name))
+    thinking = result.flag("rollout.qwen3_enable_thinking")
     if thinking is not None:
         key = "model.chat_template_options.enable_thinking"
-        made.put(key, thinking, spelled("rollout.qwen3_enable_thinking"))
-    turns = made.count("rollout.max_iterations")
+        result.put(key, thinking, spelled("rollout.qwen3_enable_thinking"))
+    turns = result.count("rollout.max_iterations")
     if turns is not None:
-        made.put("env.max_turns", turns, spelled("rollout.max_iterations"))
-    _read_search_r1(made)
-    _read_torl(made)
-    _read_multi_turn(made)
+        result.put("env.max_turns", turns, spelled("rollout.max_iterations"))
+    _read_search_r1(result)
+    _read_torl(result)
+    _read_multi_turn(result)
 
 
-def _read_search_r1(made: Translation) -> None:
-    search, tool_call_format = made.flag("do_search"), made.now("env.tool_call_format")
-    if search and tool_call_format is None and "retriever.url" not in made.theirs:
+def _read_search_r1(result: Translation) -> None:
+    search, tool_call_format = result.flag("do_search"), result.now("env.tool_call_format")
+    if search and tool_call_format is None and "retriever.url" not in result.theirs:
         raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.tool_call_format and env.tools")
     if search is False:
         if tool_call_format is not None:
@@ -413,69 +419,69 @@ def _read_search_r1(made: Translation) -> None:
                 f"do_search=false contradicts env.tool_call_format={tool_call_format}; leave one of them out"
             )
         for name in ("max_turns", "retriever.url", "retriever.topk"):
-            made.ignore(name, "do_search is false")
-    calls, topk = made.count("max_turns"), made.count("retriever.topk")
-    url = made.take("retriever.url")
+            result.ignore(name, "do_search is false")
+    calls, topk = result.count("max_turns"), result.count("retriever.topk")
+    url = result.take("retriever.url")
     if calls is not None:
-        made.put("env.max_tool_calls", calls, "max_turns")
+        result.put("env.max_tool_calls", calls, "max_turns")
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
-    _put_env(made, "search_r1", "search_r1", "retriever.url")
-    if made.settings.get("env.tools"):
-        made.obsolete["retriever.url"] = "env.tools sets the tools"
+    _put_env(result, "search_r1", "search_r1", "retriever.url")
+    if result.settings.get("env.tools"):
+        result.obsolete["retriever.url"] = "env.tools sets the tools"
     else:
-        made.put(
+        result.put(
             "env.tools", [{"name": "search", **found, **({} if topk is None else {"topk": topk})}], "retriever.url"
         )
 
 
-def _read_torl(made: Translation) -> None:
-    calls = made.count("rollout.num_llm_calls_available")
+def _read_torl(result: Translation) -> None:
+    calls = result.count("rollout.num_llm_calls_available")
     if calls is not None:
         written = spelled("rollout.num_llm_calls_available")
-        made.put("env.max_tool_calls", calls, written)
-        if _put_env(made, "fence", "torl", written) and not made.settings.get("env.tools"):
-            made.put("env.tools", ["python"], written)
+        result.put("env.max_tool_calls", calls, written)
+        if _put_env(result, "fence", "torl", written) and not result.settings.get("env.tools"):
+            result.put("env.tools", ["python"], written)
 
 
-def _read_multi_turn(made: Translation) -> None:
+def _read_multi_turn(result: Translation) -> None:
     group = "rollout.multi_turn."
-    if not made.flag(f"{group}enable"):
+    if not result.flag(f"{group}enable"):
         for name in ("format", "max_assistant_turns", "max_user_turns"):
-            made.ignore(f"{group}{name}", "rollout.multi_turn.enable is not true")
+            result.ignore(f"{group}{name}", "rollout.multi_turn.enable is not true")
         return
     written = spelled(f"{group}enable")
-    if made.now("env.name") == "single_turn":
-        made.put("env.name", "tool", written)
-    tool_call_format = made.take(f"{group}format")
-    if tool_call_format is not None or made.now("env.tool_call_format") is None:
-        made.put("env.tool_call_format", tool_call_format or "hermes", written)
-    turns, answers = made.count(f"{group}max_assistant_turns"), made.count(f"{group}max_user_turns")
+    if result.now("env.name") == "single_turn":
+        result.put("env.name", "tool", written)
+    tool_call_format = result.take(f"{group}format")
+    if tool_call_format is not None or result.now("env.tool_call_format") is None:
+        result.put("env.tool_call_format", tool_call_format or "hermes", written)
+    turns, answers = result.count(f"{group}max_assistant_turns"), result.count(f"{group}max_user_turns")
     bounds = [*([] if turns is None else [turns - 1]), *([] if answers is None else [answers])]
     if bounds:
-        made.put("env.max_tool_calls", min(bounds), written)
+        result.put("env.max_tool_calls", min(bounds), written)
 
 
-def _put_env(made: Translation, tool_call_format: str, reward: str, written: str) -> bool:
+def _put_env(result: Translation, tool_call_format: str, reward: str, written: str) -> bool:
     """Set a paper's environment unless the command or its recipe has one. Returns whether it was set."""
-    if made.now("env.tool_call_format") is not None:
+    if result.now("env.tool_call_format") is not None:
         return False
-    made.put("env.name", "tool", written)
-    made.put("env.tool_call_format", tool_call_format, written)
-    if "reward.name" not in made.settings:
-        made.put("reward.name", reward, written)
+    result.put("env.name", "tool", written)
+    result.put("env.tool_call_format", tool_call_format, written)
+    if "reward.name" not in result.settings:
+        result.put("reward.name", reward, written)
     return True
 
 
-def _read_nulls(made: Translation) -> None:
+def _read_nulls(result: Translation) -> None:
     """Values of veRL that mean "none" or "never" -> ours."""
     for key in ("algorithm.correction.is_level", "algorithm.correction.rejection_level"):
-        if key in made.settings and made.settings[key] is None:
-            made.settings[key] = "none"
+        if key in result.settings and result.settings[key] is None:
+            result.settings[key] = "none"
     for key in ("trainer.save_freq", "trainer.test_freq"):
-        if made.settings.get(key) == -1:
-            made.settings[key] = 0
+        if result.settings.get(key) == -1:
+            result.settings[key] = 0
 
 
 _READERS = (

@@ -59,16 +59,16 @@ def load_config(argv: Sequence[str]) -> Config:
     def base(key: str) -> Any:
         return preset[key] if key in preset else default_of(Config, key)
 
-    made = translate(_resolved(written, base, Config), base)
-    defaults = take_defaults(made) if recipe is None else []
-    config = _build(Config, {**preset, **made.settings}, made.spelled)
-    written_keys = [key for key in made.settings if key in made.spelled]
-    for key, why in unused_reasons(written_keys, made.settings, config).items():
-        as_written = made.spelled[key]
+    result = translate(_resolved(written, base, Config), base)
+    defaults = take_defaults(result) if recipe is None else []
+    config = _build(Config, {**preset, **result.settings}, result.spelled)
+    written_keys = [key for key in result.settings if key in result.spelled]
+    for key, why in unused_reasons(written_keys, result.settings, config).items():
+        as_written = result.spelled[key]
         if as_written == key:
-            raise ConfigError(f"{key}={made.settings[key]} has no effect: {why}")
-        made.obsolete[as_written] = why
-    _report(made.obsolete, defaults)
+            raise ConfigError(f"{key}={result.settings[key]} has no effect: {why}")
+        result.obsolete[as_written] = why
+    _report(result.obsolete, defaults)
     return config
 
 

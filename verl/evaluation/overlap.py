@@ -101,7 +101,7 @@ def check_overlap(
 ) -> list[str]:
     """Compares the tasks of categories with the training tasks of `model`. Returns one line per overlapping category.
 
-    allow: name of the context that permits overlap; None if it is set. Raises ConfigError for overlap unless permitted
+    allow: name of the setting that permits overlap; None if it is set. Raises ConfigError for overlap unless permitted
     """
     found = []
     for category, tasks in asked:

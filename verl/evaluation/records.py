@@ -1,7 +1,7 @@
 """Evaluation records: one line per rollout, appended as soon as a task is done, so that a rerun resumes.
 
 A task is done when all its rollouts are recorded. Its key is a digest of task, episode settings and metric, so a
-changed file or context is evaluated again; a wrong answer is not.
+changed file or setting is evaluated again; a wrong answer is not.
 """
 
 from __future__ import annotations
