@@ -1,6 +1,6 @@
-"""The Python API of `verl` under the distribution's own name. `python -m toolrl` is the command `toolrl`.
+"""The Python API of `verl` under the name of the distribution. `python -m toolrl` is the command `toolrl`.
 
-Nothing heavy is imported before a name is used.
+Modules are imported lazily, on first use of a name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _API = {
     "train": "verl.trainer.main_ppo",
     "written": "verl.utils.reward_score.base",
 }
-__all__ = ["__version__", *_API]  # noqa: PLE0604  all are names
+__all__ = ["__version__", *_API]  # noqa: PLE0604  all are strings
 
 
 def __getattr__(name: str) -> Any:

@@ -281,7 +281,7 @@ def test_the_whole_examination_ends_with_a_sum(capsys: pytest.CaptureFixture[str
         assert doctor.examine("cpu", dev=False, with_vllm=False) == 1
     output = capsys.readouterr().out
     assert "-> install it" in output
-    assert "1 thing(s) to mend" in output
+    assert "1 check(s) failed" in output
 
 
 @pytest.mark.slow

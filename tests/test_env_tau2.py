@@ -362,7 +362,7 @@ def test_a_user_that_does_not_answer_is_a_service_that_is_down() -> None:
     def ask(url: str) -> Any:
         return chat_with(url, lambda user: user.opening(small_task([], [])))
 
-    told = pytest.raises(ServiceDownError, match=r"answers 500: .*out of memory")
+    told = pytest.raises(ServiceDownError, match=r"returned status 500: .*out of memory")
     with endpoint(["out of memory"], status=500) as (url, asked), told:
         asyncio.run(ask(url))
     assert len(asked) == 3
@@ -374,7 +374,7 @@ def test_a_user_that_does_not_answer_is_a_service_that_is_down() -> None:
 
 @pytest.mark.parametrize("said", [None, "", "<think>What do I want?</think>\n"])
 def test_a_user_that_says_nothing_is_at_fault_itself(said: str | None) -> None:
-    with endpoint([said]) as (url, _), pytest.raises(ServiceDownError, match="says nothing"):
+    with endpoint([said]) as (url, _), pytest.raises(ServiceDownError, match="returned an empty completion"):
         asyncio.run(chat_with(url, lambda user: user.answer(small_task([], []), [Message("assistant", "Hi?")])))
 
 
@@ -392,7 +392,7 @@ def test_what_a_user_thinks_ends_nothing_and_is_not_heard() -> None:
 
 
 def test_an_endpoint_that_refuses_is_told_at_the_start() -> None:
-    told = pytest.raises(ServiceDownError, match=r"answers 401: .*no such key.* correct user_url, user_model and")
+    told = pytest.raises(ServiceDownError, match=r"returned status 401: .*no such key.* correct user_url, user_model and")
     with endpoint(["no such key"], status=401) as (url, _), told as found:
         asyncio.run(chat_with(url, lambda user: user.check_services()))
     assert found.value.__cause__ is None  # a traceback would say no more

@@ -240,7 +240,7 @@ def test_a_judge_is_tried_at_the_start() -> None:
         assert len(asked) == 1
     with (
         judge({"error": "none"}) as (url, _),
-        pytest.raises(ServiceDownError, match=r"answers no completion: .*none.*correct url, model"),
+        pytest.raises(ServiceDownError, match=r"returned no completion: .*none.*correct url, model"),
     ):
         check(url)
     with pytest.raises(ServiceDownError, match=r"judge at .*ConnectError.*Start it"):

@@ -86,7 +86,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
 
 def test_an_installed_wheel_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     toolrl = installed / "toolrl"
-    assert "all packages are there" in run(toolrl, "doctor", "--quick", cwd=tmp_path)
+    assert "all packages are installed" in run(toolrl, "doctor", "--quick", cwd=tmp_path)
     place = run(installed / "python", "-c", "import verl.embedded as e; print(e.FOLDER)", cwd=tmp_path).strip()
     assert Path(place).is_relative_to(installed.parent)
     assert f"path: {place}/model" in run(toolrl, "train", "recipe=mini_grpo", "--cfg", "job", cwd=tmp_path)

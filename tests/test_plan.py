@@ -31,7 +31,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
-from verl.plan import main, spelled_out
+from verl.plan import expand_shorthands, main
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.build import build_meter, episode_runner_of, load_chat_template
@@ -386,7 +386,7 @@ def test_every_device_is_found_by_its_own_name() -> None:
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", RESPONSES]
-    assert spelled_out([*words, "gpu=h100"])[1] == "h100"
+    assert expand_shorthands([*words, "gpu=h100"])[1] == "h100"
     assert main([*words, "gpu=h100"]) == 0
     said = capsys.readouterr().out
     assert "It fits" in said and "Lower bounds of step times" in said and "2 x h100 train" in said
@@ -416,7 +416,7 @@ def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.
     words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", RESPONSES, "gpu=h100"]
     code = ["env.name=tool", "env.tool_call_format=fence", "env.tools=[python]", "data.prompt_template=torl"]
     code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
-    config = load_config(spelled_out([*words[:3], *code])[0])
+    config = load_config(expand_shorthands([*words[:3], *code])[0])
     tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
     episode_runner = episode_runner_of(config, tool_call_format)
     opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner, tool_call_format)).prompt

@@ -81,18 +81,18 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "all weights are missing": (weights(dict.clear), "lacks weights: .* and 2. more"),
     "a weight of another shape": (
         weights(lambda w: w.update({NAME: torch.ones(3, 5)})),
-        r"other shapes .* says: .*up_proj.weight \(3, 5\) instead of \(64, 64\)",
+        r"whose shapes differ .*: .*up_proj.weight \(3, 5\) instead of \(64, 64\)",
     ),
     "one NaN": (weights(lambda w: w[NAME][3, 4:5].fill_(float("nan"))), f"NaN or infinite: {NAME}"),
     "one infinity": (weights(lambda w: w[NAME][3, 4:5].fill_(float("-inf"))), f"NaN or infinite: {NAME}"),
-    "a cut file": (cut, "can be read"),
-    "an empty file": (emptied, "can be read"),
-    "no weights": (removed, "can be read"),
-    "a pickle that runs code": (hostile, "can be read"),
-    "no JSON": (config("{"), "can be read"),
-    "deep JSON": (config("[" * 100_000), "can be read"),
-    "a text for a number": (config('{"model_type": "qwen2", "hidden_size": "x"}'), "can be read"),
-    "no size that any machine has": (config('{"model_type": "qwen2", "hidden_size": 1000000000000}'), "can be read"),
+    "a cut file": (cut, "can be loaded"),
+    "an empty file": (emptied, "can be loaded"),
+    "no weights": (removed, "can be loaded"),
+    "a pickle that runs code": (hostile, "can be loaded"),
+    "no JSON": (config("{"), "can be loaded"),
+    "deep JSON": (config("[" * 100_000), "can be loaded"),
+    "a text for a number": (config('{"model_type": "qwen2", "hidden_size": "x"}'), "can be loaded"),
+    "no size that any machine has": (config('{"model_type": "qwen2", "hidden_size": 1000000000000}'), "can be loaded"),
 }
 
 

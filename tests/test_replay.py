@@ -27,7 +27,7 @@ from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
 from verl.files import replacing
-from verl.replay import main, parsed
+from verl.replay import main, parse_args
 from verl.tracking.jsonl import read_rows
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.record import (
@@ -235,7 +235,7 @@ def test_a_configuration_comes_back_from_its_settings(model: Path, tmp_path: Pat
 @pytest.mark.parametrize("words", [[], ["run"], ["run", "--step"], ["run", "--step", "x"], ["run", "--step", "0"]])
 def test_words_that_name_no_step_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="expected RUN --step N"):
-        parsed(words)
+        parse_args(words)
     assert main(words) == 2 and "expected RUN --step N" in capsys.readouterr().out
 
 

@@ -115,8 +115,8 @@ def test_nothing_is_left_of_a_run_that_is_killed_and_one_paragraph_says_so(run: 
     process.send_signal(number)
     wait_until_gone(facts)
     _, said = process.communicate(timeout=30)
-    assert said.count("\n\n") == 0 and f"The controller (process {process.pid}) has ended without" in said
-    assert "goes on from the last checkpoint" in said
+    assert said.count("\n\n") == 0 and f"The controller (process {process.pid}) ended without" in said
+    assert "to resume from the last checkpoint" in said
     assert running([watching.pid]) == []
 
 
@@ -195,7 +195,7 @@ def test_the_folder_is_private_short_and_its_variables_end_with_it(
 
 def test_a_place_where_no_folder_can_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/proc/1")
-    with pytest.raises(ConfigError, match=r"in '/proc/1' .*; point TMPDIR to a folder with room"):
+    with pytest.raises(ConfigError, match=r"in '/proc/1' .*; point TMPDIR to a folder with free space"):
         scratch_folder().__enter__()
 
 

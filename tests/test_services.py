@@ -48,7 +48,7 @@ def test_what_answers_is_there_and_what_is_down_is_passed_over_while_another_is_
     assert not caplog.text
     asyncio.run(check_urls("sandbox", [gone, alive], "Start it"))
     assert gone in caplog.text and alive not in caplog.text
-    with pytest.raises(ServiceDownError, match=r"gateway answers 503; .*Start it"):
+    with pytest.raises(ServiceDownError, match=r"gateway returned status 503; .*Start it"):
         asyncio.run(check_urls("sandbox", [f"{alive}/gateway", gone], "Start it"))
 
 

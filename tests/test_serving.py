@@ -370,7 +370,7 @@ def test_a_server_beyond_loopback_tells_its_token_once_and_answers_nobody_withou
         (line,) = said.read_text().splitlines()
         assert httpx2.get(url, trust_env=False).status_code == 401
         monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-        with pytest.raises(ServiceDownError, match=f"answers 401.*{TOKEN_VARIABLE}"):
+        with pytest.raises(ServiceDownError, match=f"returned status 401.*{TOKEN_VARIABLE}"):
             asyncio.run(check_urls("sandbox", [url], "Start it"))
         monkeypatch.setenv(TOKEN_VARIABLE, line.rpartition("=")[2])
         assert httpx2.get(url, headers=service_headers(), trust_env=False).json() == "ok"

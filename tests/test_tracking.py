@@ -90,7 +90,7 @@ def test_a_killed_writer_loses_no_whole_line_and_a_torn_one_goes_at_resume(run: 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written .*Name another place"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written .*Choose another path"):
         JsonlTracker(Run(tmp_path / "file")).log(1, {})
 
 

@@ -1,4 +1,4 @@
-"""The last noun before the loss: samples laid end to end in one padding-free row.
+"""The input of forward pass and loss: samples concatenated into one padding-free row.
 
 Shape legend: T packed tokens, A trained tokens of the pack (A for "action").
 """
@@ -14,29 +14,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of packed tokens that attends to itself causally, and wholly to its prefix segment if it has one.
+    """A range of packed tokens that attends causally to itself, and fully to its prefix segment if it has one.
 
     Example, two responses of one prompt: Segment(0, 900), Segment(900, 1150, prefix=0), Segment(1150, 1400, prefix=0)
     """
 
     start: int
     end: int
-    prefix: int | None = None  # index of the segment whose tokens come before this one's
+    prefix: int | None = None  # index of the prefix segment
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One forward's worth of tokens, and where in it the trained tokens are predicted.
+    """The tokens of one forward pass, and the positions that predict the trained tokens.
 
-    `columns` holds one value per trained token: old log-probs, advantages, loss weights, whatever the loss asks for.
+    `columns`: per-token inputs of the loss, e.g. old log-probs, advantages, loss weights.
     """
 
     token_ids: Tensor  # [T]
-    position_ids: Tensor  # [T] a segment's positions go on from its prefix's
+    position_ids: Tensor  # [T] a segment's positions continue those of its prefix
     segments: tuple[Segment, ...]
     source: Tensor  # [A] packed index of the token whose hidden state predicts the trained token
     target: Tensor  # [A] the trained token
-    sample: Tensor  # [A] which sample of the mini-batch it belongs to
+    sample: Tensor  # [A] index of its sample in the mini-batch
     columns: Mapping[str, Tensor]  # each [A]
 
     def to(self, device: torch.device) -> PackedBatch:

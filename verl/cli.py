@@ -1,7 +1,7 @@
-"""The command `toolrl`: one name for every command of this package.
+"""The command `toolrl`: a single entry point for all commands of this package.
 
-`toolrl train ..` is `python -m verl.trainer.main_ppo ..`, and so on: the module is run as Python would run it, and
-nothing else is imported, so that `toolrl --help` answers at once and a command needs only its own packages.
+`toolrl train ..` is `python -m verl.trainer.main_ppo ..`, and so on: the module is run as by `python -m`, and nothing
+else is imported, so that `toolrl --help` is fast and a command needs only its own packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.utils.versions import missing_package
 
 
 class Command(NamedTuple):
-    """module: what `python -m` runs; arguments: what goes before the user's own"""
+    """module: for `python -m`; arguments: inserted before the user's"""
 
     module: str
     summary: str
@@ -37,7 +37,7 @@ COMMANDS = {
     "lab": Command("verl.utils.reward_score.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
     "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
-    "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and what they are here, as Markdown"),
+    "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
     "collapse": Command("verl.trainer.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.envs.server", "serve an environment over HTTP"),
     "sandbox-server": Command("verl.sandbox.server", "serve the code sandbox over HTTP"),
@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What `toolrl --help` prints."""
+    """The help text of `toolrl`."""
     rows = [f"  {name:18}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -62,7 +62,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command in this process, with `sys.argv` as its own. Raises SystemExit with the command's exit code."""
+    """Run a command in this process, with its own `sys.argv`. Raises SystemExit with the command's exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(usage())

@@ -1,8 +1,7 @@
-"""Functions in daemon threads of their own, and coroutines from code that is none.
+"""Runs functions in dedicated daemon threads, and coroutines from synchronous code.
 
-The threads of `asyncio.to_thread` belong to a pool, for which the end of the event loop and of the process wait,
-however long it takes. For these nothing waits: what hangs, or waits for workers that compute, holds up nobody who wants
-to end.
+The threads of `asyncio.to_thread` belong to a pool that event loop and process join at exit, however long it takes.
+Daemon threads are not joined: a call that hangs, or waits for busy workers, does not block the exit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Daemon(Generic[_T]):
-    """A call of a function, running since this was made, and its thread. To be made and awaited in one event loop."""
+    """A function call running in its own daemon thread. Create and await it in the same event loop."""
 
     def __init__(self, name: str, call: Callable[[], _T]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -32,18 +31,18 @@ class Daemon(Generic[_T]):
         self.thread.start()
 
     async def result(self) -> _T:
-        """What the function gave. Raises what it raised; whoever is cancelled here leaves the thread behind."""
-        given, error = await self._ended
+        """The function's result or exception. Canceling the caller leaves the thread running."""
+        values, error = await self._ended
         if error is not None:
             raise error
-        return given[0]
+        return values[0]
 
     def _work(self) -> None:
         try:
             end: tuple[list[_T], BaseException | None] = [self._call()], None
-        except BaseException as raised:  # noqa: BLE001  it is raised where the call is awaited
+        except BaseException as raised:  # noqa: BLE001  raised again in `result`
             end = [], raised
-        with suppress(RuntimeError):  # the loop may have ended meanwhile
+        with suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self._settle, end)
 
     def _settle(self, end: tuple[list[_T], BaseException | None]) -> None:
@@ -52,15 +51,15 @@ class Daemon(Generic[_T]):
 
 
 async def run_in_daemon_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """As `asyncio.to_thread`, but for a thread that nothing waits for once this is cancelled."""
+    """Like `asyncio.to_thread`, but in a daemon thread that is abandoned if this is canceled."""
     return await Daemon(getattr(function, "__name__", "work"), lambda: function(*args, **kwargs)).result()
 
 
 def run_async(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> _T:
-    """`asyncio.run` that also works where an event loop runs already, as in a notebook: in a thread of its own.
+    """Like `asyncio.run`, but also works inside a running event loop (e.g. a notebook), in a separate thread.
 
-    Waits for the end in both cases. An interrupt cancels `main` and is raised once it has ended; it is not reported as
-    an error of the task that it met, too.
+    Blocks until the end in both cases. An interrupt cancels `main` and is raised after it has ended; it is not reported
+    again as an error of the interrupted task.
     """
     try:
         asyncio.get_running_loop()
@@ -85,14 +84,14 @@ def _run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.Abstr
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop, interrupt: KeyboardInterrupt) -> None:
-    """Cancel all tasks and let them tidy up. Raises a second interrupt.
+    """Cancel all tasks and let them clean up. Raises a second interrupt.
 
-    asyncio does so, too, but stops where an interrupt that met a task reaches those who wait for it: each raises it
-    out of the loop once more.
+    asyncio does this too, but stops when the interrupt of one task propagates to tasks that await it: each raises it
+    out of the loop again.
     """
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
-            if not task.cancelling():  # what tidies up is left to it
+            if not task.cancelling():  # already cleaning up
                 task.cancel()
         try:
             loop.run_until_complete(asyncio.wait(tasks))
@@ -102,7 +101,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop, interrupt: KeyboardInterrupt) ->
 
 
 def _run_in_thread(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> _T:
-    started: Future[Callable[[], object]] = Future()  # of what cancels it
+    started: Future[Callable[[], object]] = Future()  # a function that cancels `main`
     ended: Future[_T] = Future()
 
     async def cancellable() -> _T:
@@ -115,8 +114,8 @@ def _run_in_thread(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asy
     def work() -> None:
         try:
             ended.set_result(_run(cancellable(), loop_factory))
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
-            started.cancel()  # where it never did
+        except BaseException as error:  # noqa: BLE001  raised again in the caller
+            started.cancel()  # if `main` never started
             ended.set_exception(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="event loop", daemon=True)
@@ -124,7 +123,7 @@ def _run_in_thread(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asy
     try:
         return ended.result()
     except KeyboardInterrupt:
-        with suppress(RuntimeError, CancelledError):  # it has ended meanwhile, or never started
+        with suppress(RuntimeError, CancelledError):  # it has already ended, or never started
             started.result()()
         thread.join()
         raise

@@ -1,8 +1,8 @@
-"""`python -m verl.doctor`: can this machine train, and if not, what is to be done?
+"""`python -m verl.doctor`: checks whether this machine can train, with hints for what is missing.
 
-`--quick` looks at versions alone (well under a second); `--no-vllm` leaves out the start of a real engine. The exit
-code is 1 when training cannot work here, else 0. Only the standard library is imported, so that a broken environment
-can be examined too; vLLM is started in a process of its own, with a deadline.
+`--quick` checks only versions (well under a second); `--no-vllm` skips starting a real engine. The exit code is 1 if
+training cannot work here, else 0. Only the standard library is imported, so that broken environments can be checked,
+too; vLLM is started in a separate process, with a timeout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1024**3
 DISK_WARN_GIB = 10  # an environment and one checkpoint of a small model
 DISK_FAIL_GIB = 1
 MEMORY_WARN_GIB = 8
-SHM_WARN_GIB = 1  # weights go from the trainer to vLLM through it
+SHM_WARN_GIB = 1  # used by the weight sync from trainer to vLLM
 SANDBOX_DEADLINE_S = 60.0
 INSTALL_SANDBOX = "only recipes that run code need it: apt-get install bubblewrap"
 ALLOW_SANDBOX = (
@@ -52,7 +52,7 @@ TINY_QWEN2 = {
 
 
 def check_device(flavour: Flavour) -> Check:
-    """The device that training would use."""
+    """The device for training."""
     gpus = find_gpus()
     forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
     if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
@@ -60,24 +60,26 @@ def check_device(flavour: Flavour) -> Check:
             "device", "fail", f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}", "set it to cpu or gpu, or unset it"
         )
     if flavour == "gpu" and not gpus:
-        return Check("device", "fail", f"no NVIDIA GPU answers{forced}", "see what `nvidia-smi -L` says, or unset it")
+        return Check(
+            "device", "fail", f"no NVIDIA GPU found{forced}", "check the output of `nvidia-smi -L`, or unset it"
+        )
     if gpus and flavour == "gpu":
         return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
     return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
 
 
 def check_disk(folder: Path) -> Check:
-    """Room for the environment, checkpoints and logs."""
+    """Disk space for the environment, checkpoints and logs."""
     free = shutil.disk_usage(folder).free / GIB
     found = f"{free:.1f} GiB free in {folder}"
     if free >= DISK_WARN_GIB:
         return Check("disk", "ok", found)
-    hint = f"free some; {DISK_WARN_GIB} GiB hold the environment and a small model's checkpoints"
+    hint = f"free some; {DISK_WARN_GIB} GiB are enough for the environment and a small model's checkpoints"
     return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, hint)
 
 
 def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
-    """Memory that is free for us: the machine's, or the container's limit if that is less."""
+    """Available memory: the machine's, or the container's limit if that is less."""
     if not meminfo.is_file():
         return Check("memory", "note", "unknown: this system has no /proc/meminfo")
     lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
@@ -90,9 +92,9 @@ def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys
 
 
 def check_shm(folder: Path = Path("/dev/shm")) -> Check:
-    """Shared memory, through which Ray's objects and vLLM's messages travel."""
+    """Shared memory, used for Ray's objects and vLLM's messages."""
     if not folder.is_dir():
-        return Check("/dev/shm", "warn", "not there", "Ray's objects will travel through the disk, more slowly")
+        return Check("/dev/shm", "warn", "missing", "Ray will store its objects on disk, which is slower")
     free = shutil.disk_usage(folder).free / GIB
     if free >= SHM_WARN_GIB:
         return Check("/dev/shm", "ok", f"{free:.1f} GiB free")
@@ -102,7 +104,7 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
-    """Run a line of code as recipes with a code tool would; never a failure, because other recipes need none."""
+    """Run a line of code in the sandbox; never a failure, because only recipes with a code tool need it."""
     if shutil.which("bwrap") is None:
         return Check("sandbox", "note", "no program `bwrap`", INSTALL_SANDBOX)
     command = [sys.executable, "-m", "verl.doctor", "--probe-sandbox"]
@@ -117,7 +119,7 @@ def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
 
 
 def probe_sandbox() -> None:
-    """Runs in the process that `check_sandbox` starts: confine an execution; print its time and what limits it."""
+    """Entry point of `check_sandbox`'s subprocess: run code in the sandbox; print the time and the kind of limits."""
     local: Any = importlib.import_module("verl.sandbox.local")
 
     async def run() -> tuple[float, str]:
@@ -138,9 +140,9 @@ def probe_sandbox() -> None:
 
 
 def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
-    """Start a real engine on a tiny random model, generate, and tell how long it took."""
+    """Start a real engine on a tiny random model, generate, and report the time."""
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: starts faster, and nothing stays behind
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: starts faster and leaves nothing behind
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -168,20 +170,20 @@ def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
     if process.returncode == 0:
         return Check("vLLM engine", "ok", lines[-1])
     reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
-    return Check("vLLM engine", "fail", f"does not start: {reason.strip()}", f"mend what fails above, or {SET_UP}")
+    return Check("vLLM engine", "fail", f"does not start: {reason.strip()}", f"fix the failures above, or {SET_UP}")
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End a process started in its own session, with everything it started."""
+    """Kill a process started in its own session, with all of its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def probe(folder: str) -> None:
-    """Runs in the process that `check_vllm` starts: import vLLM, start an engine, generate a few tokens."""
+    """Entry point of `check_vllm`'s subprocess: import vLLM, start an engine, generate a few tokens."""
     start = time.monotonic()
-    vllm: Any = importlib.import_module("vllm")  # by name: this file must not depend on vLLM, nor mypy walk into it
+    vllm: Any = importlib.import_module("vllm")  # by name: neither this file nor mypy may depend on vLLM
     imported = time.monotonic()
     engine = vllm.LLM(
         model=folder,
@@ -208,45 +210,45 @@ def probe(folder: str) -> None:
 
 
 def quick(flavour: Flavour, *, dev: bool) -> int:
-    """One line if this Python has what is needed, else one line per thing that is wrong."""
+    """Prints one line if all packages are installed, else one line per problem."""
     failed = [check for check in check_all(flavour, dev=dev) if check.status == "fail"]
     missing = [check.name for check in failed if check.found == "missing"]
     for check in failed:
         if check.name not in missing:
-            print(f"{check.name}: {check.found}. Mend: {check.hint}")
+            print(f"{check.name}: {check.found}. Hint: {check.hint}")
     if missing:
-        print(f"missing: {', '.join(missing)}. Mend: {SET_UP}")
+        print(f"missing: {', '.join(missing)}. Hint: {SET_UP}")
     if not failed:
-        print(f"toolrl ({flavour}): all packages are there, in tested versions")
+        print(f"toolrl ({flavour}): all packages are installed in tested versions")
     return 1 if failed else 0
 
 
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
-    """Make every check, print it as it comes, and sum up."""
+    """Run all checks, print each result at once, and then a summary."""
     failed = 0
     checks = [*check_all(flavour, dev=dev), check_device(flavour), check_disk(Path.cwd()), check_memory(), check_shm()]
     for check in [*checks, check_sandbox()]:
-        _tell(check)
+        _print_check(check)
         failed += check.status == "fail"
     if with_vllm:
         check = check_vllm()
-        _tell(check)
+        _print_check(check)
         failed += check.status == "fail"
-    print(f"\n{failed} thing(s) to mend before training can work." if failed else "\nTraining can work here.")
+    print(f"\n{failed} check(s) failed; fix them before training." if failed else "\nTraining can work here.")
     return 1 if failed else 0
 
 
-def _tell(check: Check) -> None:
+def _print_check(check: Check) -> None:
     print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
     if check.hint:
         print(f"{'':5} {'':16} -> {check.hint}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """The command-line interface."""
     parser = argparse.ArgumentParser(prog="python -m verl.doctor", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="versions only, one line when all is well")
-    parser.add_argument("--dev", action="store_true", help="ask for the tools of the tests and linters too")
+    parser.add_argument("--quick", action="store_true", help="versions only, one line if all is well")
+    parser.add_argument("--dev", action="store_true", help="check the packages of tests and linters, too")
     parser.add_argument("--no-vllm", action="store_true", help="do not start a vLLM engine")
     parser.add_argument("--probe", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--probe-sandbox", action="store_true", help=argparse.SUPPRESS)
@@ -263,5 +265,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # `| head` has seen enough
+    with contextlib.suppress(BrokenPipeError):  # e.g. `| head`
         sys.exit(main())

@@ -1,6 +1,6 @@
-"""The embedded tasks and model, which every installation has: `embedded:FILE` names them from any folder.
+"""The embedded tasks and model of every installation: `embedded:FILE` refers to them from any folder.
 
-`mini` beside this file is a link to `dataset/mini` in a checkout, and a folder in an installed package.
+`mini` next to this file is a link to `dataset/mini` in a checkout, and a folder in an installed package.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ PREFIX = "embedded:"
 
 
 def embedded_path(name: str) -> str:
-    """The path of the file or folder that `embedded:FILE` names; any other name as it is.
+    """The path of the file or folder that `embedded:FILE` names; other names unchanged.
 
-    Raises ConfigError with the nearest name where there is no such file, and where git made no link.
+    Raises ConfigError, with the nearest name if there is no such file, or if git created no link.
     """
     if not name.startswith(PREFIX):
         return name
@@ -35,7 +35,7 @@ def embedded_path(name: str) -> str:
 
 
 def with_embedded_paths(value: Any) -> Any:
-    """A value of the configuration with the paths of the embedded files that it names, alone or in a list."""
+    """A configuration value, or a list of them, with `embedded:` names replaced by paths."""
     if isinstance(value, str):
         return embedded_path(value)
     return [with_embedded_paths(each) for each in value] if isinstance(value, list) else value

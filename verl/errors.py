@@ -1,7 +1,7 @@
-"""What can go wrong at the door, told once and clearly.
+"""Exceptions with messages for the user.
 
-`ConfigError` and `DataError` are for the user: they say what is wrong, where, what was expected and how to mend it.
-Faults of our own are `assert`s. All classes pickle, because worker processes raise them too.
+`ConfigError` and `DataError` state what is wrong, where, what was expected and how to fix it. Internal errors are
+`assert`s. All classes pickle, because worker processes raise them too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def file_and_row(id: str) -> tuple[str, int | None]:
 
 
 class VerlError(Exception):
-    """Base of every error a user can mend."""
+    """Base class of all errors that a user can fix."""
 
 
 class ConfigError(VerlError, ValueError):
-    """A setting that is unknown, has a wrong value or cannot work in this environment."""
+    """A setting that is unknown, has an invalid value or cannot work in this environment."""
 
 
 @dataclass(eq=False)
@@ -29,8 +29,8 @@ class DataError(VerlError, ValueError):
 
     problem:  what is wrong, in one clause
     expected: what a good value looks like
-    mend:     what the user can do about it
-    file, row, field: where; `row` counts from 0 as pyarrow and pandas do
+    hint:     how the user can fix it
+    file, row, field: location; `row` is 0-based as in pyarrow and pandas
     """
 
     problem: str
@@ -41,13 +41,13 @@ class DataError(VerlError, ValueError):
     field: str = ""
 
     def at(self, *, file: str = "", row: int | None = None, field: str = "") -> DataError:
-        """A copy of this error that knows its place; what is already known is kept."""
+        """A copy of this error with its location; fields that are already set are kept."""
         return replace(
             self, file=self.file or file, row=row if self.row is None else self.row, field=self.field or field
         )
 
     def of_row(self, id: str) -> DataError:
-        """A copy of this error for what was read from the row that an id (`file#row`) names."""
+        """A copy of this error with the location given by an id (`file#row`)."""
         file, row = file_and_row(id)
         return self.at(file=file, row=row)
 
@@ -67,21 +67,21 @@ class DataError(VerlError, ValueError):
 
 
 class EngineError(VerlError):
-    """A rollout engine that did not start, has died or cannot be trusted any more."""
+    """A rollout engine did not start, died or is in an inconsistent state."""
 
 
 class EngineLostError(EngineError):
-    """A rollout engine that works no more: another one must take its place."""
+    """A rollout engine failed permanently and must be replaced."""
 
 
 class LostRequestError(EngineError):
-    """A request that was asked twice, of engines that were lost both times."""
+    """A request failed twice because the engine was lost both times."""
 
 
 class ServiceDownError(VerlError):
-    """Something that tools and environments need does not work or does not answer. It is never the policy's fault.
+    """A service that tools or environments need does not work or does not answer. Never the policy's fault.
 
-    tool: whose call it ended, where that is known
+    tool: the tool whose call failed, if known
     """
 
     def __init__(self, service: str, problem: str, tool: str | None = None) -> None:
@@ -93,7 +93,7 @@ class ServiceDownError(VerlError):
 
 
 class JudgeError(VerlError):
-    """An environment could not judge an episode, or not in time. It is never the policy's fault.
+    """An environment could not judge an episode, or not in time. Never the policy's fault.
 
-    The episode is not played again: those that cannot be judged would be replaced by others that can.
+    The episode is not retried: that would bias the sample toward episodes that can be judged.
     """

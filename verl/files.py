@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; renamed to `path` at the end, removed if anything fails.
+    """A temporary path next to `path` to write to; renamed to `path` at the end, removed on failure.
 
-    Makes the folder if need be. Raises DataError when the disk is full or the place cannot be written to.
+    Creates the folder if needed. Raises DataError if the disk is full or the folder is not writable.
     """
     if not path.name:
-        raise DataError("names no file to write", hint="Give a path that ends in a file name", file=str(path))
+        raise DataError("is not a file path", hint="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,21 +40,21 @@ def unwritable(path: Path, error: OSError) -> DataError:
     """The error to raise when `path` could not be written because of `error`."""
     if error.errno in _FULL:
         return DataError(f"no space left on {path} ({error.strerror})", hint="Free some space")
-    return DataError(f"cannot be written ({error.strerror or error})", hint="Name another place", file=str(path))
+    return DataError(f"cannot be written ({error.strerror or error})", hint="Choose another path", file=str(path))
 
 
 def full(folder: Path) -> OSError | None:
-    """Why nothing more fits into a folder; None where it does. For errors of libraries that do not say so.
+    """The error if a folder's disk is full, else None. For errors of libraries that do not report it.
 
-    Tried, not calculated: quotas count as well.
+    Tests by writing, so quotas are covered, too.
     """
     error = _tried(folder)
     return error if error is not None and error.errno in _FULL else None
 
 
 def check_temporary() -> None:
-    """Raises DataError if the folder for temporary files cannot be written to, or that of shared memory is full."""
-    named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # Python alone would go round TMPDIR in silence
+    """Raises DataError if the folder for temporary files is not writable, or shared memory is full."""
+    named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # Python would silently skip TMPDIR
     for folder, reason in ((named, _tried(named)), (_SHARED_MEMORY, full(_SHARED_MEMORY))):
         if reason is not None:
             raise unwritable(folder, reason) from reason

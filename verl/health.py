@@ -1,4 +1,4 @@
-"""Is a server that does not answer slow, or gone? It is asked for something small beside what it works at."""
+"""Health checks that distinguish a slow server from a dead one, concurrent with the actual requests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import httpx2
 from verl.errors import ServiceDownError
 from verl.services import GATEWAYS
 
-TICKS = 30  # in which the time that a server may be silent is counted
+TICKS = 30  # number of intervals into which the timeout is divided
 log = logging.getLogger(__name__)
 
 
 class HealthWatch:
-    """Ends what waits for a server that has been silent for `timeout_s`, at the latest.
+    """Aborts requests to a server that has not answered health checks for `timeout_s`.
 
-    Any answer will do but a gateway's, which stands before a server that is gone. A server that is stopped and goes on
-    in time has lost nothing. One that was silent for too long is refused without waiting until it answers again.
+    Any response counts except a gateway's error, which means that the server behind it is gone. A server that is
+    stopped and resumes in time loses nothing. After a timeout, requests fail at once until the server answers again.
 
-    service: what the server is, for messages
-    url:     what it answers at once, however busy it is
-    problem: why it counts as gone; empty while it does not
+    service: name of the server, for messages
+    url:     health endpoint, which answers immediately even under load
+    problem: why the server counts as down; empty if it is up
     """
 
     def __init__(self, service: str, url: str, timeout_s: float, client: httpx2.AsyncClient) -> None:
@@ -35,7 +35,7 @@ class HealthWatch:
 
     @asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
-        """Around a request. Raises ServiceDownError where the server is gone, or goes meanwhile."""
+        """Wrap a request. Raises ServiceDownError if the server is down, or goes down during the request."""
         if self.problem:
             raise ServiceDownError(self._service, self.problem)
         limit = asyncio.timeout(None)
@@ -53,12 +53,12 @@ class HealthWatch:
             self._waiting.discard(limit)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop the health checks."""
         if self._watching is not None:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        """As long as somebody waits or the server is gone. A tick in which our own loop was held up is one tick."""
+        """Runs while requests wait or the server is down. If our own event loop is blocked, that counts as one tick."""
         tick_s = self._timeout_s / TICKS
         num_silent = 0
         loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class HealthWatch:
                 if not problem and self.problem:
                     log.warning("%s answers again", self._service)
                     self.problem = ""
-                elif num_silent == TICKS - 2:  # one has gone by since the last answer, and one may still go by
+                elif num_silent == TICKS - 2:  # one tick passed since the last answer, and one may still pass
                     self._give_up(problem)
         finally:
             self._watching = None
@@ -85,15 +85,15 @@ class HealthWatch:
                 probe.cancel()
 
     def _give_up(self, problem: str) -> None:
-        self.problem = f"{self._url} has been silent for {self._timeout_s:g} s ({problem})"
+        self.problem = f"{self._url} has not answered for {self._timeout_s:g} s ({problem})"
         log.warning("%s: %s", self._service, self.problem)
         for limit in self._waiting:
             limit.reschedule(asyncio.get_running_loop().time())
 
     async def _ask(self) -> str:
-        """Why it does not count as there; empty if it does."""
+        """The problem found by one health check; empty if the server is up."""
         try:
             status = (await self._client.get(self._url, timeout=self._timeout_s)).status_code
         except httpx2.HTTPError as error:
             return f"{type(error).__name__}: {error}".rstrip(": ")
-        return f"answers {status}" if status in GATEWAYS else ""
+        return f"returned status {status}" if status in GATEWAYS else ""

@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder; whoever comes second learns which one is there."""
+"""Folder locks: only one process writes to a folder; a second one gets an error that names the first."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from verl.files import unwritable
 
 LOCK = ".lock"
 _BEAT_S = 5.0
-_WATCHED_S = 16.0  # three beats and a little
+_WATCHED_S = 16.0  # slightly more than three heartbeats
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def alone_in(folder: Path, hint: str = "name another output") -> Iterator[None]:
-    """Keep other processes out of a folder. Makes it if need be, and is thereby the test whether it can be written to.
+    """Exclusive access to a folder. Creates it if needed, which also tests whether it is writable.
 
-    The kernel holds the lock and lets it go when the process ends, however it ends. Over a file system that does not
-    share locks between hosts, the count that the owner writes every few seconds tells whether it lives; no clock of
-    either host is asked.
+    The kernel releases the lock when the process ends, for whatever reason. For file systems that do not share locks
+    between hosts, the owner also writes a heartbeat counter every few seconds; no host's clock is used.
     hint: what the user can do instead of waiting
-    Raises ConfigError that names host and process of the owner, DataError where nothing can be written.
+    Raises ConfigError, naming host and process of the owner; DataError if the folder is not writable.
     """
     path = folder / LOCK
     try:
@@ -57,13 +56,13 @@ def alone_in(folder: Path, hint: str = "name another output") -> Iterator[None]:
         finally:
             ended.set()
             beating.join()
-            os.ftruncate(file, 0)  # empty: unlocked in order
+            os.ftruncate(file, 0)  # empty: released properly
     finally:
         os.close(file)
 
 
 def _lock(file: int, path: Path, hint: str) -> bool:
-    """Whether the kernel vouches that no process of this host has the lock. Raises ConfigError if one has it."""
+    """Whether the kernel confirms that no process of this host has the lock. Raises ConfigError if one has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -76,16 +75,16 @@ def _lock(file: int, path: Path, hint: str) -> bool:
 
 
 def _check_stale(path: Path, hint: str, local_owner_ended: bool) -> None:
-    """Raises ConfigError if the owner that the file names is beyond the kernel's knowledge and goes on counting."""
+    """Raises ConfigError if an owner that the kernel cannot see (another host) still updates its heartbeat."""
     owner = _owner(path)
     if not owner:
         return
     if not local_owner_ended or owner.get("host") != socket.gethostname():
-        _log.warning("%s: locked by %s; watching for %.0f s whether it lives", path, _name(owner), _WATCHED_S)
+        _log.warning("%s: locked by %s; checking for %.0f s whether it is alive", path, _name(owner), _WATCHED_S)
         time.sleep(_WATCHED_S)
         if _owner(path) != owner:
             raise _taken(path.parent, owner, hint)
-    _log.warning("%s: taken over from %s, which ended without unlocking it", path, _name(owner))
+    _log.warning("%s: taken over from %s, which ended without releasing it", path, _name(owner))
 
 
 def _taken(folder: Path, owner: dict[str, Any], hint: str) -> ConfigError:
@@ -97,7 +96,7 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _owner(path: Path) -> dict[str, Any]:
-    """What the owner wrote; empty if there is none, or nothing that can be read."""
+    """The owner's record; empty if there is none or it is unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -107,7 +106,7 @@ def _owner(path: Path) -> dict[str, Any]:
 
 def _write(file: int, beats: int) -> None:
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "beats": beats})
-    os.pwrite(file, text.encode(), 0)  # whole, and never shorter than the beat before
+    os.pwrite(file, text.encode(), 0)  # in one write, never shorter than the previous one
     os.fsync(file)
 
 

@@ -1,16 +1,16 @@
-"""Does a run fit, and how long must a step take at least: python -m verl.plan [recipe=NAME] [key=value ...]
+"""Estimate memory and minimum step time of a run: python -m verl.plan [recipe=NAME] [key=value ...]
 
-Takes the words of main_ppo, and
+Takes the arguments of main_ppo, and these shorthands:
 
     model=PATH   model.path                gpu=NAME     h200, h100, h100-pcie, h100-nvl, a100, a100-40gb or cpu;
-    n_gpus=N     trainer.n_gpus_per_node                what this machine has if left out
+    n_gpus=N     trainer.n_gpus_per_node                default: this machine's
     files=[...]  data.train_files
 
     --help       this text and every key with its default
-    --cfg job    print the configuration that the words choose, and stop
+    --cfg job    print the resolved configuration and exit
 
-Reads the model's configuration, not its weights, and tokenises the files; without files lengths are the greatest
-allowed. Exit code 0: it fits. 1: it does not, and changes are named. 2: the configuration or the data cannot be used.
+Reads the model's configuration, not its weights, and tokenizes the files; without files, maximum lengths are assumed.
+Exit code 0: the run fits. 1: it does not fit; changes are suggested. 2: the configuration or the data is unusable.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 _SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "data.train_files"}
 
 
-def main(words: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
 
-    def run(words: CliArgs, console: Console) -> int:
-        settings, gpu = spelled_out(words.settings)
+    def run(args: CliArgs, console: Console) -> int:
+        settings, gpu = expand_shorthands(args.settings)
         config = load_config(settings)
-        if words.shows_config(config, console):
+        if args.shows_config(config, console):
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
         return plan(config, gpu, console)
 
-    return run_cli(words, __doc__ or "", Config, run)
+    return run_cli(argv, __doc__ or "", Config, run)
 
 
-def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """(words of main_ppo, the GPU's name)."""
+def expand_shorthands(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """(arguments of main_ppo, name of the GPU)."""
     settings, gpu = [], None
-    for word in words:
-        key, equals, value = word.partition("=")
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
         if key == "gpu" and equals:
             gpu = value
         else:
@@ -55,7 +55,7 @@ def spelled_out(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def plan(config: Config, gpu: str | None, console: Console) -> int:
-    """Print the plan. Everything heavy is imported here."""
+    """Print the plan. Heavy imports are done here."""
     from verl.daemon import run_async
     from verl.data.tasks import TaskSet
     from verl.trainer.build import episode_runner_of, load_chat_template
@@ -63,7 +63,7 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.trainer.plan import build_plan, find_hardware, read_lengths
     from verl.trainer.plan_show import show
 
-    place = find_hardware(config, gpu)  # a wrong name is told before anything is read
+    hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
     tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
     chat = load_chat_template(config.model)
     episode_runner = episode_runner_of(config, chat) if tasks else None
@@ -72,9 +72,9 @@ def plan(config: Config, gpu: str | None, console: Console) -> int:
     finally:
         if episode_runner is not None:
             run_async(episode_runner.close())
-    made = build_plan(config, lengths, place)
-    show(made, console)
-    return 1 if made.violations() else 0
+    estimate = build_plan(config, lengths, hardware)
+    show(estimate, console)
+    return 1 if estimate.violations() else 0
 
 
 if __name__ == "__main__":

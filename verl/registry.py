@@ -1,7 +1,7 @@
-"""Names to things: the one way in which a string in the configuration becomes an object.
+"""Resolves names in the configuration to objects.
 
-A registry is a visible table of `name -> "module:attribute"`; nothing is imported until it is asked for. Users name
-their own things without registering them: `package.module:attribute` or `path/to/file.py:attribute`.
+A registry is an explicit table of `name -> "module:attribute"`; modules are imported on first use. User-defined objects
+need no registration: `package.module:attribute` or `path/to/file.py:attribute`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _FITTING: Mapping[str, tuple[type, ...]] = {
 
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
-    """A clause that names the closest known spelling; when none is close `otherwise`, or all of them if left out."""
+    """A clause with the closest known name; if none is close, `otherwise` or, by default, all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(sorted(known))}"
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object that `name` stands for in `table`, or that it spells out as `module:attribute` or `file.py:attribute`.
+    """The object for `name` in `table`, or for a name of the form `module:attribute` or `file.py:attribute`.
 
-    Raises ConfigError with the nearest name when there is no such thing.
+    Raises ConfigError, with the nearest name, if there is none.
     """
     location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
     if not colon or not module_name.strip("."):
         known = nearest(name, list(table))
         raise ConfigError(
-            f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} Your own is named as "
+            f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} For your own, use "
             "package.module:attribute or path/to/file.py:attribute"
         )
     module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
@@ -58,14 +58,14 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 def check_options(
     kind: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], *given: Any, **shared: Any
 ) -> None:
-    """Raises ConfigError for options that `make` does not know or lacks, or that are of another type than it tells.
+    """Raises ConfigError for unknown or missing options of `make`, and for values of another type than annotated.
 
-    given, shared: what the program itself adds, which are no options
+    given, shared: arguments added by the program, which are not options
     """
     parameters = signature(make).parameters
     known = [key for key in list(parameters)[len(given) :] if key not in shared]
     open_end = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    told = f"its options are {', '.join(known) or 'none'}"
+    listing = f"its options are {', '.join(known) or 'none'}"
     for key, value in options.items():
         if key in known:
             wanted = _wanted(parameters[key])
@@ -73,24 +73,24 @@ def check_options(
                 expected = " or ".join(wanted)
                 raise ConfigError(f"{kind} {name!r}: option {key!r} must be of type {expected}, not {value!r}")
         elif not open_end:
-            raise ConfigError(f"{kind} {name!r} has no option {key!r}; {nearest(key, known, told)}")
+            raise ConfigError(f"{kind} {name!r} has no option {key!r}; {nearest(key, known, listing)}")
     try:
         signature(make).bind(*given, **shared, **options)
     except TypeError as error:
-        raise ConfigError(f"{kind} {name!r}: {error}; {told}") from error
+        raise ConfigError(f"{kind} {name!r}: {error}; {listing}") from error
 
 
 def _wanted(parameter: Parameter) -> list[str]:
-    """Names of the types that a parameter takes: those it is annotated with, or else that of its default."""
+    """Names of the types that a parameter accepts, from its annotation, or else from its default."""
     annotation = parameter.annotation
-    told = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
-    if all(each in _FITTING for each in told):
-        return told
-    return [type(parameter.default).__name__, *(["None"] if "None" in told else [])]
+    names = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
+    if all(each in _FITTING for each in names):
+        return names
+    return [type(parameter.default).__name__, *(["None"] if "None" in names else [])]
 
 
 def option(text: str) -> tuple[str, Any]:
-    """`key=value` of a command line, for argparse; the value as JSON where it can be read as that, else as a text."""
+    """argparse type for `key=value`; the value is parsed as JSON if possible, else it is a text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
@@ -104,7 +104,7 @@ def _import(kind: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({_told(error)})") from error
+        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({_describe(error)})") from error
 
 
 def _load_file(kind: str, path: str) -> ModuleType:
@@ -114,13 +114,13 @@ def _load_file(kind: str, path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{kind}: running {path!r} fails ({_told(error)})") from error
+        raise ConfigError(f"{kind}: running {path!r} fails ({_describe(error)})") from error
     return module
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

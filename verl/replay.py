@@ -1,9 +1,9 @@
-"""Run a recorded step again: python -m verl.replay RUN --step N
+"""Replay a recorded training step: python -m verl.replay RUN --step N
 
-RUN is the folder of a run that was made with trainer.record=true; no rollout engine, data or reward is needed. Weights
-come from the newest checkpoint before the step, or from the model as it was given; the recorded updates from there to
-the step are run, and what the step told of itself is compared (docs/replay.md).
-Exit code 0: all of it is the same, bit for bit. 1: something differs. 2: the step cannot be run again.
+RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. Weights are loaded
+from the newest checkpoint before the step, or from the initial model; the recorded updates from there to the step are
+replayed, and the step's metrics are compared (docs/replay.md).
+Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from verl.trainer.command import CliArgs, run_cli
 _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
 
-def main(words: Sequence[str]) -> int:
-    """The command; returns its exit code."""
-    if not {"-h", "--help"}.isdisjoint(words):
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    if not {"-h", "--help"}.isdisjoint(argv):
         Console(highlight=False, emoji=False).print(__doc__, markup=False)
         return 0
 
     def run(_: CliArgs, console: Console) -> int:
-        folder, step = parsed(words)
+        folder, step = parse_args(argv)
         return show(folder, step, console)
 
     return run_cli([], "", Config, run)
 
 
-def parsed(words: Sequence[str]) -> tuple[Path, int]:
-    """(run folder, step). Raises ConfigError for other words, and where there is no such folder."""
-    rest = list(words)
+def parse_args(argv: Sequence[str]) -> tuple[Path, int]:
+    """(run folder, step). Raises ConfigError for invalid arguments and for a missing folder."""
+    rest = list(argv)
     if "--step" in rest[:-1]:
         place = rest.index("--step")
         number = rest[place + 1]
@@ -47,11 +47,11 @@ def parsed(words: Sequence[str]) -> tuple[Path, int]:
             if not folder.is_dir():
                 raise ConfigError(f"there is no folder {rest[0]!r}")
             return folder.resolve(), int(number)
-    raise ConfigError(f"expected RUN --step N with a whole number from 1 on, got {' '.join(words) or 'nothing'!r}")
+    raise ConfigError(f"expected RUN --step N with a whole number from 1 on, got {' '.join(argv) or 'nothing'!r}")
 
 
 def show(folder: Path, step: int, console: Console) -> int:
-    """Replay and print. Everything heavy is imported here."""
+    """Replay and print the result. Heavy imports are done here."""
     from verl.trainer.replay import replay
 
     result = replay(folder, step)

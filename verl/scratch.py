@@ -1,9 +1,9 @@
-"""A run's own temporary folder, which is gone after the run, with all its processes, however the run ends.
+"""A run's temporary folder, which is removed after the run together with all its processes, however the run ends.
 
     with scratch_folder() as folder:
         ...  # children of this process find it as TMPDIR
 
-A watcher of its own session (`verl/watcher.py`) tidies up, at the block's end as after kill -9 of this process.
+A watcher process in its own session (`verl/watcher.py`) cleans up at the end of the block, and after kill -9 too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _TIDYING_S = 40.0
-# A unix socket's path has 107 bytes, of which Ray's own part takes 64 and 2 for its folder, ours 14.
+# A Unix socket path has at most 107 bytes: Ray's part takes 64, its folder 2, ours 14.
 _LONGEST_PLACE = 107 - 64 - 2 - 14
 
 
@@ -40,10 +40,10 @@ def variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that only this user can read, under RAY_TMPDIR or TMPDIR; under /tmp where their paths are too long.
+    """A folder that only this user can read, under RAY_TMPDIR or TMPDIR; under /tmp if their paths are too long.
 
-    Its end ends every process that this one has started meanwhile, except this one's own living children. Raises
-    ConfigError where no folder can be made.
+    At the end, all processes started meanwhile are killed, except this process's own living children. Raises
+    ConfigError if no folder can be created.
     """
     folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]
@@ -59,14 +59,14 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Let the watcher tidy up; what it did not do, as when it was killed, is done here."""
+    """Let the watcher clean up; if it fails, e.g. because it was killed, clean up here."""
     try:
         process.communicate(b"\n", timeout=_TIDYING_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
     if process.returncode or folder.exists():
-        _log.warning("the process that tidies up after the run ended early (exit code %s)", process.returncode)
+        _log.warning("the cleanup process of the run ended early (exit code %s)", process.returncode)
         watcher.Run(str(folder), os.getpid()).tidy()
 
 
@@ -77,7 +77,7 @@ def _make_folder() -> Path:
         (folder / "tmp").mkdir()
     except OSError as error:
         raise ConfigError(
-            f"no temporary folder can be made in {place!r} ({error}); point TMPDIR to a folder with room"
+            f"no temporary folder can be created in {place!r} ({error}); point TMPDIR to a folder with free space"
         ) from error
     return folder
 
@@ -88,7 +88,7 @@ def _place() -> str:
 
 
 def _kept_caches() -> dict[str, str]:
-    """What torch compiles may be used by the next run, too: where torch itself would keep it."""
+    """Keep torch's compilation cache at its default location, for later runs."""
     with suppress(OSError, KeyError):  # a user without a name
         cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         return {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)}

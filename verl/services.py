@@ -1,4 +1,4 @@
-"""Services that a run needs: whether they are there, and the token that those of our own ask for."""
+"""Health checks of the services that a run needs, and the token for our own servers."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ if TYPE_CHECKING:
     import httpx2  # functions that need it import it: rewards load without
 
 ANSWER_S = 5.0
-CHECK_S = 10.0  # for a check as a whole
-_SHOWN_CHARS = 300  # of what an endpoint answers
-TOKEN_VARIABLE = "VERL_SERVICE_TOKEN"  # of sandbox servers, environment servers and retrievers
-GATEWAYS = (502, 503, 504)  # what answers so stands before a service that does not
+CHECK_S = 10.0  # timeout of all health checks together
+_SHOWN_CHARS = 300  # characters of a response quoted in an error
+TOKEN_VARIABLE = "VERL_SERVICE_TOKEN"  # for sandbox servers, environment servers and retrievers
+GATEWAYS = (502, 503, 504)  # status codes of a gateway whose service does not answer
 log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class NeedsServices(Protocol):
-    """A tool, an environments' factory, a sandbox or a reward that can tell whether the services it needs are there."""
+    """A tool, an environment factory, a sandbox or a reward that can check the services it needs."""
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError, within seconds, with the name of what does not answer and the mend."""
+        """Raises ServiceDownError, within seconds, naming the service that does not answer and a hint."""
 
 
 async def check_services(things: Iterable[object]) -> None:
-    """Ask those that can tell. The loop that runs this may be another one than theirs later."""
+    """Check the services of these objects, which may run in another event loop later."""
     try:
         async with asyncio.timeout(CHECK_S):
             await asyncio.gather(*(each.check_services() for each in things if isinstance(each, NeedsServices)))
     except TimeoutError as error:
-        raise ServiceDownError("a service", f"did not tell within {CHECK_S:g} s whether it is there") from error
+        raise ServiceDownError("a service", f"health check timed out after {CHECK_S:g} s") from error
 
 
 def service_token() -> str | None:
-    """The token in the environment. Raises ConfigError for what no header can hold."""
+    """The token in the environment. Raises ConfigError if it is not valid in a header."""
     token = os.environ.get(TOKEN_VARIABLE)
     return checked_token(token.strip(), f"${TOKEN_VARIABLE}") if token else None
 
 
 def checked_token(token: str, place: str) -> str:
-    """The token. Raises ConfigError, with the place but without the token, for what no header can hold."""
+    """The token. Raises ConfigError, naming the place but not the token, if it is not valid in a header."""
     if not (token.isascii() and token.isprintable() and token) or " " in token:
-        raise ConfigError(f"{place} holds no token: expected ASCII letters, digits and punctuation in one word")
+        raise ConfigError(
+            f"{place} is not a valid token: expected ASCII letters, digits and punctuation without spaces"
+        )
     return token
 
 
 def service_headers() -> dict[str, str]:
-    """What clients send to servers of ours; others ignore it."""
+    """Headers for requests to our own servers; others ignore them."""
     token = service_token()
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
@@ -60,9 +62,9 @@ def service_headers() -> dict[str, str]:
 async def check_urls(
     service: str, urls: Sequence[str], hint: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Does anything answer there, whatever it says? Some may be down; raises ServiceDownError if all are.
+    """Check that at least one URL answers, with any content. Raises ServiceDownError if all are down.
 
-    trust_env: whether a proxy that the environment names is used
+    trust_env: use the proxy set in the environment
     """
     import httpx2
 
@@ -74,33 +76,33 @@ async def check_urls(
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 return f"{url}: {type(error).__name__}: {error}"
             if status == 401:
-                return f"{url} answers 401: it needs the token that its server was started with in ${TOKEN_VARIABLE}"
-            return f"{url} answers {status}" if status in GATEWAYS else ""
+                return f"{url} returned status 401: set ${TOKEN_VARIABLE} to the token of the server"
+            return f"{url} returned status {status}" if status in GATEWAYS else ""
 
         problems = [found for found in await asyncio.gather(*map(problem, urls)) if found]
     if len(problems) == len(urls):
-        raise ServiceDownError(service, f"not reached. {'; '.join(problems)}. {hint}")
+        raise ServiceDownError(service, f"not reachable. {'; '.join(problems)}. {hint}")
     if problems:
-        log.warning("%s: passed over as long as they are down: %s", service, "; ".join(problems))
+        log.warning("%s: skipped while they are down: %s", service, "; ".join(problems))
 
 
 def completion_text(response: httpx2.Response) -> str:
-    """What an OpenAI-compatible endpoint says, without the thought in front of it.
+    """The completion text of an OpenAI-compatible endpoint, without its leading thought.
 
-    Raises ValueError, in the endpoint's words, where that is an error, no completion, or nothing at all.
+    Raises ValueError, quoting the response, for an HTTP error, an invalid completion or an empty text.
     """
     if response.is_error:
-        raise ValueError(f"answers {response.status_code}: {_short(response.text)}")
+        raise ValueError(f"returned status {response.status_code}: {_short(response.text)}")
     try:
         choice = response.json()["choices"][0]
-        said = choice["message"]["content"]
+        content = choice["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"answers no completion: {_short(response.text)}") from error
-    text = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
+        raise ValueError(f"returned no completion: {_short(response.text)}") from error
+    text = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
     if not text:
-        raise ValueError(f"says nothing (finish_reason {choice.get('finish_reason')})")
+        raise ValueError(f"returned an empty completion (finish_reason {choice.get('finish_reason')})")
     return text
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:_SHOWN_CHARS] or "an empty page"
+    return " ".join(text.split())[:_SHOWN_CHARS] or "an empty body"

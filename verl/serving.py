@@ -1,7 +1,7 @@
-"""How our HTTP servers listen: to whom, to how much at a time, for how long.
+"""HTTP serving with access control, size and concurrency limits, and timeouts.
 
-`Gate` decides about a request before the application sees it, and cancels the application's work when the client hangs
-up. `BoundedProtocol` ends connections that stall. `serve` puts both around an application.
+`Gate` accepts or rejects a request before it reaches the application, and cancels the application's work when the
+client disconnects. `BoundedProtocol` closes stalled connections. `serve` wraps an application in both.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from verl.daemon import run_async
 from verl.errors import ConfigError
 from verl.services import TOKEN_VARIABLE, checked_token, service_token
 
-HEADER_S = 10.0  # for a connection to send the head of a request
-BODY_S = 60.0  # for the body behind it
-WRITE_S = 60.0  # for a client to read what has been written
-SHUTDOWN_S = 10  # for requests that run when the server is interrupted
-MAX_VALUES = 2_000_000  # of JSON in a body: each takes a microsecond, in which nobody else is answered, and 64 bytes
-BODIES_HELD = 8  # bodies of the largest size that are held at a time
+HEADER_S = 10.0  # timeout for receiving the headers of a request
+BODY_S = 60.0  # timeout for receiving the body
+WRITE_S = 60.0  # timeout for a client to read the response
+SHUTDOWN_S = 10  # grace period for running requests at shutdown
+MAX_VALUES = 2_000_000  # JSON values in a body: each blocks the event loop for a microsecond and takes 64 bytes
+BODIES_HELD = 8  # memory limit for request bodies, in bodies of the maximum size
 NUM_DESCRIPTORS = 8192
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """Who may ask, and how much.
+    """Access control and limits of a server.
 
-    token_file:   holds the token, and is made (mode 0600) where it does not exist
-    no_token:     anybody who reaches the port may ask
-    allow_hosts:  names in Host headers, besides localhost, this machine's own and any IP address
-    max_requests: being answered at a time; more are refused with status 429
+    token_file:   file with the token; created (mode 0600) if missing
+    no_token:     accept requests without a token
+    allow_hosts:  accepted Host headers, besides localhost, this machine's name and any IP address
+    max_requests: concurrent requests; more are rejected with status 429
     """
 
     host: str
@@ -66,27 +66,27 @@ class ServingConfig:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_mib: int) -> None:
-    """The options that all servers have."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen to (default: this machine alone)")
+    """Add the options that all servers have."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument(
-        "--token-file", type=Path, help=f"of the token that clients must send; made if missing. Else ${TOKEN_VARIABLE}"
+        "--token-file", type=Path, help=f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
     )
-    parser.add_argument("--no-token", action="store_true", help="anybody who reaches the port may ask")
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="in the Host header, too")
-    parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="of one request")
-    parser.add_argument("--max-requests", type=positive_int, default=1024, help="being answered at a time")
+    parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="accepted Host header")
+    parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
+    parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
 
 
 def positive_int(text: str) -> int:
-    """A whole number of a command line, for argparse."""
+    """argparse type for an integer of at least 1."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive_float(text: str) -> float:
-    """A finite number of a command line, for argparse."""
+    """argparse type for a positive finite number."""
     with suppress(ValueError):
         if math.isfinite(number := float(text)) and number > 0:
             return number
@@ -94,7 +94,7 @@ def positive_float(text: str) -> float:
 
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:
-    """The options as they were given."""
+    """The parsed options as a ServingConfig."""
     return ServingConfig(
         options.host,
         options.port,
@@ -107,7 +107,7 @@ def serving_config(options: argparse.Namespace) -> ServingConfig:
 
 
 def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None) -> FastAPI:
-    """An application whose refusals never repeat the input: it may be huge, or hold NaN, which JSON cannot."""
+    """An application whose validation errors never echo the input, which may be huge or contain NaN."""
     app = FastAPI(title=title, lifespan=lifespan)
 
     @app.exception_handler(RequestValidationError)
@@ -119,7 +119,7 @@ def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManage
 
 
 class Gate:
-    """ASGI middleware: token, Host header, size of bodies, requests at a time; ends what nobody waits for."""
+    """ASGI middleware: checks token, Host header, body size and concurrency; cancels abandoned requests."""
 
     def __init__(self, app: ASGIApp, config: ServingConfig, token: str | None) -> None:
         self._app = app
@@ -127,11 +127,11 @@ class Gate:
         self._hosts = {name.lower() for name in ("localhost", socket.gethostname(), config.host, *config.allow_hosts)}
         self._max_bytes = config.max_body_mib * MIB
         self._max_requests = config.max_requests
-        self._num_bytes = 0  # of all bodies that are held
-        self._num_requests = 0  # being answered
+        self._num_bytes = 0  # total size of the bodies in memory
+        self._num_requests = 0  # requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the application's start and end
+        if scope["type"] != "http":  # lifespan events
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(Headers(scope=scope))
@@ -147,20 +147,20 @@ class Gate:
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         host = headers.get("host", "")
         if not self._is_allowed(host):
-            return _refused(400, f"Host {host[:200]!r} is none of this server's names; --allow-host adds one")
+            return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
         if self._token is not None:
             given = headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
                 return _refused(401, problem, {"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
-            problem = "both a transfer encoding and a length: programs differ on where such a body ends"
+            problem = "both a transfer encoding and a length: the end of the body is ambiguous"
             return _refused(400, problem, {"connection": "close"})
         length = headers.get("content-length", "0")
         return self._too_large() if int(length) > self._max_bytes else None
 
     def _is_allowed(self, header: str) -> bool:
-        """Whether a page of another site cannot have led a browser here: that takes a name, never an address."""
+        """Protects against DNS rebinding: accepts our own names and any IP address, which cannot be rebound."""
         try:
             host = urlsplit(f"//{header}").hostname or ""
         except ValueError:
@@ -172,7 +172,7 @@ class Gate:
 
     @asynccontextmanager
     async def _body(self, receive: Receive) -> AsyncIterator[bytes | JSONResponse | None]:
-        """The body, or why it is refused; None where the client has hung up. Its size is counted as long as held."""
+        """The body, or a rejection; None if the client disconnected. Its size is counted while it is in memory."""
         body, more = bytearray(), True
         refused: JSONResponse | None = None
         try:
@@ -188,7 +188,9 @@ class Gate:
                     refused = self._too_large()
                 elif self._num_bytes > BODIES_HELD * self._max_bytes:
                     refused = _busy("too many large requests at a time")
-            if refused is None and sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES:  # no fewer than its values
+            if (
+                refused is None and sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES
+            ):  # an upper bound of the number of values
                 refused = _refused(413, f"the body has more than {MAX_VALUES} values")
             yield refused or bytes(body)
         finally:
@@ -196,7 +198,7 @@ class Gate:
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_requests >= self._max_requests:
-            await _busy(f"{self._max_requests} requests are being answered")(scope, receive, send)
+            await _busy(f"{self._max_requests} requests are in progress")(scope, receive, send)
             return
         self._num_requests += 1
         try:
@@ -206,7 +208,7 @@ class Gate:
 
 
 async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run the application, and cancel it when the client has hung up (or has its whole answer)."""
+    """Run the application; cancel it when the client disconnects (or has the complete response)."""
     bodies = [body]
 
     async def replay() -> Message:
@@ -243,14 +245,14 @@ def _busy(problem: str) -> JSONResponse:
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 whose connections end when a request, or the reading of its answer, takes too long.
+    """HTTP/1.1 with timeouts for sending a request and for reading its response.
 
-    Where connections use up half of the process's descriptors, the oldest that still waits for its request makes room.
+    If connections use half of the process's file descriptors, the oldest one without a complete request is closed.
     """
 
     _request_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _seen: object = None  # the client's state when it was last looked at
+    _seen: object = None  # the client's state at the last check
     _since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
@@ -266,7 +268,7 @@ class BoundedProtocol(H11Protocol):
         self._bound_request()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # reads a request that came with the one before, whose answer it waited for
+        super().on_response_complete()  # also reads a pipelined request
         self._bound_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -283,7 +285,7 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def handle_events(self) -> None:
-        """Refuses heads with lines that end in LF alone, which h11 takes and a proxy before it may not."""
+        """Rejects headers with bare LF line endings, which h11 accepts but a proxy may parse differently."""
         if self.conn.their_state is h11.IDLE:
             head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
             if head.count(b"\n") > head.count(b"\r\n"):
@@ -293,11 +295,11 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it has no whole request to answer."""
+        """Whether it has no complete request yet."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _bound_request(self) -> None:
-        """The head, then the body, have a time of their own each, however many pieces they come in."""
+        """Headers and body have separate timeouts, however many pieces they arrive in."""
         state = self.conn.their_state
         if state is self._seen:
             return
@@ -314,11 +316,11 @@ def _restart(timer: asyncio.TimerHandle | None, new: asyncio.TimerHandle | None 
 
 
 def serve(app: ASGIApp, config: ServingConfig) -> int:
-    """Serve an ASGI application until interrupted. Returns 2, after a line on stderr, for what cannot be had."""
+    """Serve an ASGI application until interrupted. Returns 2, after an error on stderr, if it cannot start."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family)
-    except (OSError, OverflowError, TypeError) as error:  # the last: a name that no host can have
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: an invalid host name
         where = f"{config.host} port {config.port}"
         sys.stderr.write(f"error: cannot listen on {where} ({error}); choose another --host or --port\n")
         return 2
@@ -341,9 +343,9 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
 
 
 def find_token(config: ServingConfig) -> str | None:
-    """The token that clients must send: the file's, the environment's or, beyond loopback, a new one.
+    """The token that clients must send: from the file, from the environment or, beyond loopback, a new one.
 
-    Raises ConfigError for a file that cannot be used.
+    Raises ConfigError if the file is unusable.
     """
     if config.no_token:
         return None
@@ -368,7 +370,7 @@ def _token_in(file: Path) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Appears whole, or is another server's that starts at the same time."""
+    """Created atomically; if another server creates it at the same time, that one's token is used."""
     descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     unfinished = Path(name)
     try:
@@ -393,7 +395,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _raise_descriptor_limit() -> None:
-    """Many systems allow 1,024 unless asked for more."""
+    """Raise the soft limit, which is 1,024 on many systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

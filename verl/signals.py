@@ -1,12 +1,12 @@
 """Signals that end a command: Ctrl-C, SIGTERM (schedulers) and SIGHUP (a terminal that is gone).
 
-    with ending_on_signals(announce):    # the first signal raises Ended, wherever the main thread is
-        with kept_signals():             # around a library that installs handlers of its own
+    with ending_on_signals(announce):    # the first signal raises Ended in the main thread
+        with kept_signals():             # around a library that installs its own handlers
             ...
-        with stop.listening(loop):       # inside, the first signal only asks; the one after it raises Ended
+        with stop.listening(loop):       # the first signal only requests a stop; the next one raises Ended
             ...
 
-Handlers can be set in the main thread alone; elsewhere, as in a notebook's worker, all of this does nothing.
+Handlers can be set only in the main thread; in other threads, e.g. in a notebook, this module has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-# Ctrl-C is not among those that wait: whoever starts processes keeps it from them by their process groups
+# Ctrl-C is not deferred: child processes are shielded from it by their own process groups
 _OF_SCHEDULERS = (signal.SIGTERM, signal.SIGHUP)
 _ENDING = (signal.SIGINT, *_OF_SCHEDULERS)
 
@@ -28,8 +28,8 @@ _ENDING = (signal.SIGINT, *_OF_SCHEDULERS)
 class Ended(KeyboardInterrupt):
     """A signal ends the command.
 
-    number: of the signal
-    note: what became of the work
+    number: signal number
+    note: state of the saved work, for the message
     """
 
     def __init__(self, number: int, note: str = "") -> None:
@@ -38,17 +38,16 @@ class Ended(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Of a command that a signal has ended, as shells count."""
+    """Exit code of a command that was ended by a signal, following the shell convention."""
     return 128 + number
 
 
 @contextmanager
 def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
-    """The first signal is announced and raises Ended; a second one raises it again, wherever the tidying up is.
+    """The first signal is announced and raises Ended; a second one raises it again, also during cleanup.
 
-    Signals that whoever started this wants ignored (nohup, background jobs) or has a handler for stay as they are.
-    asyncio's own handler of Ctrl-C would not act before its loop runs again, and it does not while workers are
-    waited for.
+    Signals that the parent process ignores (nohup, background jobs) or that already have a handler are left alone.
+    asyncio's own Ctrl-C handler acts only when its loop runs again, which it does not while it waits for workers.
     """
     ours = [number for number in _ENDING if _is_default(number)]
     first: list[int] = []
@@ -65,14 +64,14 @@ def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def kept_signals() -> Iterator[None]:
-    """For the start and the end of a library that takes SIGTERM for itself, as Ray does.
+    """Use around start and shutdown of a library that installs its own SIGTERM handler, as Ray does.
 
-    Signals of schedulers wait meanwhile and handlers are put back. Processes that are started inside do not get them:
-    a signal to a whole process group or container is for this process, which ends what it started in order.
+    Scheduler signals are deferred and handlers are restored. Processes started inside the block do not receive them: a
+    signal to a whole process group or container is handled by this process, which shuts its children down in order.
 
-    The mask is for these processes. Here another thread may get the signal, and the handler then runs in the main
-    thread all the same. So it only notes the signal, which is given again after the block. A handler of the library's
-    that leaves the block by `sys.exit(number)`, as Ray's does, counts as such a note.
+    The signal mask is for these processes. In this process another thread may receive the signal, and the handler still
+    runs in the main thread; so it only records the signal, which is raised again after the block. A handler of the
+    library that leaves the block with `sys.exit(number)`, as Ray's does, counts as a recorded signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -82,12 +81,12 @@ def kept_signals() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    def give_again() -> None:
+    def raise_again() -> None:
         for number in set(came):
             signal.raise_signal(number)
 
-    with ExitStack() as after:  # every step of it, also where a signal raises meanwhile
-        after.callback(give_again)
+    with ExitStack() as after:  # runs all callbacks, even if a signal handler raises in between
+        after.callback(raise_again)
         after.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, _OF_SCHEDULERS)
         for number in _OF_SCHEDULERS:
@@ -107,15 +106,15 @@ def kept_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """A signal that asks for an end as soon as the state is whole."""
+    """A request, by signal, to stop at the next consistent state."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the signal
+        self.number: int | None = None  # signal number
         self._wake: list[Callable[[], object]] = []
 
     @contextmanager
     def listening(self, announce: Callable[[int], None]) -> Iterator[None]:
-        """Note the first signal instead of ending; from then on signals do again what they did before."""
+        """Record the first signal instead of ending; afterwards the previous handlers are active again."""
         found = {number: signal.getsignal(number) for number in _ENDING}
         before = {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
 
@@ -131,13 +130,13 @@ class StopRequest:
             yield
 
     async def wait(self) -> None:
-        """Until a stop is asked for."""
-        loop, asked = asyncio.get_running_loop(), asyncio.Event()
-        wake = lambda: loop.call_soon_threadsafe(asked.set)  # noqa: E731  wakes a loop that waits for nothing else
+        """Wait until a stop is requested."""
+        loop, requested = asyncio.get_running_loop(), asyncio.Event()
+        wake = lambda: loop.call_soon_threadsafe(requested.set)  # noqa: E731  wakes an idle loop
         self._wake.append(wake)
         try:
             if self.number is None:
-                await asked.wait()
+                await requested.wait()
         finally:
             self._wake.remove(wake)
 
@@ -160,7 +159,7 @@ def _handled(numbers: list[signal.Signals], handler: Callable[[int, FrameType | 
 
 
 def _announced(announce: Callable[[int], None], number: int) -> None:
-    """A terminal that is gone fails everybody who writes to it from now on, unless it is let go."""
+    """Announce the signal; if the terminal is gone, redirect output to /dev/null so that later writes do not fail."""
     try:
         announce(number)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Breaking off code that takes too long and cannot be asked to end: a timer whose signal raises inside of it."""
+"""Timeouts for code that cannot be interrupted cooperatively: a timer signal raises an exception inside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-REAL, PROCESSOR = signal.ITIMER_REAL, signal.ITIMER_PROF  # seconds of the wall clock, or of this process's work
+REAL, PROCESSOR = signal.ITIMER_REAL, signal.ITIMER_PROF  # wall-clock time, or CPU time of this process
 _SIGNALS = {REAL: signal.SIGALRM, PROCESSOR: signal.SIGPROF}
 _CLOCKS: dict[int, Callable[[], float]] = {REAL: time.monotonic, PROCESSOR: time.process_time}
 _AT_ONCE_S = 1e-6
@@ -19,12 +19,12 @@ _AT_ONCE_S = 1e-6
 def raising_after(
     seconds: float, error: Callable[[], BaseException], timer: int = REAL, again_s: float = 0.0
 ) -> Iterator[None]:
-    """Raises the error inside of the block. In the main thread alone, where a signal can break off a loop.
+    """Raises the error inside the block after `seconds`; only in the main thread, where a signal can interrupt a loop.
 
-    A timer that was set before waits meanwhile: it goes off after what it had left, at the block's end where that is
-    over by then.
+    A timer that was set before is suspended and restored with its remaining time; if that has passed, it fires at the
+    end of the block.
 
-    again_s: after which it is raised again, for code that swallows what interrupts it; 0: never
+    again_s: interval for raising it again, for code that swallows the exception; 0: never
     """
     if threading.current_thread() is not threading.main_thread():
         yield

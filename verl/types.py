@@ -1,4 +1,4 @@
-"""The nouns that travel through the house, one small frozen dataclass each. Imports no torch.
+"""The shared data types, as small frozen dataclasses. Imports no torch.
 
     Task -> Trajectory -> TrajectoryGroup (with Scores) -> Sample
 
@@ -15,33 +15,33 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What a policy is told of a tool."""
+    """A tool as described to the policy."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of an object
-    schema: Mapping[str, Any] | None = None  # OpenAI's form as a row wrote it, which chat templates then get
+    schema: Mapping[str, Any] | None = None  # OpenAI schema of the row, if any, passed to chat templates
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that the policy asks for; `arguments` is what JSON gave, not checked against any schema."""
+    """A tool call of the policy; `arguments` are parsed JSON, not validated against a schema."""
 
     name: str
     arguments: Mapping[str, Any]
-    id: str | None = None  # that its result refers to, in OpenAI's rows
+    id: str | None = None  # call id, to which the result refers, in OpenAI's rows
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message, before any template has turned it into tokens.
+    """One chat message, before the chat template is applied.
 
-    tool_calls: of the assistant. A format reads the policy's from `content`, which stays as it was written; those of a
-        row stand beside its content
-    tool: in a message of the role "tool", the tool that says it (OpenAI's `name`)
-    tool_call_id: in a message of the role "tool", the call that it answers
-    calls_in_content: False where chat templates are to write the calls, because the content does not hold them
-    template_fields: what else a row's message has, for the chat template alone; over the fields above
+    tool_calls: calls of the assistant. The policy's are parsed from `content`, which is not modified; those of a row
+        are given in addition to its content
+    tool: in a message with role "tool", the tool's name (OpenAI's `name`)
+    tool_call_id: in a message with role "tool", the call that it answers
+    calls_in_content: False if the content does not contain the calls, so that the chat template must render them
+    template_fields: other fields of a row's message, only for the chat template; they override the fields above
     """
 
     role: str
@@ -55,10 +55,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do: a prompt, and what a good response is judged by.
+    """One task: a prompt, and the answer by which responses are scored.
 
-    tools: that the row lists beside its prompt
-    env, reward: of this task alone; None: those of the run's configuration
+    tools: tools listed in the row
+    env, reward: specific to this task; None: those of the run's configuration
 
     Example: Task(id="train.parquet#17", prompt=(system, user), answer="<think>..</think>\\n<tool_call>..", ...)
     """
@@ -83,49 +83,49 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine emitted for one request; these very tokens are the ones that are trained."""
+    """The engine's output for one request; exactly these tokens are trained."""
 
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L] log p of each token under the sampling distribution
     finish_reason: FinishReason
-    weight_version: int  # of the weights that wrote the last token
-    token_versions: tuple[int, ...] = ()  # [L] where several versions wrote it
+    weight_version: int  # weight version that generated the last token
+    token_versions: tuple[int, ...] = ()  # [L] if several weight versions generated it
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """[L] version of the weights that wrote each token."""
+        """[L] weight version of each token."""
         return self.token_versions or (self.weight_version,) * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One entry of an episode's ledger: the tokens that were put before the policy, and those that it wrote after them.
+    """One entry of an episode's ledger: the tokens of a prompt or observation, and the response to them.
 
-    The ledger only grows: the tokens of an episode are those of its turns in order, and no text is tokenised twice.
+    The ledger is append-only: an episode's tokens are those of its turns in order, and no text is tokenized twice.
     """
 
-    context_ids: tuple[int, ...]  # new ones: the prompt in the first turn, what was observed in the others
+    context_ids: tuple[int, ...]  # new context tokens: the prompt in the first turn, observations in the others
     completion: Completion
     message: Message
-    responses: tuple[Message, ...] = ()  # of the environment, which the next turn begins with
-    reward: float | None = None  # of the environment for this turn, where it gives any
+    responses: tuple[Message, ...] = ()  # the environment's messages, with which the next turn begins
+    reward: float | None = None  # the environment's reward for this turn, if any
 
 
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    STOP = "stop"  # the policy answered, or the environment was done
-    LENGTH = "length"  # no tokens left
-    MAX_TURNS = "max_turns"  # it wanted to call tools in its last turn
-    MAX_TOOL_CALLS = "max_tool_calls"  # ... and had made all calls that it may
-    MALFORMED = "malformed"  # a call that cannot be read, where that ends the episode
+    STOP = "stop"  # the policy answered, or the environment is done
+    LENGTH = "length"  # token limit reached
+    MAX_TURNS = "max_turns"  # a tool call in the last turn
+    MAX_TOOL_CALLS = "max_tool_calls"  # a tool call beyond the limit
+    MALFORMED = "malformed"  # an unreadable call, if that ends the episode
     TURN_TIMEOUT = "turn_timeout"
     EPISODE_TIMEOUT = "episode_timeout"
-    ABORT = "abort"  # the engine broke off
+    ABORT = "abort"  # aborted by the engine
 
 
 class Outcome(StrEnum):
-    """How an episode ended, as far as scoring is concerned. After an infrastructure fault there is no trajectory."""
+    """Outcome of an episode for scoring. After an infrastructure fault there is no trajectory."""
 
     SCORED = "scored"
     MODEL_FAULT = "model_fault"
@@ -133,9 +133,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and its named parts; the parts are logged, the total is trained on.
+    """A reward and its named parts; the parts are logged, the total is used for training.
 
-    exceeded: the limit that scoring the response passed, so that this is the score of an empty one; empty: none
+    exceeded: the limit that scoring exceeded, so that this is the score of an empty response; empty: none
     """
 
     total: float
@@ -144,17 +144,17 @@ class Score:
 
 
 class ToolStatus(StrEnum):
-    """How a tool call ended, and whose fault it was if badly."""
+    """Outcome of a tool call, with the cause of a failure."""
 
     SUCCESS = "success"
-    USER_ERROR = "user_error"  # the policy's: wrong arguments, code that raises
+    USER_ERROR = "user_error"  # the policy's fault: wrong arguments, code that raises
     TIMEOUT = "timeout"
-    UNAVAILABLE = "unavailable"  # the service's: never the policy's fault
+    UNAVAILABLE = "unavailable"  # the service failed: never the policy's fault
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """One tool call that was made."""
+    """Record of one tool call."""
 
     name: str
     status: ToolStatus
@@ -163,7 +163,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode of one task; `index` tells the G rollouts of a prompt apart."""
+    """One finished episode of one task; `index` identifies it among the G rollouts of a prompt."""
 
     task: Task
     index: int
@@ -171,55 +171,55 @@ class Trajectory:
     stop_reason: StopReason
     outcome: Outcome
     tool_uses: tuple[ToolUse, ...] = ()
-    score: Score | None = None  # the environment's own, where it has one
-    num_malformed_calls: int = 0  # texts that meant to be calls, but could not be read
-    lost_uses: tuple[ToolUse, ...] = ()  # of earlier attempts, which a broken service ended: counted, never judged
+    score: Score | None = None  # the environment's own score, if any
+    num_malformed_calls: int = 0  # calls that could not be parsed
+    lost_uses: tuple[ToolUse, ...] = ()  # tool uses of earlier attempts that failed with a service: logged, not scored
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls that were made, whatever came of them."""
+        """Number of executed calls, whatever their outcome."""
         return len(self.tool_uses)
 
     @property
     def turn_rewards(self) -> float:
-        """The sum of what the environment gave for single turns."""
+        """The sum of the environment's turn rewards."""
         return sum(turn.reward for turn in self.turns if turn.reward is not None)
 
     @property
     def response(self) -> str:
-        """The text of the policy's last turn; empty when it wrote nothing."""
+        """The text of the policy's last turn; empty without turns."""
         return self.turns[-1].message.content if self.turns else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G rollouts of one prompt, scored; `rewards` is what is trained on, after any shaping within the group.
+    """The G scored rollouts of one prompt; `rewards` are used for training, after any reward shaping in the group.
 
-    A rollout that could not be scored is not among them: it is told in `faults`, and never trained as a zero.
+    A rollout that could not be scored is missing; it is reported in `faults` and never trained with reward 0.
     """
 
     task: Task
     trajectories: tuple[Trajectory, ...]  # [G]
     scores: tuple[Score, ...]  # [G]
     rewards: tuple[float, ...]  # [G]
-    faults: tuple[str, ...] = ()  # one for each rollout that is missing
-    lost_uses: tuple[ToolUse, ...] = ()  # of attempts that a broken service ended, of the missing rollouts, too
-    baseline: float | None = None  # the reward of a greedy rollout beside them, where the algorithm asks for one
+    faults: tuple[str, ...] = ()  # one per missing rollout
+    lost_uses: tuple[ToolUse, ...] = ()  # tool uses of attempts that failed with a service, also of missing rollouts
+    baseline: float | None = None  # reward of an additional greedy rollout, if the algorithm needs one
 
     @property
     def returns(self) -> tuple[float, ...]:
-        """[G] rewards and what was given for single turns, together."""
+        """[G] rewards plus turn rewards."""
         pairs = zip(self.rewards, self.trajectories, strict=True)
         return tuple(reward + trajectory.turn_rewards for reward, trajectory in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence to train on. Nobody shifts: logprobs[t] is log p(token_ids[t] | token_ids[:t])."""
+    """One token sequence for training. Arrays are not shifted: logprobs[t] is log p(token_ids[t] | token_ids[:t])."""
 
     token_ids: tuple[int, ...]  # [L]
     action_mask: tuple[bool, ...]  # [L] True where the policy sampled the token
-    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where the mask is False, NaN where another wrote
-    group: int  # samples of one prompt share it
-    reward: float  # of the episode, paid at the last trained token
+    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where masked out, NaN for trained observation tokens
+    group: int  # group id; shared by the samples of one prompt
+    reward: float  # reward of the episode, assigned to the last trained token
     turn_rewards: tuple[tuple[int, float], ...] = ()  # (last token of a turn, reward for that turn), in addition

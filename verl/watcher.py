@@ -1,8 +1,8 @@
-"""The process that tidies up after a run, however the run ends. Started by `verl/scratch.py`, as a file of its own.
+"""The process that cleans up after a run, however the run ends. Started by `verl/scratch.py` as a standalone script.
 
-It waits until the controller has ended, with a word or without. Then it ends every process of the run, removes the
-shared memory that they left and the run's folder. A process belongs to the run if it carries the folder's name in its
-environment, or descends from one that does. Standard library alone: it lives as long as the run, in some 10 MB.
+It waits until the controller has ended, orderly or not. Then it kills all processes of the run, and removes their
+leftover shared memory and the run's folder. A process belongs to the run if its environment contains the folder's name,
+or if it descends from such a process. Standard library only: it lives as long as the run, in about 10 MB.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 
 MARK = "VERL_RUN_FOLDER"
-PERIOD_S = 2.0  # between two looks at what belongs to the run, which take some 10 ms
-_TRACKER_S = 3.0  # for Python's resource trackers, which remove what their dead processes registered
+PERIOD_S = 2.0  # interval between scans of the run's processes, which take about 10 ms
+_TRACKER_S = 3.0  # grace period for Python's resource trackers, which clean up after their dead processes
 _END_S = 20.0
-# Of multiprocessing, of its shared memory, of torch and of NCCL. Nothing else there is touched: datasets may lie there.
+# Files of multiprocessing, its shared memory, torch and NCCL. Other files, e.g. datasets, are not touched.
 _SHARED_MEMORY, _SHARED_NAMES = "/dev/shm/", ("sem.mp-", "psm_", "torch_", "nccl-")
 _CGROUPS = "verl-sandbox"
 _KILLED = """
-The controller (process {pid}) has ended without tidying up: it was killed (kill -9, the kernel's out-of-memory killer,
-a scheduler), or its end hung and was cut short. Its other processes have been ended and its temporary files removed.
-The same command, given again, goes on from the last checkpoint.
+The controller (process {pid}) ended without cleaning up: it was killed (kill -9, the kernel's out-of-memory killer, a
+scheduler), or its shutdown hung and was aborted. Its other processes were killed and its temporary files removed.
+Run the same command again to resume from the last checkpoint.
 """
 
 
 class Run:
-    """The processes of one run, and the shared memory that they have mapped."""
+    """The processes of one run, and the shared memory that they map."""
 
     def __init__(self, folder: str, controller: int) -> None:
         self._folder = folder
@@ -39,18 +39,18 @@ class Run:
         self._controller = controller
         self._since = _process_table()[os.getpid()][1]
         self._known: set[tuple[int, int]] = set()  # (process id, start)
-        self._foreign: set[tuple[int, int]] = set()  # looked at before, and not of this run
+        self._foreign: set[tuple[int, int]] = set()  # known not to belong to this run
         self._mapped: set[int] = set()  # inodes
 
     def look(self) -> None:
-        """Take note of what is there: what a killed process had mapped cannot be asked afterwards."""
+        """Record processes and their mapped files, which cannot be determined after a process is killed."""
         self._members()
         there = set(_shared_files())
         for pid, _ in self._known:
             self._mapped |= _mapped_by(pid, there)
 
     def tidy(self) -> None:
-        """End the processes, except the controller and its children; then remove what is left of all."""
+        """Kill the processes, except the controller and its children; then remove all leftover files."""
         self.look()
         started = time.monotonic()
         while (members := self._members()) and time.monotonic() < started + _END_S:
@@ -68,7 +68,7 @@ class Run:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _members(self) -> set[tuple[int, int]]:
-        """Processes of the run that are alive, without the controller and its children while that is alive."""
+        """The run's living processes, without the controller and, while it is alive, its children."""
         table = _process_table()
         above = {pid: _ancestors(pid, table) for pid in table}
         alive = {(pid, start) for pid, (_, start) in table.items()}
@@ -84,7 +84,7 @@ class Run:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """(parent, start in ticks since boot) of every process that runs, by process id."""
+    """(parent, start in ticks since boot) of every running process, by process id."""
     table = {}
     for pid in _processes():
         fields = _read(pid, "stat").rpartition(b")")[2].split()
@@ -105,7 +105,7 @@ def _processes() -> Iterator[int]:
 
 
 def _read(pid: int, file: str) -> bytes:
-    with suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:  # of another user, or gone
+    with suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:  # another user's process, or already gone
         return opened.read()
     return b""
 
@@ -115,7 +115,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _shared_files() -> dict[int, str]:
-    """What a crash may leave in shared memory, of this user: paths by inode."""
+    """This user's shared-memory files that a crash may leave behind: paths by inode."""
     found = {}
     with suppress(OSError):
         for entry in os.scandir(_SHARED_MEMORY):
@@ -126,7 +126,7 @@ def _shared_files() -> dict[int, str]:
 
 
 def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
-    """Which of these files in shared memory a process has mapped. Names would not do: glibc renames semaphores."""
+    """The subset of these shared-memory files that a process maps. By inode, because glibc renames semaphores."""
     if not inodes:
         return set()
     lines = (line.split() for line in _read(pid, "maps").splitlines() if _SHARED_MEMORY.encode() in line)
@@ -134,7 +134,7 @@ def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
 
 
 def _remove_cgroups(controller: int) -> None:
-    """Those of the controller's sandboxes (verl/sandbox/cgroups.py), as soon as their processes are gone."""
+    """Remove the cgroups of the controller's sandboxes (verl/sandbox/cgroups.py) once their processes are gone."""
     name, deadline = f"{_CGROUPS}-{controller}-", time.monotonic() + _TRACKER_S
     for place, folders, _ in os.walk("/sys/fs/cgroup"):
         for pool in (f"{place}/{each}" for each in folders if each.startswith(name)):
@@ -146,10 +146,10 @@ def _remove_cgroups(controller: int) -> None:
 
 
 def main(folder: str, controller: int) -> int:
-    """Wait for the controller's end and tidy up. Standard input: a byte when it ends in order."""
+    """Wait for the controller's end and clean up. Standard input: a byte if it ends orderly."""
     run = Run(folder, controller)
     ended = False
-    # The pipe alone is not enough: a process that the controller forked may hold its other end.
+    # The pipe alone is not sufficient: a child forked by the controller may hold its other end.
     while os.getppid() == controller and not ended:
         run.look()
         ended = bool(select.select([0], [], [], PERIOD_S)[0])

@@ -36,7 +36,7 @@ POINTS = (
 )
 
 
-WATCHED = "has ended without tidying up"  # what the watcher says of a controller that was killed
+WATCHED = "ended without cleaning up"  # message of the watcher for a controller that was killed
 
 
 class End(StrEnum):

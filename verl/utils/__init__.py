@@ -1,1 +1,1 @@
-"""Small pure helpers; `reward_score` holds the rewards."""
+"""Small pure helpers; the rewards are in `reward_score`."""

