@@ -111,8 +111,8 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
     ids = {text: (*chat.response_ids(text)[0],) for text in (CALL, ANSWER)}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
-        asked = chat.tokenizer.decode(prompt_ids).count("<information>")
-        return ids[CALL if asked < turns else ANSWER]
+        calls = chat.tokenizer.decode(prompt_ids).count("<information>")
+        return ids[CALL if calls < turns else ANSWER]
 
     async def run() -> int:
         observations = ObservationTokenizer(

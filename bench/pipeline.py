@@ -92,8 +92,8 @@ class Script:
     def __call__(self, prompt_ids: Sequence[int], number: int) -> tuple[int, ...]:
         """The rest of an interrupted response at the end of the prompt, or the next response."""
         ids, size = tuple(prompt_ids), len(self.call)
-        asked = sum(ids[at : at + size] == self.call for at, first in enumerate(ids) if first == self.call[0])
-        response = self.call if asked < CALLS else self.answer
+        calls = sum(ids[at : at + size] == self.call for at, first in enumerate(ids) if first == self.call[0])
+        response = self.call if calls < CALLS else self.answer
         return response[max(done for done in range(len(response)) if ids[len(ids) - done :] == response[:done]) :]
 
 

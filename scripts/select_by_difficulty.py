@@ -58,7 +58,7 @@ def read_probe(path: Path, data: Path) -> Probed:
             probed[int(row)] = float(line["success_rate"]), line["prompt_sha256"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"is no line of a probe ({type(error).__name__}: {error})",
+                f"is not a probe result ({type(error).__name__}: {error})",
                 "task_id, success_rate and prompt_sha256",
                 "Pass a probe.jsonl from main_eval probe=true",
                 str(path),

@@ -150,7 +150,7 @@ def test_masking_renames_tools_and_parameters_alike() -> None:
         (xlam.decisions, XLAM_ROW | {"tools": "{"}, "field 'tools': is not JSON"),
         (xlam.decisions, XLAM_ROW | {"tools": [{"name": None}]}, "has a name that is not a text"),
         (xlam.decisions, XLAM_ROW | {"answers": [1]}, "not a list of objects"),
-        (xlam.decisions, XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": "x"}]}, "that are no object"),
+        (xlam.decisions, XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": "x"}]}, "that are not an object"),
     ],
 )
 def test_rows_of_another_form_are_refused(decisions: Any, bad: Any, said: str) -> None:

@@ -267,9 +267,9 @@ def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: P
         ("<<5*5=26>>26 #### 25", "not Python's"),
         ("<<5*5>>25 <<5*5=25>> #### 25", "a note that cannot be read"),
         ("<<4+4=8>>8 #### 25", "does not calculate its answer"),
-        ("<<__import__('os')=1>>1 #### 25", "no calculation"),
-        ("<<5**2=25>>25 #### 25", "no calculation"),
-        ("<<1/0=25>>25 #### 25", "no calculation"),
+        ("<<__import__('os')=1>>1 #### 25", "not a calculation"),
+        ("<<5**2=25>>25 #### 25", "not a calculation"),
+        ("<<1/0=25>>25 #### 25", "not a calculation"),
     ],
 )
 def test_solutions_that_cannot_be_demonstrated(solution: str, why: str) -> None:

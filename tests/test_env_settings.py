@@ -59,10 +59,10 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("recipe=search_r1", "env.tools=[{name: search, corpuss: x}]"), "unexpected keyword argument 'corpuss'"),
         (("recipe=search_r1", "env.tools=[{name: search, corpus: x, topk: three}]"), "'topk' must be of type int"),
         ((*CHAT, "env.tools=[pytthon]"), "did you mean 'python'"),
-        ((*CHAT, "env.tools=[{search: {corpus: x}}]"), "write a name, or {name: NAME, option: value}"),
-        ((*CHAT, "env.tools=[5]"), "env.tools: 5 is no tool"),
-        ((*CHAT, "env.tools=[null]"), "env.tools: None is no tool"),
-        ((*CHAT, "env.tools=[{name: 5}]"), "env.tools: {'name': 5} is no tool"),
+        ((*CHAT, "env.tools=[{search: {corpus: x}}]"), "use a name, or {name: NAME, option: value}"),
+        ((*CHAT, "env.tools=[5]"), "env.tools: 5 is not a tool"),
+        ((*CHAT, "env.tools=[null]"), "env.tools: None is not a tool"),
+        ((*CHAT, "env.tools=[{name: 5}]"), "env.tools: {'name': 5} is not a tool"),
         (CHAT, "env.tools is empty"),
         ((*CHAT, "env.tools=[{name: search, retriever: http, urls: host}]"), "urls of a retriever"),
         ((*FENCE, "env.tools=[{name: python, print_last: maybe}]"), "'print_last' must be of type bool"),
@@ -222,7 +222,7 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     factory = setting.envs.factory_of(tasks[0])
     if isinstance(factory, Tau2Factory):
         factory._domains["retail"] = small_domain()
-    with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is no task of env.name={name}: .*; expected"):
+    with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is not a task of env.name={name}: .*; expected"):
         fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
     assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1
     assert [error.row for error in tasks.report.bad] == [1]

@@ -212,7 +212,7 @@ def test_without_the_package_the_mend_is_told(monkeypatch: pytest.MonkeyPatch) -
         ("BFCL_v4_parallel.json", '{"id": "a", "question": [[]]}', "parallel.json, row 0"),
         ("BFCL_v4_parallel.json", None, "BFCL_v4_parallel.json: cannot be read"),
         ("possible_answer/BFCL_v4_parallel.json", "[]", "possible_answer/BFCL_v4_parallel.json, row 0"),
-        ("possible_answer/BFCL_v4_parallel.json", '{"id": "b", "ground_truth": []}', "has other ids"),
+        ("possible_answer/BFCL_v4_parallel.json", '{"id": "b", "ground_truth": []}', "has different ids"),
     ],
 )
 def test_a_file_of_the_package_that_is_not_as_expected_is_named(

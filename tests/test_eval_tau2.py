@@ -66,7 +66,7 @@ def copied(folder: Path, **changed: Any) -> BenchmarkContext:
     [
         ({"evaluation_criteria": None}, r"row \d+, field 'evaluation_criteria': is missing"),
         ({"user_scenario": {"instructions": {}}}, r"row \d+, field 'reason_for_call': is missing"),
-        ({"user_scenario": "be nice"}, r"row \d+: is no task"),
+        ({"user_scenario": "be nice"}, r"row \d+: is not a task"),
         ({"id": None}, r"tasks.json or split_tasks.json cannot be read"),
         ({"id": 12345}, r"retail: tasks.json or split_tasks.json .*there is no task '\d+', which split 'test' names"),
     ],

@@ -200,7 +200,7 @@ def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None
         ({"env": "nowhere.py:Env"}, "env", "there is no file 'nowhere.py'"),
         ({"env": "tool"}, "env", "Set env.name=tool with env.tools"),
         ({"env": "single_turn", "reward": "env"}, "reward", "the environment single_turn does not judge"),
-        ({"env": "shop"}, "extra_info.products", "is no task of env.name=shop"),
+        ({"env": "shop"}, "extra_info.products", "is not a task of env.name=shop"),
         ({"tools": [CALCULATOR], "extra_info": {"tools": [CALCULATOR]}}, "tools", "are given in extra_info.tools, too"),
     ],
 )

@@ -94,9 +94,9 @@ def test_bm25_finds_what_shares_words(corpus: Path) -> None:
     ("rows", "told"),
     [
         ("", "the corpus is empty"),
-        ('{"id": 1, "contents": "x"}\n{"id": 2}', "row 1: is no passage; expected"),
+        ('{"id": 1, "contents": "x"}\n{"id": 2}', "row 1: is not a passage; expected"),
         ('{"id": 1, "contents": "x"}\nnonsense', "row 1: line 2 is not JSON"),
-        ("[1]", "row 0: is no passage"),
+        ("[1]", "row 0: is not a passage"),
         ('{"id": 1, "contents": "?"}\n{"id": 2, "contents": "a the"}', "no passage has a term; expected"),
     ],
 )

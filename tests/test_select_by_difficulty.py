@@ -103,8 +103,8 @@ def test_parquet_keeps_its_schema_and_can_be_trained_on(tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"task_id": "other.jsonl#0"}, "is of other.jsonl, not of tasks.jsonl"),
-        ({"task_id": "no number"}, "is no line of a probe"),
-        ({"success_rate": None}, "is no line of a probe"),
+        ({"task_id": "no number"}, "is not a probe result"),
+        ({"success_rate": None}, "is not a probe result"),
         ({"prompt_sha256": "0" * 16, "success_rate": 0.5}, "is not the row that was probed"),
         ({"success_rate": 0.0}, "no row would be kept: 7 never right"),
     ],

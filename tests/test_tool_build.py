@@ -81,12 +81,12 @@ def test_users_functions_and_classes_become_tools(file: Path) -> None:
     ("wanted", "told"),
     [
         ({"name": "calculato"}, "unknown tool 'calculato'; did you mean 'calculator'"),
-        ({"topk": 3}, "is no tool; write a name"),
+        ({"topk": 3}, "is not a tool; use a name"),
         ({"name": "calculator", "digits": 3}, "tool 'calculator' is not a class and takes no options, but got"),
         ({"name": "FILE:Times"}, "missing a required argument: 'factor'; its options are factor, name"),
         ({"name": "FILE:plain", "x": 1}, "takes no options"),
-        ({"name": "FILE:constant"}, "constant' is no tool, but an object of int"),
-        ({"name": "FILE:Nothing"}, "Nothing' is no tool, but an object of Nothing"),
+        ({"name": "FILE:constant"}, "constant' is not a tool, but an object of int"),
+        ({"name": "FILE:Nothing"}, "Nothing' is not a tool, but an object of Nothing"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(file: Path, wanted: dict[str, Any], told: str) -> None:

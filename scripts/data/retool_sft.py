@@ -41,7 +41,9 @@ def calculated(code: str) -> int | float:
     try:
         return _value(ast.parse(code, mode="eval").body)
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        raise DataError("notes what is no calculation", "numbers and + - * / ( )", field="solution") from error
+        raise DataError(
+            "has an annotation that is not a calculation", "numbers and + - * / ( )", field="solution"
+        ) from error
 
 
 def _value(node: ast.expr) -> int | float:
@@ -53,7 +55,7 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         result: int | float = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
         return result
-    raise DataError("notes what is no calculation", "numbers and + - * / ( )", field="solution")
+    raise DataError("has an annotation that is not a calculation", "numbers and + - * / ( )", field="solution")
 
 
 def demonstration(solution: str, answer: str) -> str:

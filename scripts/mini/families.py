@@ -74,10 +74,10 @@ def observed(world: World, random: Random) -> Draft:
     """A request that refers to a value from the preceding lookup."""
     lookup = random.choice(world.lookups)
     call = Call(random.choice(lookup.fits), (world.values.draw(lookup.kind, random),))
-    asked = reference_text(call.tool, lookup.reference, world, random)
+    request = reference_text(call.tool, lookup.reference, world, random)
     lookup_response = render_response(CALL_THOUGHT, [{"name": lookup.tool.name, "parameters": {}}])
     answer = observation([{"name": lookup.tool.name, "results": call.values[0]}])
-    turns = (_user(sentence(world.phrase(phrases.ONE, random), a=asked)), f"{lookup_response}\n{answer}")
+    turns = (_user(sentence(world.phrase(phrases.ONE, random), a=request)), f"{lookup_response}\n{answer}")
     return Draft(turns, (call,), (lookup.tool, call.tool))
 
 
@@ -86,11 +86,11 @@ def stated(world: World, random: Random) -> Draft:
     lookup = random.choice(world.lookups)
     call = Call(random.choice(lookup.fits), (world.values.draw(lookup.kind, random),))
     fact = sentence(world.phrase(phrases.STATED, random), ref=lookup.reference, v=call.texts[0])
-    asked = reference_text(call.tool, lookup.reference, world, random)
+    request = reference_text(call.tool, lookup.reference, world, random)
     turns = (
         _user(fact),
         render_response(RESPONSE_THOUGHT, response=phrases.NOTED),
-        _user(sentence(world.phrase(phrases.ONE, random), a=asked)),
+        _user(sentence(world.phrase(phrases.ONE, random), a=request)),
     )
     return Draft(turns, (call,), (call.tool,), unwanted=(lookup.tool,))
 

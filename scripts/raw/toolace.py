@@ -130,7 +130,7 @@ def _value(node: ast.expr) -> Any:
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         if None in node.keys:
-            raise ValueError("unpacking is no literal")
+            raise ValueError("unpacking is not a literal")
         return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
     return ast.literal_eval(node)
 

@@ -46,7 +46,7 @@ def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> I
 def _call(answer: dict[str, Any]) -> dict[str, Any]:
     parameters = answer["arguments"] if "arguments" in answer else answer.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise DataError("has arguments that are no object", field="answers")
+        raise DataError("has arguments that are not an object", field="answers")
     return {"name": answer["name"].strip(), "parameters": parameters}
 
 

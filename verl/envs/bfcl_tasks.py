@@ -103,7 +103,7 @@ def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> l
     gold_path = path.parent / "possible_answer" / path.name
     golds = _json_lines(gold_path, ("id", "ground_truth"))
     if [gold["id"] for gold in golds] != [row["id"] for row in rows]:
-        raise DataError("has other ids", f"those of {path}", f"Install it anew: {_INSTALL}", file=str(gold_path))
+        raise DataError("has different ids", f"the ids of {path}", f"Reinstall it: {_INSTALL}", file=str(gold_path))
     return [(row, gold["ground_truth"]) for row, gold in zip(rows, golds, strict=True)]
 
 
@@ -125,7 +125,7 @@ def _json_lines(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read ({error})", hint=f"Install it anew: {_INSTALL}", file=str(path)) from error
+        raise DataError(f"cannot be read ({error})", hint=f"Reinstall it: {_INSTALL}", file=str(path)) from error
     return [_row(line, fields, path, number) for number, line in enumerate(lines)]
 
 
@@ -136,7 +136,7 @@ def _row(line: str, fields: Sequence[str], path: Path, number: int) -> dict[str,
         row = None
     if not isinstance(row, dict) or not row.keys() >= set(fields):
         expected = f"an object with {', '.join(fields)}"
-        raise DataError("is no row of BFCL", expected, f"Install it anew: {_INSTALL}", file=str(path), row=number)
+        raise DataError("is not a BFCL row", expected, f"Reinstall it: {_INSTALL}", file=str(path), row=number)
     return row
 
 

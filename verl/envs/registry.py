@@ -69,7 +69,7 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
 def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Task]:
     """The tasks bundled with an environment. Raises ConfigError for an unknown name or invalid options."""
     if name in ENVS and name not in TASKS:
-        raise ConfigError(f"environment {name!r} brings no tasks of its own: name a data file")
+        raise ConfigError(f"environment {name!r} has no bundled tasks: pass a data file")
     make: Callable[..., Iterable[Task]] = resolve("tasks", name, TASKS)
     check_options("tasks of environment", name, make, options or {})
     return list(make(**options or {}))

@@ -26,12 +26,12 @@ from verl.types import Message, Score, Task
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 1_000_000  # total message length per request; a longer message is sent alone
 _LONGEST_JUDGE_S = 86_400.0  # above env.judge_timeout_s; catches connections that are lost silently
-Ask = TypeVar("Ask")
-Got = TypeVar("Got")
-Answers = AsyncIterator[tuple[int, Got | Exception]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Answers = AsyncIterator[tuple[int, Result | Exception]]
 
 
-class Batcher(Generic[Ask, Got]):
+class Batcher(Generic[Item, Result]):
     """Batches the requests of `window_s` seconds into as few batches as the server limits allow.
 
     `send` yields (position, answer) in any order, as answers arrive. An answer that is an exception is raised for its
@@ -39,16 +39,19 @@ class Batcher(Generic[Ask, Got]):
     """
 
     def __init__(
-        self, send: Callable[[Sequence[Ask]], Answers[Got]], window_s: float, size: Callable[[Ask], int] = lambda _: 0
+        self,
+        send: Callable[[Sequence[Item]], Answers[Result]],
+        window_s: float,
+        size: Callable[[Item], int] = lambda _: 0,
     ) -> None:
         """`size`: the number of characters of an item, if they are limited"""
         self._send, self._window_s, self._size = send, window_s, size
-        self._waiting: list[tuple[Ask, asyncio.Future[Got]]] = []
+        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._flushes: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
 
-    async def ask(self, item: Ask) -> Got:
+    async def ask(self, item: Item) -> Result:
         """The answer to one item."""
-        future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._waiting) == 1:
             flush = asyncio.create_task(self._flush())
@@ -58,23 +61,23 @@ class Batcher(Generic[Ask, Got]):
 
     async def _flush(self) -> None:
         await asyncio.sleep(self._window_s)
-        asked, self._waiting = self._waiting, []
-        await asyncio.gather(*(self._send_one(portion) for portion in self._portions(asked)))
+        batch, self._waiting = self._waiting, []
+        await asyncio.gather(*(self._send_one(part) for part in self._split(batch)))
 
-    def _portions(
-        self, asked: Sequence[tuple[Ask, asyncio.Future[Got]]]
-    ) -> Iterator[Sequence[tuple[Ask, asyncio.Future[Got]]]]:
+    def _split(
+        self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]
+    ) -> Iterator[Sequence[tuple[Item, asyncio.Future[Result]]]]:
         """Batches within the server limits, for any message length."""
         begin = chars = 0
-        for at, (item, _) in enumerate(asked):
+        for at, (item, _) in enumerate(batch):
             size = self._size(item)
             if at > begin and (at - begin == MAX_ITEMS or chars + size > _MAX_CHARS):
-                yield asked[begin:at]
+                yield batch[begin:at]
                 begin, chars = at, 0
             chars += size
-        yield asked[begin:]
+        yield batch[begin:]
 
-    async def _send_one(self, batch: Sequence[tuple[Ask, asyncio.Future[Got]]]) -> None:
+    async def _send_one(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
             async for position, answer in self._send([item for item, _ in batch]):
                 _resolve(batch[position][1], answer)
@@ -86,7 +89,7 @@ class Batcher(Generic[Ask, Got]):
             _resolve(future, problem)
 
 
-def _resolve(future: asyncio.Future[Got], answer: Got | Exception) -> None:
+def _resolve(future: asyncio.Future[Result], answer: Result | Exception) -> None:
     if future.done():  # already answered, or its episode was cancelled
         return
     if isinstance(answer, Exception):
@@ -155,7 +158,7 @@ class Server:
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
         try:
             async with (
-                self._watch.beside(),
+                self._watch.guard(),
                 self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as response,
             ):
                 if response.is_error:

@@ -21,8 +21,8 @@ def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(
-            f"is no task of env.name={env}: {first['msg']}",
+            f"is not a task of env.name={env}: {first['msg']}",
             f"a row that {script('scripts/make_env_tasks.py')} writes for it",
-            "Name the data's own environment with env.name, or other files",
+            "Set env.name to the environment of the data, or use other files",
             field=".".join([field, *map(str, first["loc"])]),
         ) from error

@@ -31,7 +31,7 @@ from verl.registry import option
 from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.types import Message, Task
 
-Question = Callable[[Env], Awaitable[dict[str, Any]]]
+Operation = Callable[[Env], Awaitable[dict[str, Any]]]
 MAX_EPISODES = 65_536
 CLOSE_S = 60.0  # limit for closing an environment; its resources leak after that
 _LINES = "application/x-ndjson"
@@ -72,14 +72,14 @@ class Episodes:
             await asyncio.sleep(0)  # lets other requests proceed
         return names
 
-    async def ask(self, questions: Sequence[tuple[str, Question]]) -> AsyncIterator[str]:
+    async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
         """The answers of different episodes, each a line of JSON, streamed as they complete.
 
         A client that disconnects cancels the pending ones.
         """
         waiting = [
-            asyncio.create_task(self._ask_one(position, name, question))
-            for position, (name, question) in enumerate(questions)
+            asyncio.create_task(self._ask_one(position, name, operation))
+            for position, (name, operation) in enumerate(operations)
         ]
         try:
             for line in asyncio.as_completed(waiting):
@@ -88,17 +88,17 @@ class Episodes:
             for each in waiting:
                 each.cancel()
 
-    async def _ask_one(self, position: int, name: str, question: Question) -> str:
+    async def _ask_one(self, position: int, name: str, operation: Operation) -> str:
         """One episode's answer; a fault if the episode is unknown or raises. Other episodes are unaffected."""
         episode = self._open.get(name)
         if episode is None:
             problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
             return _fault(position, problem)
-        if question is _judge and not isinstance(episode.env, Judge):  # do not wait for a hanging step
+        if operation is _judge and not isinstance(episode.env, Judge):  # do not wait for a hanging step
             return Answer(position=position, verdict=Verdict(score=None)).model_dump_json()
         async with episode.turn:
             try:
-                return Answer(position=position, **await question(episode.env)).model_dump_json()
+                return Answer(position=position, **await operation(episode.env)).model_dump_json()
             except ServiceDownError as error:
                 return _fault(position, error.problem, error.service)
             except Exception as error:  # noqa: BLE001  user code may raise anything: one fault
@@ -185,8 +185,8 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
 
     @app.post("/step")
     async def step(request: StepList) -> StreamingResponse:
-        questions = [(step.episode, partial(_step, step.message)) for step in request.steps]
-        return StreamingResponse(episodes.ask(questions), media_type=_LINES)
+        operations = [(step.episode, partial(_step, step.message)) for step in request.steps]
+        return StreamingResponse(episodes.ask(operations), media_type=_LINES)
 
     @app.post("/judge")
     async def judge(request: EpisodeList) -> StreamingResponse:

@@ -161,7 +161,7 @@ class RemoteSandbox:
                 server = await self._choose(deadline)
                 server.in_flight += 1
                 try:
-                    async with server.watch.beside():
+                    async with server.watch.guard():
                         response = await self._http.post(
                             server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
                         )

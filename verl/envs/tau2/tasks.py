@@ -82,7 +82,7 @@ def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number
         return _task(row, domain, policy)
     except (KeyError, TypeError) as error:
         field = str(error.args[0]) if isinstance(error, KeyError) else ""
-        problem = "is missing" if field else f"is no task ({error})"
+        problem = "is missing" if field else f"is not a task ({error})"
         raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
 
 
@@ -104,7 +104,7 @@ def read_file(path: Path) -> str:
     """A file of the data folder. Raises ConfigError if it is missing."""
     if not path.is_file():
         raise ConfigError(
-            f"environment 'tau2': there is no file {path}; option `data` names a folder like tau2-bench's "
+            f"environment 'tau2': there is no file {path}; option `data` must be a folder like tau2-bench's "
             "data/tau2/domains"
         )
     return path.read_text(encoding="utf-8")

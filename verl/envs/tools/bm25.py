@@ -57,7 +57,7 @@ def read_corpus(file: str) -> Iterator[Passage]:
         if isinstance(found, DataError):
             raise found.at(file=file, row=row)
         if not isinstance(found, dict) or "id" not in found or not isinstance(found.get("contents"), str):
-            raise DataError("is no passage", 'such as {"id": "7", "contents": "Title\\ntext"}', file=file, row=row)
+            raise DataError("is not a passage", 'such as {"id": "7", "contents": "Title\\ntext"}', file=file, row=row)
         yield Passage(str(found["id"]), found["contents"])
     if row < 0:
         raise DataError("the corpus is empty", "a passage in each row", file=file)

@@ -38,7 +38,7 @@ def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | No
         made = _make(name, options, sandbox)
         for tool in made.tools if isinstance(made, Toolset) else [made]:
             if not isinstance(tool, Tool | EpisodeTool):
-                raise ConfigError(f"{name!r} is no tool, but an object of {type(tool).__name__}")
+                raise ConfigError(f"{name!r} is not a tool, but an object of {type(tool).__name__}")
             tools.append(tool)
     return tools
 
@@ -48,8 +48,8 @@ def tool_name(wanted: Any) -> str:
     name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
     if not isinstance(name, str):
         raise ConfigError(
-            f"env.tools: {wanted!r} is no tool; write a name, or {{name: NAME, option: value}}. "
-            f"Known are {', '.join(TOOLS)}"
+            f"env.tools: {wanted!r} is not a tool; use a name, or {{name: NAME, option: value}}. "
+            f"Known tools: {', '.join(TOOLS)}"
         )
     return name
 

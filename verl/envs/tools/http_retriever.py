@@ -65,7 +65,7 @@ class HttpRetriever:
     async def _ask(self, url: str, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Raises ServiceDownError or httpx2.HTTPError; ValueError, KeyError or TypeError for a malformed response."""
         request = {"queries": list(queries), "topk": k, "return_scores": True}
-        async with self._watches[url].beside():
+        async with self._watches[url].guard():
             response = await self._client.post(url, json=request)
         answer = response.raise_for_status().json()
         found = [[_passage(one) for one in passages] for passages in answer["result"]]

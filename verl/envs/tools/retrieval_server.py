@@ -22,7 +22,7 @@ MAX_QUERIES = 1024
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 
 
-class Question(BaseModel):
+class RetrieveRequest(BaseModel):
     """The request body; SkyRL-gym's client sends a single `query`."""
 
     queries: list[Query] = Field([], max_length=MAX_QUERIES)
@@ -36,17 +36,17 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
     app = new_app("retrieval")
 
     @app.post("/retrieve")
-    async def retrieve(question: Question) -> dict[str, Any]:
-        queries = question.queries if question.query is None else [question.query]
+    async def retrieve(request: RetrieveRequest) -> dict[str, Any]:
+        queries = request.queries if request.query is None else [request.query]
         if not queries:
             raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
         result: list[list[dict[str, Any]]] = []
         for query in queries:  # sequentially, so that the rest can be canceled
-            (passages,) = await retriever.search([query], question.topk or topk)
+            (passages,) = await retriever.search([query], request.topk or topk)
             documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
             scored = zip(documents, passages, strict=True)
             with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
-            result.append(with_scores if question.return_scores else documents)
+            result.append(with_scores if request.return_scores else documents)
         return {"result": result}
 
     @app.get("/health")

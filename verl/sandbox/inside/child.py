@@ -53,8 +53,8 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
     report:  receives an error message; closed without one when all privileges are dropped
     """
     try:
-        asked = marshal.loads(frames.contents(request))  # noqa: S302  written by the owner, with the same interpreter
-        _write(asked["files"], jail)
+        parsed = marshal.loads(frames.contents(request))  # noqa: S302  written by the owner, with the same interpreter
+        _write(parsed["files"], jail)
         _drop_privileges(jail, limits, given, report)
     except BaseException as error:  # noqa: BLE001  a forked process must never return to its parent's code
         blame = REFUSED if isinstance(error, RefusedError) else f"{type(error).__name__}: "
@@ -62,7 +62,7 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
         os._exit(1)
     os.close(report)
     try:
-        _run(asked)
+        _run(parsed)
     except BaseException as error:  # noqa: BLE001  as above
         os.write(2, f"{error}\n".encode(errors="replace"))
         os._exit(126)
