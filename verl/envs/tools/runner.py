@@ -122,10 +122,10 @@ class ToolRunner:
     async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
         """One attempt, and more as long as the service is down."""
         limits, service = self._limits_of(call.name), f"tool {call.name!r}"
-        place = self._slots.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
+        slot = self._slots.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):
             try:
-                async with acquire_slot(place):
+                async with acquire_slot(slot):
                     return await self._attempt(tool, call, limits.deadline_s)
             except ServiceDownError as error:
                 if not retries_left:
