@@ -325,11 +325,11 @@ def test_a_lost_service_begins_the_episode_anew_and_then_is_a_fault(chat: ChatTe
     assert [use.status for use in trajectory.lost_uses] == ended
     fault = play(Speaker(chat, *THREE[:2] * 2), episode_runner(chat, Echoes(failing(9, lost))))
     assert isinstance(fault, Fault) and [use.status for use in fault.lost_uses] == ended * 2
-    assert str(fault) == "t#0, reply 0: search: does not answer"
+    assert str(fault) == "t#0, response 0: search: does not answer"
     broken = play(Speaker(chat, *THREE * 3), episode_runner(chat, Echoes(failing(9, KeyError("x")))))
-    assert str(broken) == "t#0, reply 0: the environment: step raised KeyError: 'x'"
+    assert str(broken) == "t#0, response 0: the environment: step raised KeyError: 'x'"
     own = play(Speaker(chat, *THREE * 3), episode_runner(chat, Echoes(failing(9, TimeoutError("late")))))
-    assert str(own) == "t#0, reply 0: the environment: step raised TimeoutError: late"
+    assert str(own) == "t#0, response 0: the environment: step raised TimeoutError: late"
 
 
 def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: ChatTemplate) -> None:
@@ -491,7 +491,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
     group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
     assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
     assert [score.total for score in group.scores] == [2.0] * 5 and done[-1] == 0
-    assert group.faults == ("t#0, reply 1: the environment: step raised RuntimeError: only me",)
+    assert group.faults == ("t#0, response 1: the environment: step raised RuntimeError: only me",)
 
 
 def test_a_template_that_refuses_the_messages_is_a_fault(chat: ChatTemplate) -> None:

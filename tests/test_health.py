@@ -61,7 +61,7 @@ async def watched() -> AsyncIterator[tuple[Server, HealthWatch, httpx2.AsyncClie
 
 
 async def work(watch: HealthWatch, client: httpx2.AsyncClient) -> int:
-    async with watch.beside():
+    async with watch.guard():
         return (await client.post("/work", timeout=None)).status_code
 
 
@@ -139,7 +139,7 @@ def test_an_error_of_the_request_itself_is_passed_on() -> None:
         async with watched() as (_, watch, _client):
             for error in (TimeoutError("own"), KeyError("own"), asyncio.CancelledError()):
                 with pytest.raises(type(error)) as raised:
-                    async with watch.beside():
+                    async with watch.guard():
                         raise error
                 assert raised.value is error
 

@@ -143,7 +143,7 @@ def test_what_fails_is_a_fault_with_its_task_and_the_others_are_scored(
     pool: ScoringPool, response: str, problem: str
 ) -> None:
     one, fault, two = scores(pool, "yes", response, "no")
-    assert isinstance(fault, Fault) and problem in str(fault) and str(fault).startswith("t, reply 0: ")
+    assert isinstance(fault, Fault) and problem in str(fault) and str(fault).startswith("t, response 0: ")
     assert isinstance(one, Score) and isinstance(two, Score)
     assert totals(pool, "yes") == [1.0]
 

@@ -295,7 +295,7 @@ def test_a_row_of_many_messages_or_tools_is_read_in_linear_time(tmp_path: Path) 
 def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:
     rows = [{**row(), "extra_info": {"when": datetime(2026, 1, 1)}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="holds a value that JSON cannot"):
+    with pytest.raises(DataError, match="has a value that JSON cannot"):
         TaskSet(str(tmp_path / "t.parquet"))
 
 

@@ -34,7 +34,7 @@ class HealthWatch:
         self._watching: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def beside(self) -> AsyncIterator[None]:
+    async def guard(self) -> AsyncIterator[None]:
         """Wrap a request. Raises ServiceDownError if the server is down, or goes down during the request."""
         if self.problem:
             raise ServiceDownError(self._service, self.problem)

@@ -64,7 +64,7 @@ class RolloutEngine(Protocol):
         the old weights, unless the names match the model's parameters exactly."""
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Load one bucket of weights from one of the offers, whose memory may be reused afterwards.
+        """Load one bucket of weights from one of the handles, whose memory may be reused afterwards.
 
         Raises EngineError on a checksum mismatch; the engine is then unusable.
         """

@@ -60,7 +60,7 @@ class EnginePool:
         decode: Decode | None = None,
         remake: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """sources: per engine, the indices of a bucket's offers that are meant for it
+        """sources: per engine, the indices of the bucket handles that are meant for it
         on_weight_sync: None if no response is ever in flight during a weight sync
         decode: tokens to text; needed for stop strings of responses that continue with new weights
         remake: restarts a lost engine; None: losing an engine is an error

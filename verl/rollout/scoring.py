@@ -1,6 +1,6 @@
 """Scoring in worker processes that are restarted when they die: a reward that hangs or crashes must not stop a run.
 
-If a process dies, its response is scored once more by a fresh one (rewards are deterministic); if that dies too, the
+If a process dies, its response is scored again by a fresh one (rewards are deterministic); if that dies too, the
 response is lost (a Fault). A response that exceeds a limit (`ScoringLimits`) or crashes both processes is the policy's
 fault: it gets the score of an empty response, unless the limits specify otherwise.
 """

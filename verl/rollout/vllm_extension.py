@@ -70,7 +70,7 @@ class WeightReceiver:
         initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_bucket(self, bucket: bytes) -> None:
-        """Verify and load a bucket. bucket: pickled (layout, offers), because vLLM passes on plain types only"""
+        """Verify and load a bucket. bucket: pickled (layout, handles), because vLLM passes on plain types only"""
         from vllm.config import set_current_vllm_config
 
         layout, handles = pickle.loads(bucket)  # noqa: S301  from this engine's owner, over its own socket

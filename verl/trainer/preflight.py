@@ -110,9 +110,9 @@ def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
     if not tasks:
         return "has no golden responses to try"
     report = try_rewards(rewards, tasks)
-    responses = sum(tally.responses for tally in report.tallies.values())
-    shown = "".join(f"\n  {violation}" for violation in report.offences[:3])
-    return f"{responses} responses to {len(tasks)} tasks, {len(report.offences)} violations{shown}"
+    responses = sum(stats.responses for stats in report.stats.values())
+    shown = "".join(f"\n  {violation}" for violation in report.violations[:3])
+    return f"{responses} responses to {len(tasks)} tasks, {len(report.violations)} violations{shown}"
 
 
 def check_step(

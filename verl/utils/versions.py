@@ -239,7 +239,7 @@ def check_collision(installed: Installed) -> list[Check]:
     ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
     imported = Path(ask.stdout.strip() or "/nothing").parent
     ours = imported == here
-    found = f"distribution verl {installed['verl'].version} is installed beside ours (toolrl); `import verl` gives "
+    found = f"distribution verl {installed['verl'].version} is installed besides ours (toolrl); `import verl` gives "
     return [Check("verl", "warn" if ours else "fail", found + f"{imported}", "pip uninstall verl")]
 
 
