@@ -60,9 +60,7 @@ def check_device(flavour: Flavour) -> Check:
             "device", "fail", f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}", "set it to cpu or gpu, or unset it"
         )
     if flavour == "gpu" and not gpus:
-        return Check(
-            "device", "fail", f"no NVIDIA GPU found{forced}", "check the output of `nvidia-smi -L`, or unset it"
-        )
+        return Check("device", "fail", f"no NVIDIA GPU found{forced}", "see what `nvidia-smi -L` prints, or unset it")
     if gpus and flavour == "gpu":
         return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
     return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")

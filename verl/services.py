@@ -47,9 +47,7 @@ def service_token() -> str | None:
 def checked_token(token: str, place: str) -> str:
     """The token. Raises ConfigError, naming the place but not the token, if it is not valid in a header."""
     if not (token.isascii() and token.isprintable() and token) or " " in token:
-        raise ConfigError(
-            f"{place} is not a valid token: expected ASCII letters, digits and punctuation without spaces"
-        )
+        raise ConfigError(f"{place} is not a valid token: expected ASCII letters, digits, punctuation and no spaces")
     return token
 
 

@@ -39,16 +39,15 @@ class ObservationTokenizer:
     max_observation_tokens: int
     cut: Cut = Cut.MIDDLE
 
-    def prompt_ids(self, opening: Observation) -> tuple[int, ...]:
+    def prompt_ids(self, initial: Observation) -> tuple[int, ...]:
         """The prompt tokens. Raises DataError for messages that the chat template rejects or drops parts of,
         ConfigError if tools are not listed."""
         if self.tool_call_format.template_tools:
-            return self.chat.initial_ids(
-                self.tool_call_format.render_prompt(opening.messages, opening.tools), opening.tools
-            )
-        messages = with_calls_written(self.tool_call_format, opening.messages)
-        shown = self.tool_call_format.render_prompt(messages, opening.tools)
-        check_shown(self.tool_call_format, messages, opening.tools, shown)
+            prompt = self.tool_call_format.render_prompt(initial.messages, initial.tools)
+            return self.chat.initial_ids(prompt, initial.tools)
+        messages = with_calls_written(self.tool_call_format, initial.messages)
+        shown = self.tool_call_format.render_prompt(messages, initial.tools)
+        check_shown(self.tool_call_format, messages, initial.tools, shown)
         return self.chat.initial_ids(shown)
 
     def written(self, token_ids: Sequence[int]) -> str:
