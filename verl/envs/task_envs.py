@@ -9,9 +9,9 @@ from verl.services import check_services
 from verl.types import Task
 
 
-def check_offered(task: Task, opening: Observation, env: str) -> None:
+def check_offered(task: Task, initial: Observation, env: str) -> None:
     """Raises DataError if a row lists other tools than its environment offers."""
-    listed, offered = {tool.name for tool in task.tools}, {tool.name for tool in opening.tools}
+    listed, offered = {tool.name for tool in task.tools}, {tool.name for tool in initial.tools}
     if listed and listed != offered:
         unknown, more = sorted(listed - offered), ", ".join(sorted(offered - listed))
         problem = f"lists {unknown[0]!r}, which env.name={env} does not offer" if unknown else f"leaves out {more}"
@@ -68,9 +68,9 @@ class TaskEnvs:
         source = factory.env_class if isinstance(factory, ClassFactory) else factory
         if not isinstance(source, HasInitialObservation):
             return None
-        opening = source.initial_observation(task)
-        check_offered(task, opening, name)
-        return opening
+        initial = source.initial_observation(task)
+        check_offered(task, initial, name)
+        return initial
 
     def __call__(self, task: Task) -> Env:
         return self.factory_of(task)(task)
