@@ -60,12 +60,21 @@ class Run:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
-        left = {inode: path for inode, path in _shared_files().items() if inode in self._mapped}
-        in_use = {inode for pid in _processes() for inode in _mapped_by(pid, left.keys())}
-        for inode in left.keys() - in_use:
-            with suppress(OSError):
-                os.unlink(left[inode])
+        self._remove_shared()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove_shared(self) -> None:
+        """Remove shared memory that is in use no more. A descendant of the controller may still be ending."""
+        deadline = time.monotonic() + _TRACKER_S
+        while True:
+            left = {inode: path for inode, path in _shared_files().items() if inode in self._mapped}
+            in_use = {inode for pid in _processes() for inode in _mapped_by(pid, left.keys())}
+            for inode in left.keys() - in_use:
+                with suppress(OSError):
+                    os.unlink(left[inode])
+            if in_use <= _mapped_by(self._controller, in_use) or time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
 
     def _members(self) -> set[tuple[int, int]]:
         """Processes of the run that are alive, without the controller and its children while that is alive."""
