@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by 
 Result = TypeVar("Result")
 
 WATCH_S = 0.5  # how often the engine looks whether its processes live
+_ORDERLY_END_S = 10.0  # for vLLM's core to be gone after it has aborted its requests
 END_S = 3.0  # how long they have to end by themselves; the rest of it is Python's garbage, which nobody needs collected
 LOG_TAIL = 15  # lines of vLLM's log that an error quotes
 GIB = 1024**3
@@ -86,6 +87,7 @@ class VLLMEngine:
         self._version: int | None = 0  # None: the weights are not to be used
         self._numbers = itertools.count()
         self._running: set[str] = set()  # ids of requests
+        self._interrupted: set[str] = set()  # those of them that were asked to end
         self._outlet = SharedMemory()  # for buckets that come as tensors
         self._asleep = False
         self._weight_names: set[str] = set()
@@ -134,6 +136,7 @@ class VLLMEngine:
 
     async def interrupt(self) -> None:
         """Break off all running requests; they come back with what they have."""
+        self._interrupted |= self._running
         await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[Layout]) -> None:
@@ -235,9 +238,14 @@ class VLLMEngine:
         try:
             async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
                 final = output
+            assert final is not None and final.finished
+            aborted = any(each.finish_reason == FinishReason.ABORT for each in final.outputs)
+            if aborted and request_id not in self._interrupted:  # by a core that ends in order, as after a SIGTERM
+                await asyncio.wait([self._end], timeout=_ORDERLY_END_S)
+                raise self._end_error()
         finally:
             self._running.discard(request_id)
-        assert final is not None and final.finished
+            self._interrupted.discard(request_id)
         return final
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
@@ -320,6 +328,8 @@ class VLLMEngine:
             for pid in stops.lost(statuses(process.pid for process in self._processes)):
                 self._stop(f"process {pid} of vLLM {stops.reason}; start the engine anew")
             await asyncio.sleep(WATCH_S)
+        if not any(self._ends.values()):
+            await asyncio.sleep(WATCH_S)  # for the thread that waits for its end
         self._stop(f"{self._how_it_died()}; start the engine anew")
 
     def _await_ends(self) -> None:
