@@ -206,6 +206,33 @@ def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
         assert not semaphore.exists()
 
 
+HASTY = """
+import os, subprocess, sys, tempfile, time
+from verl import watcher
+
+folder = tempfile.mkdtemp(prefix="verl-")
+command = [sys.executable, "-IS", watcher.__file__, folder, str(os.getpid())]
+process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+writer = subprocess.Popen(["sh", "-c", 'while mkdir -p "$0/a" && touch "$0/a/b"; do sleep 0.05; done', folder])
+print(folder, writer.pid, process.pid, flush=True)
+time.sleep(1)
+process.stdin.write(b"-")
+process.stdin.flush()
+time.sleep(2)
+os._exit(130)
+"""
+
+
+def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", HASTY], env=environment, capture_output=True, text=True, timeout=120)
+    folder, *pids = run.stdout.split()
+    deadline = time.monotonic() + 40
+    while running([int(pid) for pid in pids]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(folder).exists() and not running([int(pid) for pid in pids])
+
+
 def test_the_folder_is_private_short_and_its_variables_end_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

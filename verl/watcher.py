@@ -164,6 +164,11 @@ def main(folder: str, controller: int) -> int:
         ended = bool(select.select([0], [], [], PERIOD_S)[0])
     in_order = ended and os.read(0, 1) != b""
     run.tidy()
+    # A child of the controller may write there still, where a second Ctrl-C has broken off its end.
+    deadline = time.monotonic() + _END_S
+    while in_order and os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        run.tidy()
     if not in_order:
         _remove_cgroups(controller)
         with suppress(OSError):
