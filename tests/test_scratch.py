@@ -225,8 +225,10 @@ os._exit(130)
 
 def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", HASTY], env=environment, capture_output=True, text=True, timeout=120)
-    folder, *pids = run.stdout.split()
+    process = subprocess.Popen([sys.executable, "-c", HASTY], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder, *pids = process.stdout.readline().split()
+    assert process.wait(60) == 130
     deadline = time.monotonic() + 40
     while running([int(pid) for pid in pids]) and time.monotonic() < deadline:
         time.sleep(0.1)

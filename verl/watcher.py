@@ -166,8 +166,10 @@ def main(folder: str, controller: int) -> int:
     run.tidy()
     # A child of the controller may write there still, where a second Ctrl-C has broken off its end.
     deadline = time.monotonic() + _END_S
-    while in_order and os.path.isdir(folder) and time.monotonic() < deadline:
+    while in_order and time.monotonic() < deadline:
         time.sleep(0.2)
+        if not os.path.isdir(folder):
+            break
         run.tidy()
     if not in_order:
         _remove_cgroups(controller)
