@@ -8,8 +8,9 @@ random (seeded): scorers, sandbox workers and engines, which the run itself make
 servers, which play every other task and which this script starts again, as a service manager would. Between two engines
 there is a step.
 Memory, descriptors, threads and sockets of controller and rank, temporary files (logs apart: Ray keeps five of every
-process that it has started) and the time of a step are taken at every step; none may grow by more than 5 % from step 100 to the last, by a straight line through all. A figure that was
-taken at fewer than four fifths of these steps is not judged, and the bound counts as broken.
+process that it has started) and the time of a step are taken at every step; none may grow by more than 5 % from step
+100 to the last, by a straight line through all. A figure that was taken at fewer than four fifths of these steps is not
+judged, and the bound counts as broken.
 
 break: the controller is killed with SIGKILL every so many steps and the same command given again, until all steps are
 done. Every step is in the metrics once, with the figures of a run that nobody broke, and the weights are bit-equal.
