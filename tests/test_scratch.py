@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,64 @@ def test_own_children_and_the_shared_memory_of_others_stay() -> None:
         child.kill()
         child.wait()
         assert Path(other.name).exists()
+
+
+ENDING = """
+import os, signal, sys
+from multiprocessing import get_context, resource_tracker
+
+lock = get_context("spawn").Lock()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+print(lock._semlock.name, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
+    with (
+        scratch_folder() as folder,
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+        semaphore = Path("/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/"))
+        assert semaphore.exists()
+        run = watcher.Run(str(folder), os.getpid())
+        run.look()
+        threading.Timer(1.0, child.stdin.close).start()
+        run.tidy()
+        assert not semaphore.exists()
+
+
+HASTY = """
+import os, subprocess, sys, tempfile, time
+from verl import watcher
+
+folder = tempfile.mkdtemp(prefix="verl-")
+command = [sys.executable, "-IS", watcher.__file__, folder, str(os.getpid())]
+process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+writer = subprocess.Popen(["sh", "-c", 'while mkdir -p "$0/a" && touch "$0/a/b"; do sleep 0.05; done', folder])
+print(folder, writer.pid, process.pid, flush=True)
+time.sleep(1)
+process.stdin.write(b"-")
+process.stdin.flush()
+time.sleep(2)
+os._exit(130)
+"""
+
+
+def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", HASTY], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder, *pids = process.stdout.readline().split()
+    assert process.wait(60) == 130
+    deadline = time.monotonic() + 40
+    while running([int(pid) for pid in pids]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(folder).exists() and not running([int(pid) for pid in pids])
 
 
 def test_the_folder_is_private_short_and_its_variables_end_with_it(

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -461,6 +461,53 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         asyncio.run(lost(process))
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_request_that_nobody_interrupted_is_aborted_by_an_engine_that_ends(interrupted: bool) -> None:
+    """A stand-in for vLLM with a real process: after SIGTERM its core aborts all requests, then it is gone."""
+    aborted = asyncio.Event()
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        await aborted.wait()
+        output = SimpleNamespace(index=0, token_ids=[], logprobs=[], finish_reason="abort")
+        yield SimpleNamespace(finished=True, outputs=[output])
+
+    async def abort(_: list[str]) -> None:
+        aborted.set()
+
+    llm: Any = SimpleNamespace(
+        errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
+        shutdown=lambda timeout: None,
+        generate=generate,
+        abort=abort,
+    )
+
+    async def ask(process: subprocess.Popen[bytes]) -> None:
+        engine = VLLMEngine(llm, settings(Path("x")), tempfile.TemporaryDirectory(prefix="verl-vllm-"))
+        engine._processes = [psutil.Process(process.pid)]
+        engine._await_ends()
+        engine._version = 0
+        call = asyncio.ensure_future(engine.generate([5], Sampling(4)))
+        await asyncio.sleep(0.1)
+        if interrupted:
+            await engine.interrupt()
+            (completion,) = await call
+            assert completion.finish_reason == "abort"
+        else:
+            aborted.set()
+            process.terminate()
+            with pytest.raises(EngineLostError, match=rf"process {process.pid} of vLLM was killed by SIGTERM"):
+                await asyncio.wait_for(call, 60)
+        await engine.close()
+
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        asyncio.run(ask(process))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow

@@ -60,12 +60,21 @@ class Run:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
-        left = {inode: path for inode, path in _shared_files().items() if inode in self._mapped}
-        in_use = {inode for pid in _processes() for inode in _mapped_by(pid, left.keys())}
-        for inode in left.keys() - in_use:
-            with suppress(OSError):
-                os.unlink(left[inode])
+        self._remove_shared()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove_shared(self) -> None:
+        """Remove shared memory that is in use no more. A descendant of the controller may still be ending."""
+        deadline = time.monotonic() + _TRACKER_S
+        while True:
+            left = {inode: path for inode, path in _shared_files().items() if inode in self._mapped}
+            in_use = {inode for pid in _processes() for inode in _mapped_by(pid, left.keys())}
+            for inode in left.keys() - in_use:
+                with suppress(OSError):
+                    os.unlink(left[inode])
+            if in_use <= _mapped_by(self._controller, in_use) or time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
 
     def _members(self) -> set[tuple[int, int]]:
         """The run's living processes, without the controller and, while it is alive, its children."""
@@ -155,6 +164,13 @@ def main(folder: str, controller: int) -> int:
         ended = bool(select.select([0], [], [], PERIOD_S)[0])
     in_order = ended and os.read(0, 1) != b""
     run.tidy()
+    # A child of the controller may write there still, where a second Ctrl-C has broken off its end.
+    deadline = time.monotonic() + _END_S
+    while in_order and time.monotonic() < deadline:
+        time.sleep(0.2)
+        if not os.path.isdir(folder):
+            break
+        run.tidy()
     if not in_order:
         _remove_cgroups(controller)
         with suppress(OSError):

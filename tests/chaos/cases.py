@@ -164,7 +164,7 @@ CASES = (
     Case("raylet", "KILL", "checkpoint write"),
     Case("raylet", "KILL", "shutdown"),
     Case("raylet", "TERM", "rollout", end=End.UNHARMED),
-    Case("raylet", "STOP", "rollout"),
+    Case("raylet", "STOP", "rollout", end=End.UNHARMED),  # not needed in three steps: the end alone waits for it
 )
 
 FAULTS: Mapping[str, str] = {  # function of faults.py -> what has to come of it

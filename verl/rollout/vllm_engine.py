@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by 
 Result = TypeVar("Result")
 
 WATCH_S = 0.5  # interval of the process liveness check
+_ORDERLY_END_S = 10.0  # for vLLM's core to exit after it has aborted its requests
 END_S = 3.0  # grace period at shutdown; afterwards the processes only collect Python garbage and are killed
 LOG_TAIL = 15  # lines of vLLM's log quoted in an error
 GIB = 1024**3
@@ -86,6 +87,7 @@ class VLLMEngine:
         self._version: int | None = 0  # None: the weights are unusable
         self._numbers = itertools.count()
         self._running: set[str] = set()  # request ids
+        self._interrupted: set[str] = set()  # request ids aborted by `interrupt`
         self._sender = SharedMemory()  # for buckets that come as tensors
         self._asleep = False
         self._weight_names: set[str] = set()
@@ -134,6 +136,7 @@ class VLLMEngine:
 
     async def interrupt(self) -> None:
         """Abort all running requests; they return their partial output."""
+        self._interrupted |= self._running
         await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
@@ -235,9 +238,14 @@ class VLLMEngine:
         try:
             async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
                 final = output
+            assert final is not None and final.finished
+            aborted = any(each.finish_reason == FinishReason.ABORT for each in final.outputs)
+            if aborted and request_id not in self._interrupted:  # by a core that shuts down in order, as after SIGTERM
+                await asyncio.wait([self._end], timeout=_ORDERLY_END_S)
+                raise self._end_error()
         finally:
             self._running.discard(request_id)
-        assert final is not None and final.finished
+            self._interrupted.discard(request_id)
         return final
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
@@ -320,6 +328,8 @@ class VLLMEngine:
             for pid in stops.lost(statuses(process.pid for process in self._processes)):
                 self._stop(f"vLLM process {pid} {stops.reason}; restart the engine")
             await asyncio.sleep(WATCH_S)
+        if not any(self._ends.values()):
+            await asyncio.sleep(WATCH_S)  # for the thread that waits for the exit status
         self._stop(f"{self._cause_of_death()}; restart the engine")
 
     def _await_ends(self) -> None:
