@@ -8,8 +8,9 @@ random (seeded): scorers, sandbox workers and engines, which the run itself rest
 servers, which serve every other task and which this script restarts, as a service manager would. There is at least one
 step between two engine kills.
 Memory, descriptors, threads and sockets of controller and rank, temporary files (without logs: Ray keeps five per
-process it ever started) and the step time are sampled at every step; by linear regression none may grow by more than 5 % from step 100 to the last. A resource sampled at fewer than
-four fifths of these steps is not judged, and counts as a failure.
+process that it has started) and the step time are sampled at every step; by linear regression none may grow by more
+than 5 % from step 100 to the last. A resource sampled at fewer than four fifths of these steps is not judged, and
+counts as a failure.
 
 break: the controller is killed with SIGKILL every --every steps and the same command is restarted until all steps are
 done. Every step must be in the metrics once, equal to an uninterrupted run, with bit-equal weights.

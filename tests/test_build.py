@@ -442,7 +442,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template rejects .* roles user"):
         load_tasks(config, load_chat_template(config.model).task_prompt_ids)
     template.write_text("Hi {% for %}")
-    with pytest.raises(ConfigError, match=r"the chat template of the tokenizer in .*model' cannot be parsed \(line 1: "):
+    with pytest.raises(ConfigError, match=r"chat template of the tokenizer in .*model' cannot be parsed \(line 1: "):
         load_tasks(config, load_chat_template(config.model).task_prompt_ids)
 
 

@@ -161,7 +161,8 @@ def test_an_end_token_that_comes_after_a_space_or_is_one_of_several_is_found() -
         ("{{ messages[-1].content + '<|im_end|>' }}", "rather than with a stop token"),
         (
             "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}",
-            r"rejects messages with the roles user, assistant, user, tool \(no tools here\); choose another tool-call format",
+            r"rejects messages with the roles user, assistant, user, tool \(no tools here\); choose another "
+            "tool-call format",
         ),
         (
             "{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}",

@@ -238,7 +238,8 @@ sys.exit(command.run_cli([], "", Config, run))
 def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path, tmp_path: Path) -> None:
     process = start_code(UNBUILT, str(tmp_path), *run_words(model, tmp_path, "hf", 1))
     said = ended(process, 120)
-    assert process.returncode == 1 and "RuntimeError: the cause" in said and "hanging processes were killed" in said, said
+    assert process.returncode == 1, said
+    assert "RuntimeError: the cause" in said and "hanging processes were killed" in said, said
 
 
 def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,12 +89,12 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
             ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
             "data='/nowhere' has no folder retail",
         ),
-        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "is not a tool-call format: JSONDecoder has no render_prompt"),
+        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "JSONDecoder has no render_prompt"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
         (("env.tool_call_format_options.limit=5",), "env.tool_call_format_options.limit=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
         (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
-        ((*FENCE, "data.prompt_template=/nowhere.txt"), "there is no prompt template with the name or path '/nowhere.txt'"),
+        ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template with the name or path '/nowhere.txt'"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(chat: ChatTemplate, words: tuple[str, ...], said: str) -> None:
@@ -222,7 +222,7 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     factory = setting.envs.factory_of(tasks[0])
     if isinstance(factory, Tau2Factory):
         factory._domains["retail"] = small_domain()
-    with pytest.raises(DataError, match=rf"own.jsonl, row 1, field '.*': is not a task of env.name={name}: .*; expected"):
+    with pytest.raises(DataError, match=rf"row 1, field '.*': is not a task of env.name={name}: .*; expected"):
         fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
     assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1
     assert [error.row for error in tasks.report.bad] == [1]

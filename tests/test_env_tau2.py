@@ -392,7 +392,7 @@ def test_what_a_user_thinks_ends_nothing_and_is_not_heard() -> None:
 
 
 def test_an_endpoint_that_refuses_is_told_at_the_start() -> None:
-    told = pytest.raises(ServiceDownError, match=r"returned status 401: .*no such key.* correct user_url, user_model and")
+    told = pytest.raises(ServiceDownError, match=r"status 401: .*no such key.* correct user_url, user_model and")
     with endpoint(["no such key"], status=401) as (url, _), told as found:
         asyncio.run(chat_with(url, lambda user: user.check_services()))
     assert found.value.__cause__ is None  # a traceback would say no more

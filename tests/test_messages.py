@@ -308,7 +308,8 @@ def test_calls_without_a_text_are_null_or_empty_as_the_template_knows_them() -> 
 
 def test_a_template_that_lists_no_tools_is_refused_with_a_way_out() -> None:
     said = (
-        r"tokenizer in '.*' does not list tools, so .* weather, weather\(city\), weather\(days\); set model.tokenizer_path .*toolrl"
+        r"tokenizer in '.*' does not list tools, so .* weather, weather\(city\), weather\(days\); "
+        "set model.tokenizer_path .*toolrl"
     )
     with pytest.raises(ConfigError, match=said):
         format_of("mini").task_prompt_ids(to_task(row(DIALOGUE[:2]), "rows.jsonl#0"))
