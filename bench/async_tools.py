@@ -21,15 +21,15 @@ from dataclasses import dataclass
 
 from common import ROOT, Result, alternate, median_ratio, report
 
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import build_tool_call_format
-from verl.data.observation_tokenizer import ObservationTokenizer
+from verl.chat.observations import ObservationTokenizer
+from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation, StepResult
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.formats.base import build_tool_call_format
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeLimits, EpisodeRunner
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer
 from verl.types import Message, Score, Task, ToolStatus, ToolUse, Trajectory
 
 MINI = ROOT / "dataset/mini"

@@ -26,7 +26,7 @@ from rich.console import Console
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
-from verl.trainer.build import built, load_inputs
+from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.ppo import PPOTrainer
 
 MAX_SHARE, MAX_SECONDS = 0.03, 0.2

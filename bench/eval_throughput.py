@@ -27,7 +27,7 @@ import psutil
 from common import ROOT, Result, Side, alternate, answer, cpu_seconds, median_ratio, medians, report, requests
 
 if TYPE_CHECKING:  # heavy; imported only by the sides
-    from verl.data.chat import ChatTemplate
+    from verl.chat.template import ChatTemplate
 
 DATA = ROOT / "dataset/mini/test.parquet"
 MODEL = ROOT / "dataset/mini/model"
@@ -41,14 +41,14 @@ Round = Callable[[], Figures]
 
 @contextmanager
 def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
-    from verl.evaluation.records import Records
-    from verl.evaluation.rows import rows_benchmark
-    from verl.evaluation.runner import Runner
+    from verl.episodes.group import GroupRollout
+    from verl.kit.evaluation.records import Records
+    from verl.kit.evaluation.rows import rows_benchmark
+    from verl.kit.evaluation.runner import Runner
     from verl.rollout.engine import Sampling
-    from verl.rollout.group import GroupRollout
-    from verl.rollout.scoring import ScoringPool
-    from verl.rollout.scoring_process import ScoringLimits
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+    from verl.scoring.pool import ScoringPool
+    from verl.scoring.process import ScoringLimits
     from verl.utils.reward_score.rewards import build_rewards
 
     (category,) = rows_benchmark(str(DATA)).categories
@@ -124,7 +124,7 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
 
 def format_of(model: str) -> ChatTemplate:
     from verl.config.schema import ModelConfig
-    from verl.trainer.build import load_chat_template
+    from verl.trainer.builders.run import load_chat_template
 
     return load_chat_template(ModelConfig(path=model))
 

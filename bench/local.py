@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
-from verl.algorithms.grpo import GRPO
-from verl.data.samples import sample_from_completion
+from verl.algorithms.estimators.grpo import GRPO
+from verl.batch.experience import Experience, build_experience, with_metric_weights, with_weights
+from verl.batch.samples import sample_from_completion
 from verl.single_controller.local import LocalGroup
-from verl.trainer.experience import Experience, build_experience, with_metric_weights, with_weights
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Completion, FinishReason, Sample
 from verl.workers.fsdp_engine import FSDPEngine

@@ -22,7 +22,7 @@ from common import SMOLLM2, TOOLRL_ROWS, Result, alternate, median_ratio, need_s
 from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
 from transformers import AutoTokenizer
 
-from verl.data.chat import ChatTemplate
+from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
 from verl.types import Sample
 

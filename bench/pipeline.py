@@ -38,25 +38,25 @@ from common import Result, console, medians, report
 from local import PLAIN_GRPO, join_alone, worker_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import build_tool_call_format
-from verl.data.observation_tokenizer import ObservationTokenizer
+from verl.chat.observations import ObservationTokenizer
+from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskStream
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RolloutManager, RolloutManagerConfig
+from verl.formats.base import build_tool_call_format
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeLimits, EpisodeRunner
-from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool, OnWeightSync
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerGroup
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RolloutManager, RolloutManagerConfig
-from verl.trainer.weights import WeightSync
+from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
-from verl.transfer.memory import SharedMemory
+from verl.transfer.shared_memory import SharedMemory
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 from verl.workers.attention import PACKED, register
 from verl.workers.fsdp_engine import FSDPEngine

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.algorithms.algorithm import KLTerm
-from verl.algorithms.grpo import GRPO
-from verl.batch import PackedBatch
-from verl.data.packing import make_units, pack
-from verl.trainer.memory import PackShape, RankSettings, resident, updating
-from verl.trainer.plan import shape_of
+from verl.algorithms.estimators.grpo import GRPO
+from verl.batch.packed import PackedBatch
+from verl.batch.packing import make_units, pack
+from verl.kit.plan.memory import PackShape, RankSettings, resident, updating
+from verl.kit.plan.plan import shape_of
 from verl.types import Sample
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine

@@ -27,7 +27,7 @@ from tests.test_rlla import ANSWERS, HOSTILE
 from tests.toolrl_oracle import oracle_score
 from verl.data.tasks import TaskSet
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
-from verl.utils.reward_score.rlla_lab import corrupted_responses
+from verl.utils.reward_score.rlla_mutations import corrupted_responses
 
 TARGET = 1.5
 ROUNDING = 1e-9

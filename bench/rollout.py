@@ -48,7 +48,7 @@ def make_model(path: str) -> None:
 def prompt_ids(count: int) -> list[tuple[int, ...]]:
     from transformers import AutoTokenizer
 
-    from verl.data.chat import ChatTemplate
+    from verl.chat.template import ChatTemplate
     from verl.data.tasks import TaskSet
 
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")

@@ -17,9 +17,9 @@ import torch
 from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, report
 from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
 
+from verl.batch.experience import Experience
+from verl.kit.plan.plan import decoder_of, shape_of
 from verl.tracking.flops import forward_flops
-from verl.trainer.experience import Experience
-from verl.trainer.plan import decoder_of, shape_of
 from verl.workers.policy_worker import PolicyWorker
 
 TARGETS = {4: 2.0, 8: 2.8}

@@ -39,7 +39,7 @@ from common import (
     report,
 )
 
-from verl.data.chat import ChatTemplate
+from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
 from verl.types import Task
 from verl.utils.reward_score.rlla import RllaOptions, compute_score

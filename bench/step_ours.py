@@ -17,21 +17,21 @@ from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
 from step import CHECKED_RESPONSES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
-from verl.data.chat import ChatTemplate
-from verl.data.samples import sample_from_completion
+from verl.batch.experience import Experience
+from verl.batch.samples import sample_from_completion
+from verl.chat.template import ChatTemplate
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RolloutManager, RolloutManagerConfig
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+from verl.scoring.pool import DirectScorer
 from verl.tracking.timers import PhaseTimer
-from verl.trainer.experience import Experience
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RolloutManager, RolloutManagerConfig
-from verl.trainer.weights import WeightSync
-from verl.transfer.memory import SharedMemory
+from verl.trainer.weight_sync import WeightSync
+from verl.transfer.shared_memory import SharedMemory
 from verl.types import Completion, FinishReason
 from verl.utils.reward_score.base import FunctionReward
 from verl.workers.model import load_causal_lm

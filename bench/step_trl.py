@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from verl.data.chat import ChatTemplate
+from verl.chat.template import ChatTemplate
 
 VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -38,9 +38,9 @@ from verl.rollout.vllm_extension import WeightReceiver
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.weights import WeightSync
+from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, plan
-from verl.transfer.memory import SharedMemory
+from verl.transfer.shared_memory import SharedMemory
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
 

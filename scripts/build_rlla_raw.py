@@ -32,7 +32,7 @@ from verl.data.rlla import check_example, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
-from verl.files import replacing
+from verl.system.files import replacing
 
 Decisions = Callable[[Any], Iterator[dict[str, str]]]
 NUM_SHOWN = 10

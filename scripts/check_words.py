@@ -29,15 +29,15 @@ AVOIDED: Mapping[str, str] = {  # a regular expression, case ignored -> what to 
     r"penalised|normalised|tokenised|normalise|tokenise|colour": "American spelling",
 }
 FOUND: Mapping[str, str] = {  # a term -> the folder or file that implements it
-    "weight sync": "verl/trainer/weights.py",
+    "weight sync": "verl/trainer/weight_sync.py",
     "reward shaping": "verl/utils/reward_score",
-    "advantage normalization": "verl/algorithms/advantage.py",
+    "advantage normalization": "verl/algorithms/estimators/advantage.py",
     "off-policy": "verl/algorithms/correction.py",
     "rejection sampling": "verl/algorithms/filters.py",
     "importance sampling": "verl/algorithms/correction.py",
     "overlong": "verl/algorithms/overlong.py",
     "early stopping": "verl/trainer",
-    "clip ratio": "verl/algorithms/policy_loss.py",
+    "clip ratio": "verl/algorithms/losses/policy_loss.py",
     "hyperparameter": "verl/config/recipe",
 }
 # Other people's texts: prompts and data of published systems, protocols' words, names of other packages' keys.

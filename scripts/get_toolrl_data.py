@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
-from verl.files import replacing
+from verl.system.files import replacing
 from verl.utils.reward_score.rlla import TOGGLES
-from verl.utils.reward_score.rlla_lab import corrupted_responses
+from verl.utils.reward_score.rlla_mutations import corrupted_responses
 
 REPOSITORY = "https://github.com/qiancheng0/ToolRL"
 COMMIT = "8cee13ec0ca72f0461da372a93a6fd8140dbb840"

@@ -29,8 +29,8 @@ from verl.data.tasks import TaskSet
 from verl.envs.base import Env, Judge, TaskChecker
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
+from verl.net.services import check_services
 from verl.registry import option
-from verl.services import check_services
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 _console = Console(width=120)

@@ -38,8 +38,8 @@ from verl.data.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
-from verl.files import replacing
-from verl.utils.reward_score.parsing import parse_gold
+from verl.formats.toolrl_text import parse_gold
+from verl.system.files import replacing
 
 DEFAULT_INPUT = "dataset/rlla_4k_raw/rlla_rl.json"
 _WRITE_ROWS = 1000

@@ -41,8 +41,8 @@ from verl.config.load import load_config  # noqa: E402
 from verl.config.schema import RunConfig  # noqa: E402
 from verl.config.show import as_yaml  # noqa: E402
 from verl.errors import ConfigError, VerlError  # noqa: E402
-from verl.files import replacing  # noqa: E402
-from verl.lock import alone_in  # noqa: E402
+from verl.system.files import replacing  # noqa: E402
+from verl.system.lock import alone_in  # noqa: E402
 from verl.tracking.jsonl import read_rows  # noqa: E402
 
 INSTALL_PLOT = "install it with: pip install -r scripts/requirements/plot.txt, or pip install 'toolrl[plot]'"

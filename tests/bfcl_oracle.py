@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from verl.kit.bfcl.reward import read_key
+from verl.kit.lab.__main__ import as_trajectory
 from verl.types import Task, ToolCall, Trajectory
-from verl.utils.reward_score.bfcl import read_key
-from verl.utils.reward_score.lab import as_trajectory
 
 Verdict = Callable[[list[Any], Sequence[ToolCall], list[Any]], bool]
 

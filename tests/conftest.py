@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from verl.kit.doctor.versions import find_gpus, find_installed
 from verl.utils.reward_score import rlla
-from verl.utils.versions import find_gpus, find_installed
 
 pytest_plugins = ["tests.chaos.results"]  # its options
 ROOT = Path(__file__).parents[1]

@@ -10,14 +10,14 @@ from functools import cache
 from transformers import AutoTokenizer
 
 from tests.tiny import MINI
+from verl.chat.template import ChatTemplate
 from verl.config.schema import SandboxConfig
-from verl.data.chat import ChatTemplate
-from verl.evaluation.base import Benchmark, Category
-from verl.evaluation.handlers import env_of
+from verl.episodes.group import GroupRollout
+from verl.kit.evaluation.benchmark import Benchmark, Category
+from verl.kit.evaluation.handlers import env_of
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
-from verl.trainer.build_env import build_episode_runner, prompt_fn
+from verl.scoring.pool import DirectScorer
+from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 

@@ -15,23 +15,23 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
-from verl.rollout.scoring import DirectScorer
+from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.evaluation.online import OnlineEvaluator
+from verl.kit.replay.record import Recorder
+from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.build import build_trainer, load_inputs
-from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_workers import start_workers
-from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.collapse import CollapseWatch
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.run import build_trainer, load_inputs
+from verl.trainer.builders.workers import start_workers
 from verl.trainer.loop import TrainingRun, TrainingRunConfig
-from verl.trainer.online_eval import OnlineEvaluator
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.record import Recorder
 from verl.trainer.validate import Validator
 from verl.utils.reward_score.rewards import build_rewards
 

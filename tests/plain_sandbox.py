@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verl.sandbox.base import Execution, Limits, Status
+from verl.envs.sandbox import Execution, Limits, Status
 
 SESSION = """
 import base64, contextlib, io, json, sys, traceback

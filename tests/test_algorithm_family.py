@@ -12,24 +12,24 @@ import torch
 
 from tests.conftest import ROOT
 from verl.algorithms import ALGORITHMS, GROUP_FREE, WITH_CRITIC
-from verl.algorithms.advantage import AdvantageInputs, Turns, returns_to_go
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.cispo import weight_clipped
-from verl.algorithms.clip_cov import clipped_unless_selected, within_bounds
-from verl.algorithms.dr_grpo import group_centered
-from verl.algorithms.gigpo import gigpo
-from verl.algorithms.gmpo import geometric_mean
-from verl.algorithms.gpg import gpg
-from verl.algorithms.gspo import sequence_clipped
-from verl.algorithms.kl_cov import largest, penalty_where_selected
-from verl.algorithms.opo import opo
+from verl.algorithms.estimators.advantage import AdvantageInputs, Turns, returns_to_go
+from verl.algorithms.estimators.dr_grpo import group_centered
+from verl.algorithms.estimators.gigpo import gigpo
+from verl.algorithms.estimators.gpg import gpg
+from verl.algorithms.estimators.opo import opo
+from verl.algorithms.estimators.pass_at_k import pass_at_k
+from verl.algorithms.estimators.reinforce_pp import reinforce_pp
+from verl.algorithms.estimators.remax import remax
+from verl.algorithms.estimators.rloo import rloo
+from verl.algorithms.losses.cispo import weight_clipped
+from verl.algorithms.losses.clip_cov import clipped_unless_selected, within_bounds
+from verl.algorithms.losses.gmpo import geometric_mean
+from verl.algorithms.losses.gspo import sequence_clipped
+from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
+from verl.algorithms.losses.policy_loss import LossInputs, PolicyLoss, covariances, policy_gradient, sample_means
+from verl.algorithms.losses.sapo import soft_gated
 from verl.algorithms.overlong import Overlong
-from verl.algorithms.pass_at_k import pass_at_k
-from verl.algorithms.policy_loss import LossInputs, PolicyLoss, covariances, policy_gradient, sample_means
-from verl.algorithms.reinforce_pp import reinforce_pp
-from verl.algorithms.remax import remax
-from verl.algorithms.rloo import rloo
-from verl.algorithms.sapo import soft_gated
 from verl.algorithms.table import markdown, presets, row
 
 ANY = torch.Generator()

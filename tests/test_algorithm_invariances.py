@@ -18,12 +18,12 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLPlacement
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.gigpo import gigpo
-from verl.algorithms.policy_loss import token_loss
+from verl.algorithms.estimators.gigpo import gigpo
+from verl.algorithms.losses.policy_loss import token_loss
 from verl.algorithms.table import presets
-from verl.batch import PackedBatch
-from verl.data.packing import assign, make_units, mask_tensor, pack
-from verl.trainer.experience import Experience, build_experience, with_metric_weights, with_selected, with_weights
+from verl.batch.experience import Experience, build_experience, with_metric_weights, with_selected, with_weights
+from verl.batch.packed import PackedBatch
+from verl.batch.packing import assign, make_units, mask_tensor, pack
 from verl.types import Sample
 from verl.workers.policy_worker import policy_loss
 

@@ -19,10 +19,10 @@ import pytest
 from tests.local_run import local_trainer
 from tests.tiny import MINI, run_words
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.policy_loss import policy_gradient
+from verl.algorithms.losses.policy_loss import policy_gradient
 from verl.config.load import load_config
 from verl.config.schema import AlgorithmConfig
-from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.ppo import PPOTrainer
 
 PROMPTS, STEPS, LONGEST = 8, 4, 64

@@ -13,10 +13,10 @@ from functools import partial
 import pytest
 import torch
 
-from verl.algorithms.advantage import AdvantageInputs
 from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.policy_loss import LossInputs
+from verl.algorithms.estimators.advantage import AdvantageInputs
+from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.table import presets
 
 OLD = (-0.2, -5.0, -2.0)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.conftest import real_data
-from verl.algorithms.advantage import (
+from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.correction import Correction, Level, token_weights
+from verl.algorithms.estimators.advantage import (
     AdvantageEstimator,
     AdvantageInputs,
     gae,
@@ -23,24 +25,22 @@ from verl.algorithms.advantage import (
     reinforce_pp_baseline,
     whitened,
 )
-from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.algorithms.cispo import weight_clipped
-from verl.algorithms.clip_cov import clipped_unless_selected
-from verl.algorithms.correction import Correction, Level, token_weights
-from verl.algorithms.dr_grpo import group_centered
-from verl.algorithms.gmpo import geometric_mean
-from verl.algorithms.gpg import gpg
-from verl.algorithms.gspo import sequence_clipped
+from verl.algorithms.estimators.dr_grpo import group_centered
+from verl.algorithms.estimators.gpg import gpg
+from verl.algorithms.estimators.opo import opo
+from verl.algorithms.estimators.pass_at_k import pass_at_k
+from verl.algorithms.estimators.reinforce_pp import reinforce_pp
+from verl.algorithms.estimators.remax import remax
+from verl.algorithms.estimators.rloo import rloo
 from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
-from verl.algorithms.kl_cov import largest, penalty_where_selected
-from verl.algorithms.opo import opo
-from verl.algorithms.pass_at_k import pass_at_k
-from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
-from verl.algorithms.reinforce_pp import reinforce_pp
-from verl.algorithms.remax import remax
-from verl.algorithms.rloo import rloo
-from verl.algorithms.sapo import soft_gated
-from verl.algorithms.value_loss import clipped_value_loss
+from verl.algorithms.losses.cispo import weight_clipped
+from verl.algorithms.losses.clip_cov import clipped_unless_selected
+from verl.algorithms.losses.gmpo import geometric_mean
+from verl.algorithms.losses.gspo import sequence_clipped
+from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
+from verl.algorithms.losses.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
+from verl.algorithms.losses.sapo import soft_gated
+from verl.algorithms.losses.value_loss import clipped_value_loss
 
 
 class Published:

@@ -12,9 +12,9 @@ import pytest
 from tests.local_run import local_trainer
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
+from verl.batch.experience import Experience
 from verl.config.load import load_config
 from verl.tracking.names import known
-from verl.trainer.experience import Experience
 from verl.trainer.metrics import Metrics
 from verl.trainer.ppo import PPOTrainer
 

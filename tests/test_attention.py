@@ -13,7 +13,7 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
 
-from verl.batch import Segment
+from verl.batch.packed import Segment
 from verl.errors import ConfigError
 from verl.workers import attention
 from verl.workers.attention import (

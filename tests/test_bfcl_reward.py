@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bfcl_oracle import ast_checker, gold_calls, spoiled, with_calls
-from verl.envs.bfcl_tasks import bfcl_rows
 from verl.errors import DataError
-from verl.evaluation.bfcl import LIVE_AST, NON_LIVE_AST, single_turn_tasks
+from verl.kit.bfcl.benchmark import LIVE_AST, NON_LIVE_AST, single_turn_tasks
+from verl.kit.bfcl.reward import BfclReward
+from verl.kit.bfcl.tasks import bfcl_rows
+from verl.kit.lab.__main__ import as_trajectory
 from verl.types import Message, Score, Task, ToolCall
 from verl.utils.reward_score import build_reward
-from verl.utils.reward_score.bfcl import BfclReward
-from verl.utils.reward_score.lab import as_trajectory
 
 STAGES = ("names", "parameters", "types", "values")
 BOOK = {

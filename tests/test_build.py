@@ -19,33 +19,34 @@ from transformers import ByT5Tokenizer
 
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.advantage import gae
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
+from verl.algorithms.estimators.advantage import gae
+from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.filters import FILTERS, name_of
-from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.overlong import Overlong
-from verl.algorithms.policy_loss import clipped
-from verl.algorithms.ppo import PPO
+from verl.batch.demonstrations import read_demonstrations
+from verl.batch.demonstrations import to_samples as to_demonstration_samples
+from verl.batch.samples import to_samples
 from verl.config.load import load_config
 from verl.config.schema import _NAMES, AlgorithmConfig, CorrectionConfig, ModelConfig
-from verl.data.samples import to_samples
-from verl.data.sft import read_demonstrations
-from verl.data.sft import to_samples as to_demonstration_samples
 from verl.data.tasks import TaskSet
+from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
 from verl.registry import resolve
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
 from verl.rollout.hf_engine import load_hf_engine
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
+from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer import main_ppo, main_sft
-from verl.trainer.build import (
+from verl.trainer.builders.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
+from verl.trainer.builders.run import (
     load_chat_template,
     load_tasks,
     rollout_settings,
@@ -53,8 +54,7 @@ from verl.trainer.build import (
     train_sampling,
     val_sampling,
 )
-from verl.trainer.build_algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
-from verl.trainer.build_workers import (
+from verl.trainer.builders.workers import (
     Workers,
     abs_paths,
     check_device,
@@ -123,7 +123,7 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "from dataclasses import replace\nfrom verl.algorithms.correction import Correction\n"
-        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(is_cap=5.0))\n"
+        "from verl.algorithms.estimators.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(is_cap=5.0))\n"
     )
     for stale in (0, 1):
         assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(is_cap=5.0)
@@ -163,7 +163,7 @@ def test_a_bound_beside_a_ratio_that_corrects_by_itself_is_refused(tmp_path: Pat
     own = tmp_path / "own.py"
     own.write_text(
         "from dataclasses import replace\nfrom verl.algorithms.algorithm import OldLogprobs\n"
-        "from verl.algorithms.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
+        "from verl.algorithms.estimators.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
     )
     bound = CorrectionConfig(is_cap=3.0)
     asked = AlgorithmConfig("grpo", old_logprobs="rollout", correction=bound)

@@ -17,7 +17,7 @@ from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, to_row
 from verl.data.rows import read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import parse_gold
+from verl.formats.toolrl_text import parse_gold
 
 FUNCTION = {
     "name": "Market Trends API",

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.tiny import MINI
-from verl.data import bounds
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import build_tool_call_format
+from verl.chat import bounds
+from verl.chat.template import ChatTemplate
 from verl.errors import ConfigError, DataError
+from verl.formats.base import build_tool_call_format
 from verl.types import Message, ToolCall, ToolSpec
 
 TEMPLATES = ROOT / "tests" / "templates"

@@ -30,10 +30,10 @@ from tests.conftest import ROOT
 from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss
 from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.data.packing import assign, make_units, pack
+from verl.batch.packing import assign, make_units, pack
+from verl.checkpoint.checkpoint import CheckpointStore, kept, read_state
+from verl.checkpoint.manifest import Checkpoint, read_manifest, verify
 from verl.errors import ConfigError, DataError
-from verl.trainer.checkpoint import CheckpointStore, kept, read_state
-from verl.trainer.manifest import Checkpoint, read_manifest, verify
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
@@ -477,7 +477,7 @@ def test_kept_on_the_disk(tmp_path: Path) -> None:
 SAVES_FOREVER = """
 import sys, time
 from pathlib import Path
-from verl.trainer.checkpoint import CheckpointStore
+from verl.checkpoint.checkpoint import CheckpointStore
 store, step = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1), 0
 while True:
     step += 1
@@ -539,7 +539,7 @@ def test_a_kill_at_any_moment(tmp_path: Path) -> None:
 WRITES_ONE = """
 import sys
 from pathlib import Path
-from verl.trainer.checkpoint import CheckpointStore
+from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=0)
 with store.writing(int(sys.argv[2])) as unfinished:
     unfinished.write_state({})
@@ -561,7 +561,7 @@ FILLS_A_DISK = """
 import sys
 from pathlib import Path
 from verl.errors import DataError
-from verl.trainer.checkpoint import CheckpointStore
+from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]) / "run", keep_last=3, keep_best=0)
 for step in (10, 20):
     try:
@@ -579,7 +579,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from tests.test_checkpoint import TOKENIZER, make_engine, rank_packs, train
 from verl.errors import DataError
-from verl.trainer.checkpoint import CheckpointStore
+from verl.checkpoint.checkpoint import CheckpointStore
 from verl.workers.export import export_hf
 
 folder = Path(sys.argv[1])

@@ -17,9 +17,9 @@ import verl
 from tests.conftest import ROOT
 from verl.cli import COMMANDS, main
 from verl.config.schema import Config
-from verl.trainer import command
-from verl.trainer.command import CliArgs, run_cli
-from verl.utils import versions
+from verl.kit.doctor import versions
+from verl.trainer import cli as command
+from verl.trainer.cli import CliArgs, run_cli
 
 MINI = "model.path=embedded:model"
 NEED_TORCH = {
@@ -47,7 +47,7 @@ def test_every_runnable_module_has_a_command() -> None:
     files = (ROOT / "verl").rglob("*.py")
     runnable = {each for each in files if '\nif __name__ == "__main__":' in each.read_text(encoding="utf-8")}
     modules = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in runnable}
-    assert {each.removesuffix(".__main__") for each in modules} - {"verl.cli", "verl.watcher"} == {
+    assert {each.removesuffix(".__main__") for each in modules} - {"verl.cli", "verl.system.watcher"} == {
         command.module for command in COMMANDS.values()
     }
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.plain_sandbox import PlainSandbox
+from verl.envs.sandbox import Execution
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.build import build_tools
-from verl.envs.tools.python import MAX_PARSED_CHARS, printing_last
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.errors import ConfigError, DataError
-from verl.sandbox.base import Execution
+from verl.kit.sandbox.python_tool import MAX_PARSED_CHARS, printing_last
 from verl.types import Message, Task, ToolCall, ToolStatus
 
 Said = list[tuple[str, ToolStatus]]

@@ -21,8 +21,7 @@ from tests.local_run import local_fit, local_trainer
 from tests.tiny import run_words, save_tiny_model
 from verl.config.load import known_keys, load_config
 from verl.errors import ConfigError
-from verl.tracking.jsonl import read_rows
-from verl.trainer.collapse import (
+from verl.kit.collapse.collapse import (
     COLLAPSE_RULES,
     MAX_ROLLBACKS,
     WARM_UP,
@@ -33,6 +32,7 @@ from verl.trainer.collapse import (
     markdown,
     rules_for,
 )
+from verl.tracking.jsonl import read_rows
 from verl.types import TrajectoryGroup
 
 HEALTHY = {  # of a run that uses tools, in its first steps

@@ -13,29 +13,29 @@ from typing import Any
 import pytest
 import torch
 
-from verl.algorithms.advantage import gae
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
-from verl.algorithms.dapo import DAPO
-from verl.algorithms.dr_grpo import DR_GRPO
+from verl.algorithms.estimators.advantage import gae
+from verl.algorithms.estimators.dr_grpo import DR_GRPO
+from verl.algorithms.estimators.gigpo import GIGPO, gigpo
+from verl.algorithms.estimators.grpo import GRPO
+from verl.algorithms.estimators.reinforce_pp import REINFORCE_PP
+from verl.algorithms.estimators.remax import REMAX
 from verl.algorithms.filters import accuracy, grader_faults, length, name_of, passed, truncated, zero_variance
-from verl.algorithms.gigpo import GIGPO, gigpo
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.losses.dapo import DAPO
+from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.overlong import Overlong
-from verl.algorithms.ppo import PPO
-from verl.algorithms.reinforce_pp import REINFORCE_PP
-from verl.algorithms.remax import REMAX
-from verl.data.chat import ChatTemplate
+from verl.batch.experience import build_experience, turns_of
+from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.episodes.collection import NoTrainableGroupsError, StepGroups
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
 from verl.tracking.names import known
-from verl.trainer.collection import NoTrainableGroupsError, StepGroups
-from verl.trainer.experience import build_experience, turns_of
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.types import (
     Completion,
     FinishReason,

@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
-from verl.algorithms.advantage import grpo
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import name_of
 from verl.config.load import RECIPES, known_keys, load_config, load_plain
 from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
@@ -21,9 +21,9 @@ from verl.config.unused_keys import IN_A_CHAT
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.registry import resolve
-from verl.trainer.build import run_folder
-from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_workers import rank_spec
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.run import run_folder
+from verl.trainer.builders.workers import rank_spec
 
 
 def built(config: Config) -> Algorithm:

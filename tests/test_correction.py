@@ -16,8 +16,8 @@ from torch import Tensor
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, OldLogprobs
 from verl.algorithms.correction import UNBOUNDED, Correction, Level, TokenWeights, effective_sample_size, token_weights
-from verl.algorithms.grpo import GRPO
-from verl.algorithms.policy_loss import clipped
+from verl.algorithms.estimators.grpo import GRPO
+from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.table import presets
 from verl.workers.policy_worker import policy_loss
 

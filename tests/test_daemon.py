@@ -12,15 +12,15 @@ import threading
 import pytest
 
 from verl.config.schema import Config
-from verl.daemon import run_async, run_in_daemon_thread
-from verl.trainer.command import run_cli
+from verl.system.daemon import run_async, run_in_daemon_thread
+from verl.trainer.cli import run_cli
 
 _INTERRUPTED = """
 import signal, sys, threading
 from types import SimpleNamespace
 from verl.config.schema import Config
-from verl.daemon import run_async
-from verl.trainer.command import run_cli
+from verl.system.daemon import run_async
+from verl.trainer.cli import run_cli
 from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

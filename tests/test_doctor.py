@@ -1,4 +1,4 @@
-"""verl.doctor and verl.utils.versions: each fault is found and named, and nothing heavy is imported for it."""
+"""verl.kit.doctor.__main__ and verl.kit.doctor.versions: each fault is found and named, and nothing heavy is imported for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.sandbox_host import need_bubblewrap
-from verl import doctor
-from verl.utils import versions
-from verl.utils.versions import TESTED, TESTED_DEV, Check, Distribution
+from verl.kit.doctor import __main__ as doctor
+from verl.kit.doctor import versions
+from verl.kit.doctor.versions import TESTED, TESTED_DEV, Check, Distribution
 
 ROOT = Path(__file__).parents[1]
 GIB_IN_KIB = 1024**2
@@ -156,7 +156,7 @@ def fake_environment(folder: Path, found: dict[str, str]) -> dict[str, str]:
 
 
 def run_quick(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-S", "-m", "verl.doctor", "--quick"]
+    command = [sys.executable, "-S", "-m", "verl.kit.doctor", "--quick"]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -195,7 +195,7 @@ def test_quick_works_without_packaging(tmp_path: Path) -> None:
 
 
 def test_importing_the_doctor_loads_the_standard_library_alone() -> None:
-    code = "import sys, verl.doctor; print([m for m in sys.modules if m.split('.')[0] in %r])"
+    code = "import sys, verl.kit.doctor.__main__; print([m for m in sys.modules if m.split('.')[0] in %r])"
     heavy = sorted({*TESTED, *TESTED_DEV, "vllm", "yaml"})
     command = [sys.executable, "-c", code % (heavy,)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -24,25 +24,25 @@ from tests.local_run import local_fit, local_trainer
 from tests.test_checkpoint import on_a_small_disk
 from tests.test_run import final_weights, rows, run, start_code
 from tests.tiny import MINI, run_words, save_tiny_model
+from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.crash import crash_reported
+from verl.checkpoint.state import find_saved
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import DataError
-from verl.files import check_temporary
-from verl.signals import Ended, ending_on_signals
+from verl.kit.collapse.collapse import CollapseWatch
 from verl.single_controller.group import WorkerError
+from verl.system.files import check_temporary
+from verl.system.signals import Ended, ending_on_signals
 from verl.tracking.timers import PhaseTimer
-from verl.trainer.build import load_inputs
-from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.collapse import CollapseWatch
-from verl.trainer.command import CliArgs, run_cli
-from verl.trainer.crash import crash_reported
-from verl.trainer.state import find_saved
+from verl.trainer.builders.run import load_inputs
+from verl.trainer.cli import CliArgs, run_cli
 
 WAITS = """
 import sys, time
 from verl.config.schema import Config
-from verl.trainer.command import run_cli
+from verl.trainer.cli import run_cli
 def wait(words, console):
     print("waiting", flush=True)
     time.sleep(100)
@@ -129,9 +129,9 @@ KEPT = """
 import os, signal, sys, time
 from pathlib import Path
 from verl.config.schema import Config
-from verl.lock import alone_in
-from verl.signals import kept_signals
-from verl.trainer.command import run_cli
+from verl.system.lock import alone_in
+from verl.system.signals import kept_signals
+from verl.trainer.cli import run_cli
 def start():  # as Ray does
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 def end(seconds=0.5):
@@ -166,9 +166,10 @@ def test_a_signal_while_a_library_starts_ends_the_command_in_order(
 HANGS = """
 import os, psutil, signal, subprocess, sys, threading, time
 from verl.config.schema import Config
-from verl.trainer import command, deadline
-from verl.scratch import scratch_folder
-from verl.trainer.crash import crash_reported
+from verl.trainer import cli as command
+from verl.checkpoint import deadline
+from verl.system.scratch import scratch_folder
+from verl.checkpoint.crash import crash_reported
 from pathlib import Path
 deadline.SHUTDOWN_S = 2.0
 def watcher_of(folder):
@@ -219,7 +220,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer import build, command, deadline
+from verl.trainer.builders import run as build
+from verl.trainer import cli as command
+from verl.checkpoint import deadline
 deadline.SHUTDOWN_S = deadline.REGULAR_SHUTDOWN_S = 2.0
 def fail(*_):
     raise RuntimeError("the cause")
@@ -459,7 +462,8 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
 
 AT_A_MOMENT = """
 import sys, time
-from verl.trainer import learner, rollouts, validate
+from verl.trainer import learner, validate
+from verl.episodes import manager as rollouts
 from verl.trainer.main_ppo import main
 moment = sys.argv[1]
 kinds = {"rollout": rollouts.RolloutManager, "update": learner.Learner, "validation": validate.Validator}

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from verl.data.chat import ChatTemplate
+from verl.chat.template import ChatTemplate
+from verl.episodes.group import GroupRollout
 from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
 from verl.rollout.pool import EnginePool, OnWeightSync
-from verl.rollout.scoring import DirectScorer
+from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
-from verl.trainer.weights import StaleEngineError, WeightSync
+from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.types import Completion, FinishReason, Message, Sample, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.episodes import Played, call, calls, play, run, say
-from verl.envs.bfcl import _MODULES, MAX_STEPS, Api, BfclFactory, _documented
-from verl.envs.bfcl_tasks import CATEGORIES, FAULTY, Category, bfcl_tasks
 from verl.envs.registry import build_env_factory
 from verl.errors import ConfigError
+from verl.kit.bfcl.env import _MODULES, MAX_STEPS, Api, BfclFactory, _documented
+from verl.kit.bfcl.tasks import CATEGORIES, FAULTY, Category, bfcl_tasks
 from verl.types import Message, Score, Task, ToolCall, ToolStatus
 
 pytest.importorskip("bfcl_eval", reason="needs the optional package bfcl-eval (pip install --no-deps bfcl-eval)")

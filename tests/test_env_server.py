@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.episodes import Played, call, calls, play, say
-from verl.envs import server as env_server
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import build_env_factory, build_tasks
-from verl.envs.remote import Batcher, RemoteFactory
-from verl.envs.server import Episodes, build_app
-from verl.envs.wire import MAX_ITEMS, Answer, CreateRequest, Step, Verdict
 from verl.errors import ConfigError, ServiceDownError
+from verl.kit.env_server import server as env_server
+from verl.kit.env_server.client import Batcher, RemoteFactory
+from verl.kit.env_server.server import Episodes, build_app
+from verl.kit.env_server.wire import MAX_ITEMS, Answer, CreateRequest, Step, Verdict
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 JSON = st.recursive(
@@ -83,7 +83,7 @@ def server(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "verl.envs.server", "--port", port, *arguments]
+    command = [sys.executable, "-m", "verl.kit.env_server.server", "--port", port, *arguments]
     process = subprocess.Popen(command, cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -311,7 +311,7 @@ def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
         await remote.close()
 
     asyncio.run(use())
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.envs.remote"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.kit.env_server.client"]
     assert warning.startswith("environment server http://127.0.0.1:1: ConnectError")
 
 
@@ -547,6 +547,6 @@ def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
 def test_wrong_settings_are_told() -> None:
     with pytest.raises(ConfigError, match="names no server"):
         build_env_factory("remote", {"urls": []})
-    command = [sys.executable, "-m", "verl.envs.server", "--env", "shopp"]
+    command = [sys.executable, "-m", "verl.kit.env_server.server", "--env", "shopp"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 2 and "did you mean 'shop'" in found.stderr

@@ -18,23 +18,23 @@ from tests.test_chat import TEMPLATES, with_template
 from tests.test_env_tau2 import small_domain, small_task
 from tests.test_episode import Speaker
 from tests.tiny import MINI
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import build_tool_call_format
-from verl.data.formats.prompt import load_template
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
-from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import shop_tasks
 from verl.envs.task_envs import TaskEnvs
-from verl.envs.tau2.env import Tau2Factory
+from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError, DataError
+from verl.formats.base import build_tool_call_format
+from verl.formats.prompt import load_template
+from verl.kit.bfcl.tasks import bfcl_tasks
+from verl.kit.tau2.env import Tau2Factory
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeRunner
 from verl.trainer import main_generation, main_ppo
-from verl.trainer.build import load_inputs
-from verl.trainer.build_env import build_episode_runner, check_names, prompt_fn, prompt_record, turn_limit
+from verl.trainer.builders.env import build_episode_runner, check_names, prompt_fn, prompt_record, turn_limit
+from verl.trainer.builders.run import load_inputs
 from verl.types import Message, Task, Trajectory
 
 CHAT = ("env.name=tool", "env.tool_call_format=hermes")

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from tests.conftest import real_data
 from tests.episodes import call, calls, play, run, say
 from verl.envs.clock import EnvTimer
-from verl.envs.functions import Toolbox
 from verl.envs.registry import build_env_factory
-from verl.envs.tau2.common import calculate
-from verl.envs.tau2.database import Database
-from verl.envs.tau2.env import Domain, Tau2Env, Tau2Factory, replay
-from verl.envs.tau2.retail import RetailTools
-from verl.envs.tau2.tasks import tau2_tasks
-from verl.envs.tau2.users import ChatUser, ScriptedUser
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.functions import Toolbox
 from verl.errors import ConfigError, ServiceDownError
+from verl.kit.tau2.common import calculate
+from verl.kit.tau2.database import Database
+from verl.kit.tau2.env import Domain, Tau2Env, Tau2Factory, replay
+from verl.kit.tau2.retail import RetailTools
+from verl.kit.tau2.tasks import tau2_tasks
+from verl.kit.tau2.users import ChatUser, ScriptedUser
 from verl.types import Message, Score, Task, ToolCall, ToolStatus
 
 ADDRESS = {"address1": "1 A St", "address2": "", "city": "Rome", "state": "NY", "country": "USA", "zip": "10001"}
@@ -355,7 +355,7 @@ async def chat_with(url: str, do: Callable[[ChatUser], Awaitable[Any]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.envs.tau2.users._PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("verl.kit.tau2.users._PAUSES_S", (0.0, 0.0))
 
 
 def test_a_user_that_does_not_answer_is_a_service_that_is_down() -> None:
@@ -417,7 +417,7 @@ def test_what_a_user_takes_is_not_the_agents_time() -> None:
 def test_a_slow_endpoint_is_warned_of_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("verl.envs.tau2.users._CHECK_S", 0.05)
+    monkeypatch.setattr("verl.kit.tau2.users._CHECK_S", 0.05)
     with endpoint(["Hi."], after_s=0.5) as (url, _):
         asyncio.run(chat_with(url, lambda user: user.check_services()))
     assert "no answer within 0.05 s" in caplog.text

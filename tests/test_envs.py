@@ -11,9 +11,9 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from tests.episodes import call, calls, run, say
-from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.functions import Toolbox, answer_calls
 from verl.envs.tools.signature import read_signature
 from verl.errors import ConfigError
 from verl.types import Message, Task, ToolCall, ToolStatus

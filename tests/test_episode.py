@@ -16,22 +16,22 @@ from transformers import AutoTokenizer
 
 from tests.eval_play import chat as chat_that_lists_tools
 from tests.tiny import MINI
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
-from verl.data.observation_tokenizer import Cut, ObservationTokenizer
-from verl.data.samples import to_samples
+from verl.batch.samples import to_samples
+from verl.chat.observations import Cut, ObservationTokenizer
+from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
 from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.function import tool
 from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
 from verl.errors import DataError, EngineError, ServiceDownError
+from verl.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeLimits, EpisodeRunner
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer, Fault
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer, Fault
 from verl.trainer.metrics import tool_metrics
 from verl.types import (
     Completion,

@@ -11,10 +11,10 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, scores
-from verl.data.formats.base import ParseError, build_tool_call_format
 from verl.errors import ConfigError, DataError
-from verl.evaluation.api_bank import api_bank
-from verl.evaluation.base import BenchmarkContext
+from verl.formats.base import ParseError, build_tool_call_format
+from verl.kit.api_bank.benchmark import api_bank
+from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 GOLD = {"name": "Add", "parameters": {"a": "1", "b": ["x"]}}

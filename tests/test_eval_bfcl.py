@@ -15,19 +15,19 @@ from tests.bfcl_oracle import gold_calls, with_calls
 from tests.episodes import play, say
 from tests.eval_play import chat, foretold
 from verl.config.schema import SandboxConfig
-from verl.data.formats.base import Calls, ParseError, build_tool_call_format
-from verl.envs import bfcl_tasks
-from verl.envs.bfcl import MAX_STEPS, Api
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Benchmark, BenchmarkContext, Category
-from verl.evaluation.bfcl import AGGREGATES, ANY, FAULTY, LIVE_AST, NO_CALL, NON_LIVE_AST, SINGLE_TURN, bfcl
-from verl.evaluation.handlers import env_of
-from verl.evaluation.registry import build_benchmarks
+from verl.formats.base import Calls, ParseError, build_tool_call_format
+from verl.kit.bfcl import tasks as bfcl_tasks
+from verl.kit.bfcl.benchmark import AGGREGATES, ANY, FAULTY, LIVE_AST, NO_CALL, NON_LIVE_AST, SINGLE_TURN, bfcl
+from verl.kit.bfcl.env import MAX_STEPS, Api
+from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category
+from verl.kit.evaluation.handlers import env_of
+from verl.kit.evaluation.registry import build_benchmarks
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.build_env import build_episode_runner
+from verl.trainer.builders.env import build_episode_runner
 from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score import build_reward
 

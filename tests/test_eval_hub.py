@@ -15,9 +15,9 @@ from huggingface_hub import close_session
 from tests.eval_play import category
 from tests.service import free_port, service
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import BenchmarkContext
-from verl.evaluation.math import math
-from verl.evaluation.search import bamboogle, search
+from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.qa.math import math
+from verl.kit.qa.search import bamboogle, search
 from verl.types import Task
 
 ELSEWHERE: Mapping[str, Any] = {"retriever": "http", "urls": "http://127.0.0.1:9/retrieve"}

@@ -10,11 +10,11 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, groups
-from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import BenchmarkContext
-from verl.evaluation.handlers import env_of
-from verl.evaluation.math import math
+from verl.formats.base import build_tool_call_format
+from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.evaluation.handlers import env_of
+from verl.kit.qa.math import math
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.math import same_answer

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from tests.conftest import real_data
 from tests.eval_play import category, groups, scores
 from tests.service import free_port, service
-from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.evaluation.base import BenchmarkContext
-from verl.evaluation.search import bamboogle, search
-from verl.services import check_services
+from verl.formats.base import build_tool_call_format
+from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.qa.search import bamboogle, search
+from verl.net.services import check_services
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
 from verl.utils.reward_score import qa
 from verl.utils.reward_score.base import build_reward
@@ -123,7 +123,7 @@ def test_an_episode_searches_and_answers(tmp_path: Path, tool_call_format: str) 
 def test_a_server_of_passages_can_be_searched_instead(tmp_path: Path) -> None:
     of, port = corpus(tmp_path), free_port()
     passages = str(tmp_path / "wiki_passages.jsonl")
-    command = ("-m", "verl.envs.tools.retrieval_server", "--corpus", passages, "--port", str(port))
+    command = ("-m", "verl.kit.retrieval.server", "--corpus", passages, "--port", str(port))
     with service(*command, url=f"http://127.0.0.1:{port}/health"):
         elsewhere = {"retriever": "http", "urls": f"http://127.0.0.1:{port}/retrieve", "topk": 1}
         benchmark = bamboogle(BenchmarkContext(of.data_dir, search=elsewhere))

@@ -11,10 +11,10 @@ import pytest
 
 from tests.conftest import real_data
 from tests.eval_play import category, foretold, groups, scores
-from verl.data.formats.base import build_tool_call_format
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import BenchmarkContext
-from verl.evaluation.tau2 import tau2
+from verl.formats.base import build_tool_call_format
+from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.tau2.benchmark import tau2
 from verl.types import Task, ToolCall
 
 

@@ -23,26 +23,26 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
+from verl.chat.template import ChatTemplate
 from verl.config.schema import EvalConfig
-from verl.data.chat import ChatTemplate
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.evaluation.files import find_file, numbered_rows
-from verl.evaluation.handlers import env_of, tool_call_format_of
-from verl.evaluation.records import Records
-from verl.evaluation.registry import build_benchmarks, check_names
-from verl.evaluation.report import Evaluated, comparison_of, result_of
-from verl.evaluation.runner import Runner
-from verl.evaluation.stats import aggregate, estimate
-from verl.evaluation.tables import comparison_grid, result_grid
+from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.evaluate import _scorer, caveats, check_faults
+from verl.kit.evaluation.files import find_file, numbered_rows
+from verl.kit.evaluation.handlers import env_of, tool_call_format_of
+from verl.kit.evaluation.records import Records
+from verl.kit.evaluation.registry import build_benchmarks, check_names
+from verl.kit.evaluation.report import Evaluated, comparison_of, result_of
+from verl.kit.evaluation.runner import Runner
+from verl.kit.evaluation.stats import aggregate, estimate
+from verl.kit.evaluation.tables import comparison_grid, result_grid
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
-from verl.rollout.scoring_process import ScoringLimits
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.evaluate import _scorer, caveats, check_faults
+from verl.scoring.pool import DirectScorer
+from verl.scoring.process import ScoringLimits
 from verl.trainer.main_eval import main
-from verl.trainer.rollouts import RewardFaultError
 from verl.types import Message, Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards
 
@@ -406,7 +406,7 @@ def test_the_limits_of_a_reward_can_be_set(
 
 def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ScoringLimits] = []
-    monkeypatch.setattr("verl.trainer.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
+    monkeypatch.setattr("verl.kit.evaluation.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
     asked = EvalConfig(reward_timeout_s=7.0, reward_memory_mib=8192, reward_fault_policy="infrastructure")
     for config in (EvalConfig(), asked):
         _scorer(config, EpisodeConfig("math"))
@@ -557,7 +557,7 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("verl.trainer.evaluate.standalone_engine", refuse)
+    monkeypatch.setattr("verl.kit.evaluation.evaluate.standalone_engine", refuse)
     assert main(words(model, tmp_path, f"compare={model}")) == 0
     assert result(tmp_path) == first
     (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.data.packing import assign, make_units, pack
+from verl.batch.packing import assign, make_units, pack
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings, learning_rate_factor

@@ -24,7 +24,7 @@ from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerError
 from verl.tracking.jsonl import read_rows
-from verl.trainer.build import built, load_inputs
+from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.loop import TrainingRun
 
 pytestmark = pytest.mark.slow

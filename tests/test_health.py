@@ -19,11 +19,11 @@ import pytest
 from tests.episodes import say
 from tests.service import free_port, service
 from verl.envs.registry import build_tasks
-from verl.envs.remote import RemoteFactory
-from verl.envs.tools.http_retriever import HttpRetriever
 from verl.errors import ServiceDownError
-from verl.health import TICKS, HealthWatch
-from verl.sandbox.client import RemoteSandbox
+from verl.kit.env_server.client import RemoteFactory
+from verl.kit.retrieval.http_retriever import HttpRetriever
+from verl.kit.sandbox.client import RemoteSandbox
+from verl.net.health import TICKS, HealthWatch
 
 TIMEOUT_S = 1.5
 PROCESS_S = 4.0  # where servers are processes, which a busy machine may hold up
@@ -180,7 +180,9 @@ def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() ->
             raise AssertionError("it is not used again")
         await remote.close()
 
-    with service("-m", "verl.envs.server", "--env", "shop", "--port", str(port), url=f"{url}/health") as process:
+    with service(
+        "-m", "verl.kit.env_server.server", "--env", "shop", "--port", str(port), url=f"{url}/health"
+    ) as process:
         run(scene(process.pid))
 
 
@@ -189,7 +191,7 @@ def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
     urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def command(port: int) -> list[str]:
-        return ["-m", "verl.sandbox.server", "--isolation", "none", "--workers", "1", "--port", str(port)]
+        return ["-m", "verl.kit.sandbox.server", "--isolation", "none", "--workers", "1", "--port", str(port)]
 
     async def scene(pid: int) -> None:
         alone = RemoteSandbox(urls[:1], patience_s=PROCESS_S, health_timeout_s=PROCESS_S)
@@ -224,7 +226,7 @@ def test_a_retriever_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     corpus.write_bytes(gzip.compress(json.dumps({"id": 0, "contents": "Rome"}).encode()))
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}/retrieve" for port in ports]
-    module = ("-m", "verl.envs.tools.retrieval_server", "--corpus", str(corpus), "--port")
+    module = ("-m", "verl.kit.retrieval.server", "--corpus", str(corpus), "--port")
 
     async def scene(pid: int) -> None:
         both = HttpRetriever(urls, timeout_s=300.0, health_timeout_s=PROCESS_S)

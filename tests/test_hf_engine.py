@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.test_packing import VOCABULARY, tiny_model
 from tests.weight_sync import sync
-from verl.data.packing import make_units, pack
+from verl.batch.packing import make_units, pack
 from verl.errors import EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine

@@ -10,10 +10,10 @@ from tests.conftest import ROOT, real_data
 from tests.test_tasks import example, row, write_jsonl
 from verl.data.rlla import dialogue, to_row
 from verl.data.tasks import to_task
+from verl.formats.toolrl_text import render_response
+from verl.kit.lab.__main__ import GOLD, LabReward, main, try_reward
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score import Mutation, build_reward
-from verl.utils.reward_score.lab import GOLD, LabReward, main, try_reward
-from verl.utils.reward_score.parsing import render_response
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward
 
 CALL_TASK = to_task(row(), "call")
@@ -131,7 +131,7 @@ def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.Ca
 def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verl.utils.reward_score.lab import as_trajectory
+    from verl.kit.lab.__main__ import as_trajectory
 
     reward = build_reward("tests.test_lab:count_letters")
     assert reward.score(as_trajectory(CALL_TASK, "four"), CALL_TASK, 0) == Score(4.0, {"score": 4.0})

@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from verl import lock
 from verl.errors import ConfigError, DataError
-from verl.lock import alone_in
+from verl.system import lock
+from verl.system.lock import alone_in
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from verl.lock import alone_in
+from verl.system.lock import alone_in
 with alone_in(Path(sys.argv[1])):
     print(os.getpid(), flush=True)
     time.sleep(float(sys.argv[2]))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.algorithm import KLTerm
-from verl.algorithms.grpo import GRPO
-from verl.data.packing import make_units, pack
+from verl.algorithms.estimators.grpo import GRPO
+from verl.batch.packing import make_units, pack
 from verl.workers import logprobs
 from verl.workers.logprobs import token_logprobs
 from verl.workers.model import PackedPolicy

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_chat import format_of, text_of, with_template
-from verl.data.formats.base import build_tool_call_format
-from verl.data.formats.prompt import numbered_tools
+from verl.batch.demonstrations import read_demonstrations
+from verl.chat.observations import ObservationTokenizer
 from verl.data.messages import as_openai, read_messages, read_tools
-from verl.data.observation_tokenizer import ObservationTokenizer
-from verl.data.sft import read_demonstrations
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.base import Observation
 from verl.envs.single_turn import SingleTurnEnv
 from verl.errors import ConfigError, DataError
+from verl.formats.base import build_tool_call_format
+from verl.formats.prompt import numbered_tools
 from verl.types import Message, Task, ToolCall
 
 WEATHER: dict[str, Any] = {

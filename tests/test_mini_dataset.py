@@ -20,7 +20,7 @@ from scripts.mini.tools import read_tools
 from scripts.mini.values import split_values
 from tests.conftest import ROOT
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, SCHEMA
-from verl.utils.reward_score.parsing import THINK, THINK_END, parse_gold
+from verl.formats.toolrl_text import THINK, THINK_END, parse_gold
 from verl.utils.reward_score.rlla import compute_score
 
 MINI = ROOT / "dataset" / "mini"

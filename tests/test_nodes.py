@@ -14,7 +14,7 @@ from tests.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import RayGroup
-from verl.trainer.build import built, load_inputs
+from verl.trainer.builders.run import built, load_inputs
 
 pytestmark = pytest.mark.slow
 

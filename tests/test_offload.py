@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.test_fsdp_engine import policy_loss
 from tests.test_packing import random_samples, tiny_model
-from verl.data.packing import make_units, pack
-from verl.transfer.memory import SharedMemory
+from verl.batch.packing import make_units, pack
+from verl.transfer.shared_memory import SharedMemory
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers

@@ -10,19 +10,19 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.tiny import MINI
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import Config, EnvConfig
-from verl.data.chat import ChatTemplate
+from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
-from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.online import OnlineEvaluator, build_online_eval, eval_env
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer
 from verl.tracking.names import known
 from verl.trainer import main_ppo
 from verl.trainer.loop import TrainingRun
-from verl.trainer.online_eval import OnlineEvaluator, build_online_eval, eval_env
 from verl.types import Completion, FinishReason, Message, Task
 from verl.utils.reward_score.base import build_reward
 

@@ -13,19 +13,19 @@ import pytest
 from tests.local_run import local_fit, local_trainer
 from tests.test_online_eval import sums
 from tests.tiny import MINI, run_words, save_tiny_model
+from verl.batch.demonstrations import read_demonstrations
 from verl.config.load import load_config, load_plain
 from verl.config.schema import EvalConfig
-from verl.data.sft import read_demonstrations
+from verl.data.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
 from verl.data.tasks import TaskSet
-from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.errors import ConfigError, DataError
-from verl.evaluation.base import BenchmarkContext, Category, EpisodeConfig
-from verl.evaluation.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
-from verl.evaluation.registry import build_benchmarks
-from verl.trainer.build import load_inputs
-from verl.trainer.build_sft import tasks_of
-from verl.trainer.collapse import CollapseWatch
-from verl.trainer.evaluate import _trained_on
+from verl.kit.bfcl.tasks import bfcl_tasks
+from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.evaluation.benchmark import BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.evaluate import _trained_on
+from verl.kit.evaluation.registry import build_benchmarks
+from verl.trainer.builders.run import load_inputs
+from verl.trainer.builders.sft import tasks_of
 from verl.trainer.main_eval import main
 from verl.types import Message, Task
 

@@ -100,7 +100,7 @@ def test_every_recipe_and_prompt_of_an_installed_wheel_is_found(installed: Path,
     code = """
 import sys
 from verl.config.load import load_config
-from verl.data.formats.prompt import load_template
+from verl.formats.prompt import load_template
 for word in sys.argv[1:]:
     path = word.split("/")
     load_config([f"recipe={path[-1]}"]) if path[0] == "recipe" else load_template(path[-1], "")

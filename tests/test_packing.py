@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from verl.data.packing import assign, make_units, pack
+from verl.batch.packing import assign, make_units, pack
 from verl.errors import ConfigError
 from verl.types import Sample
 from verl.workers.attention import PACKED, register

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.conftest import ROOT
 from tests.test_hf_engine import generate, trainer_logprobs
 from tests.test_packing import random_samples
-from verl.data.packing import make_units, pack
+from verl.batch.packing import make_units, pack
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine

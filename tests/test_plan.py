@@ -26,19 +26,14 @@ from transformers import (
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
-from verl.batch import PackedBatch, Segment
+from verl.batch.packed import PackedBatch, Segment
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
-from verl.plan import expand_shorthands, main
-from verl.single_controller.local import LocalGroup
-from verl.tracking.flops import DEVICES, find_device
-from verl.trainer.build import build_meter, episode_runner_of, load_chat_template
-from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.build_env import prompt_fn
-from verl.trainer.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
-from verl.trainer.plan import (
+from verl.kit.plan.__main__ import expand_shorthands, main
+from verl.kit.plan.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
+from verl.kit.plan.plan import (
     Lengths,
     Plan,
     build_plan,
@@ -49,7 +44,12 @@ from verl.trainer.plan import (
     read_shape,
     shape_of,
 )
-from verl.trainer.plan_show import format_peak
+from verl.kit.plan.show import format_peak
+from verl.single_controller.local import LocalGroup
+from verl.tracking.flops import DEVICES, find_device
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.env import prompt_fn
+from verl.trainer.builders.run import build_meter, episode_runner_of, load_chat_template
 from verl.workers import attention
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings

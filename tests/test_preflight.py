@@ -15,16 +15,16 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
 from verl.data.tasks import TaskSet
+from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
+from verl.kit.plan.plan import Lengths, build_plan, find_hardware, read_lengths
+from verl.kit.preflight.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.trainer.build import load_chat_template, load_inputs
+from verl.scoring.pool import DirectScorer
+from verl.trainer.builders.run import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
-from verl.trainer.plan import Lengths, build_plan, find_hardware, read_lengths
-from verl.trainer.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards, build_rewards

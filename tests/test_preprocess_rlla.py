@@ -15,7 +15,7 @@ from tests.conftest import real_data
 from tests.test_tasks import example
 from verl.data.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from verl.data.rows import read_rows
-from verl.utils.reward_score.parsing import render_response
+from verl.formats.toolrl_text import render_response
 
 
 def raw_file(path: Path, examples: list[Any]) -> str:

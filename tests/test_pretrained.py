@@ -19,10 +19,10 @@ from tests.conftest import ROOT
 from tests.tiny import run_words, save_tiny_model
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
+from verl.pretrained import check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.rollout.hf_engine import load_hf_engine
-from verl.trainer.build import load_chat_template
+from verl.trainer.builders.run import load_chat_template
 from verl.trainer.main_ppo import main
-from verl.utils.pretrained import check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.workers.model import load_causal_lm
 
 NAME = "model.layers.0.mlp.up_proj.weight"

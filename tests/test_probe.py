@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.tiny import MINI, save_tiny_model
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_probe
-from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
-from verl.evaluation.advice import advice
-from verl.evaluation.probe import Cost, Judge, row_of, summary
-from verl.evaluation.zero_variance import fit_beta, predict
+from verl.kit.probe.advice import advice
+from verl.kit.probe.run import Shaped, judge_of
+from verl.kit.probe.statistics import Cost, Judge, row_of, summary
+from verl.kit.probe.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
-from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_eval
-from verl.trainer.probe import Shaped, judge_of
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rewards import Rewards, build_rewards

@@ -23,14 +23,14 @@ from scripts.data import math_problems, retool_sft, search_qa
 from tests.test_data_scripts import SOLUTION, violations
 from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
+from verl.batch.demonstrations import read_demonstrations, to_samples
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import build_tool_call_format
-from verl.data.formats.prompt import load_template
-from verl.data.sft import read_demonstrations, to_samples
 from verl.data.tasks import TaskSet
-from verl.trainer.build import episode_runner_of
-from verl.trainer.build_env import prompt_fn
+from verl.formats.base import build_tool_call_format
+from verl.formats.prompt import load_template
+from verl.trainer.builders.env import prompt_fn
+from verl.trainer.builders.run import episode_runner_of
 from verl.types import Message
 from verl.utils.reward_score.base import build_reward
 from verl.utils.reward_score.search_r1 import accepted_answers

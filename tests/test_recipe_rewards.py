@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from verl.errors import ConfigError, DataError
+from verl.kit.lab.__main__ import try_reward
 from verl.types import (
     Completion,
     FinishReason,
@@ -31,7 +32,6 @@ from verl.types import (
 )
 from verl.utils.reward_score import LabReward, build_reward
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
-from verl.utils.reward_score.lab import try_reward
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
 from verl.utils.reward_score.otc import fit, frugality, question_key
 from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalized

@@ -17,7 +17,7 @@ from verl.algorithms.filters import name_of
 from verl.config.load import RECIPES, load_config
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.trainer.build_algorithm import build_algorithm
+from verl.trainer.builders.algorithm import build_algorithm
 
 Settings = dict[str, Any]
 _SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over it

@@ -20,13 +20,13 @@ from tests.eval_play import chat as chat_that_lists_tools
 from tests.local_run import local_trainer
 from tests.sandbox_host import need_bubblewrap
 from tests.tiny import save_tiny_model
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.data.chat import ChatTemplate
-from verl.data.formats.base import ToolCallFormat, build_tool_call_format
 from verl.envs.base import Observation, StepResult
 from verl.envs.shop import ShopEnv, shop_tasks
 from verl.errors import ConfigError
+from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus
 from verl.utils.reward_score.base import LabReward, build_reward

@@ -26,11 +26,9 @@ from tests.tiny import run_words, save_tiny_model
 from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
-from verl.files import replacing
-from verl.replay import main, parse_args
-from verl.tracking.jsonl import read_rows
-from verl.trainer.collapse import CollapseWatch
-from verl.trainer.record import (
+from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.replay.__main__ import main, parse_args
+from verl.kit.replay.record import (
     Record,
     Recorder,
     TrainBatch,
@@ -40,7 +38,9 @@ from verl.trainer.record import (
     recorded_steps,
     truncate_after,
 )
-from verl.trainer.replay import Replay, plan_replay, replay_from
+from verl.kit.replay.replay import Replay, plan_replay, replay_from
+from verl.system.files import replacing
+from verl.tracking.jsonl import read_rows
 from verl.types import Sample
 
 STEPS = 3
@@ -68,7 +68,7 @@ def recorded_run(model: Path, out: Path, *words: str) -> tuple[Config, Path]:
 
 
 def replay_step(folder: Path, step: int) -> Replay:
-    """`verl.trainer.replay.replay` with a rank in this process."""
+    """`verl.kit.replay.replay.replay` with a rank in this process."""
     way = plan_replay(folder, step)
     asked = read_record(way.records[-1])
     try:
@@ -241,7 +241,7 @@ def test_words_that_name_no_step_are_refused(words: list[str], capsys: pytest.Ca
 
 def test_help_needs_nothing_heavy() -> None:
     code = (
-        "import sys; from verl.replay import main; code = main(['--help']) or main(['nowhere', '--step', '1']); "
+        "import sys; from verl.kit.replay.__main__ import main; code = main(['--help']) or main(['nowhere', '--step', '1']); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

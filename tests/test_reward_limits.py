@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
+from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import REWARDS, build_reward
 from verl.utils.reward_score.math import math_correct, same_answer

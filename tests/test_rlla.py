@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT, TOGGLES, real_data
 from tests.toolrl_oracle import oracle_score
 from verl.errors import ConfigError, DataError
+from verl.formats.toolrl_text import final_turn, matches_shape, render_response, shape_of
+from verl.kit.lab.__main__ import as_trajectory
 from verl.types import Message, Task
 from verl.utils.reward_score import build_reward
-from verl.utils.reward_score.lab import as_trajectory
-from verl.utils.reward_score.parsing import final_turn, matches_shape, render_response, shape_of
 from verl.utils.reward_score.rlla import (
     RllaOptions,
     _warn_of_strictmatch,

@@ -23,25 +23,25 @@ from tests.local_run import local_fit, local_trainer
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.dapo import DAPO
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.estimators.grpo import GRPO
+from verl.algorithms.losses.dapo import DAPO
+from verl.batch.experience import Experience
+from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.load import load_config
 from verl.data.tasks import TaskCursor, TaskStream
+from verl.episodes.collection import NoTrainableGroupsError, StepGroups
+from verl.episodes.lookahead import LookaheadController
+from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.replay.record import Recorder, TrainBatch
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.names import known
-from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.collapse import CollapseWatch
-from verl.trainer.collection import NoTrainableGroupsError, StepGroups
-from verl.trainer.depth import LookaheadController
-from verl.trainer.experience import Experience
 from verl.trainer.loop import TrainingRun
 from verl.trainer.metrics import Metrics
 from verl.trainer.policy import Policy, ScoringBatch
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.record import Recorder, TrainBatch
-from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
-from verl.trainer.weights import WeightSync
+from verl.trainer.weight_sync import WeightSync
 from verl.types import Message, Sample, Task, TrajectoryGroup
 
 TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]

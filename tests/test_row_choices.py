@@ -12,31 +12,31 @@ import pytest
 
 from tests.test_chat import TEMPLATES, with_template
 from tests.tiny import MINI, save_tiny_model
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
-from verl.data.chat import ChatTemplate
 from verl.data.lengths import RowPolicy, fitting, read_tasks
 from verl.data.tasks import TaskSet, to_task
-from verl.envs.bfcl_tasks import bfcl_tasks
 from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnv
+from verl.episodes.episode import EpisodeRunner
+from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.kit.bfcl.tasks import bfcl_tasks
+from verl.kit.lab import __main__ as lab
+from verl.kit.lab.__main__ import as_trajectory
+from verl.kit.preflight.preflight import check_reward
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeRunner
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer, ScoringPool
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_generation
-from verl.trainer.build import episode_runner_of, load_inputs
-from verl.trainer.build_env import build_episode_runner, prompt_fn
-from verl.trainer.preflight import check_reward
+from verl.trainer.builders.env import build_episode_runner, prompt_fn
+from verl.trainer.builders.run import episode_runner_of, load_inputs
 from verl.trainer.validate import Validator
 from verl.types import Task
-from verl.utils.reward_score import lab
 from verl.utils.reward_score.base import GroupReward
-from verl.utils.reward_score.lab import as_trajectory
 from verl.utils.reward_score.rewards import build_rewards
 
 BOXED = "\\boxed{4}"

@@ -180,7 +180,7 @@ def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int
 
 def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() -> None:
     process = start_code(
-        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.command import run_cli\n"
+        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.cli import run_cli\n"
         "async def stand(): print('waiting', flush=True); time.sleep(100)\n"
         "sys.exit(run_cli([], '', Config, lambda words, console: asyncio.run(stand())))"
     )

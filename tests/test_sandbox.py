@@ -1,4 +1,4 @@
-"""verl.sandbox.local: what an execution is given, what comes of it, what limits do, and that nothing stays behind."""
+"""verl.kit.sandbox.local: what an execution is given, what comes of it, what limits do, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
+from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.sandbox.base import Execution, Limits, Status
-from verl.sandbox.fork_server import Isolation
-from verl.sandbox.inside import seccomp
-from verl.sandbox.local import LocalSandbox
-from verl.services import check_services
+from verl.kit.sandbox.fork_server import Isolation
+from verl.kit.sandbox.inside import seccomp
+from verl.kit.sandbox.local import LocalSandbox
+from verl.net.services import check_services
 
 ROOT = Path(__file__).parents[1]
 Runner = asyncio.Runner
@@ -420,8 +420,8 @@ def test_a_fork_server_that_died_is_replaced(place: tuple[Runner, LocalSandbox])
 
 OWNER = """
 import asyncio, sys
-from verl.sandbox.base import Limits
-from verl.sandbox.local import LocalSandbox
+from verl.envs.sandbox import Limits
+from verl.kit.sandbox.local import LocalSandbox
 async def main():
     sandbox = LocalSandbox(workers=1, isolation=sys.argv[1], preload=())
     session = await sandbox.session()
@@ -512,7 +512,7 @@ def test_a_sandbox_that_works_passes_its_check_and_leaves_nothing_behind() -> No
 
 def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
-    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 0.5)
+    monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 0.5)
 
     async def stop_and_run() -> None:
         sandbox = LocalSandbox(workers=1, preload=())
@@ -529,7 +529,7 @@ def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 0.5)
+    monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 0.5)
     told = tmp_path / "supervisors"
     code = (
         f"import os, signal\nprint(os.getppid(), file=open({str(told)!r}, 'a'))\nos.kill(os.getppid(), signal.SIGSTOP)"

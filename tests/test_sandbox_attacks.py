@@ -20,10 +20,10 @@ import pytest
 from tests.sandbox_host import foreign_call, need_bubblewrap
 from tests.sandbox_probes import PROBES, REFUSED
 from tests.test_sandbox import search
+from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import DataError
-from verl.sandbox.base import Execution, Limits, Status
-from verl.sandbox.inside import seccomp
-from verl.sandbox.local import LocalSandbox
+from verl.kit.sandbox.inside import seccomp
+from verl.kit.sandbox.local import LocalSandbox
 
 ROOT = Path(__file__).parents[1]
 SHORT = Limits(wall_s=1.0, cpu_s=1.0)
@@ -535,7 +535,7 @@ def test_mountinfo_does_not_show_where_the_host_keeps_this_package(pool: Pool) -
 
 ORDINARY_USER = """
 import asyncio, sys
-from verl.sandbox.local import LocalSandbox
+from verl.kit.sandbox.local import LocalSandbox
 async def main():
     sandbox = LocalSandbox(workers=1, preload=())
     for code in CODES:
@@ -568,7 +568,7 @@ def test_as_an_ordinary_user_8_of_these_probes_have_the_same_results() -> None:
 
 def _may_import() -> bool:
     with contextlib.suppress(OSError):
-        return _as_ordinary_user("import verl.sandbox.local").returncode == 0
+        return _as_ordinary_user("import verl.kit.sandbox.local").returncode == 0
     return False
 
 

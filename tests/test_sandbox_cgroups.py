@@ -1,4 +1,4 @@
-"""verl.sandbox.cgroups: where cgroups are made and what is written into them, on a folder that plays cgroupfs."""
+"""verl.kit.sandbox.cgroups: where cgroups are made and what is written into them, on a folder that plays cgroupfs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl.sandbox.cgroups import CgroupPool, Cgroups, find_cgroups
-from verl.sandbox.inside.cgroup import MIB, UNLIMITED, Cgroup
+from verl.kit.sandbox.cgroups import CgroupPool, Cgroups, find_cgroups
+from verl.kit.sandbox.inside.cgroup import MIB, UNLIMITED, Cgroup
 
 OF_VERSION_2 = {
     "cgroup.procs": "",

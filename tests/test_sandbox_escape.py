@@ -17,10 +17,10 @@ import pytest
 
 from tests.sandbox_host import foreign_call, need_bubblewrap
 from tests.sandbox_probes import PROBES, REFUSED, Probe
-from verl.sandbox.base import Execution, Limits, Status
-from verl.sandbox.fork_server import Isolation
-from verl.sandbox.inside import seccomp
-from verl.sandbox.local import LocalSandbox
+from verl.envs.sandbox import Execution, Limits, Status
+from verl.kit.sandbox.fork_server import Isolation
+from verl.kit.sandbox.inside import seccomp
+from verl.kit.sandbox.local import LocalSandbox
 
 SECRET = "do-not-tell-4711"
 LIMITS = Limits(wall_s=20.0)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
+from verl.envs.sandbox import Limits, Status
 from verl.errors import ServiceDownError
-from verl.sandbox.base import Limits, Status
-from verl.sandbox.local import GRACE_S, LocalSandbox
+from verl.kit.sandbox.local import GRACE_S, LocalSandbox
 
 NOTICED_S = 30.0
 
@@ -46,7 +46,7 @@ def test_an_idle_process_that_is_lost(
     who: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     need_bubblewrap()
-    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 3.0)
+    monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 3.0)
 
     async def lose(sandbox: LocalSandbox) -> None:
         tree()[who].send_signal(number)
@@ -65,7 +65,7 @@ def test_a_supervisor_that_is_stopped_while_code_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     need_bubblewrap()
-    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 3.0)
+    monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 3.0)
 
     async def stop(sandbox: LocalSandbox) -> None:
         session = await sandbox.session()
@@ -86,7 +86,7 @@ def test_a_supervisor_that_is_stopped_while_code_runs(
 
 def test_a_long_execution_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
-    monkeypatch.setattr("verl.sandbox.local.GRACE_S", 6.0)
+    monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 6.0)
 
     async def wait(sandbox: LocalSandbox) -> None:
         assert (await sandbox.run("import time; time.sleep(8)", limits=Limits(wall_s=60))).status is Status.FINISHED

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
+from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError
-from verl.sandbox.base import Execution, Limits, Status
-from verl.sandbox.cgroups import find_cgroups
-from verl.sandbox.local import LocalSandbox
+from verl.kit.sandbox.cgroups import find_cgroups
+from verl.kit.sandbox.local import LocalSandbox
 
 ROOT = Path(__file__).parents[1]
 LIMIT_MIB = 64
@@ -295,7 +295,7 @@ def uncounted() -> Iterator[tuple[asyncio.Runner, LocalSandbox]]:
     need_bubblewrap()
     with asyncio.Runner() as runner:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("verl.sandbox.local.find_cgroups", lambda: None)
+            patch.setattr("verl.kit.sandbox.local.find_cgroups", lambda: None)
             sandbox = LocalSandbox(workers=1, preload=())
         yield runner, sandbox
         runner.run(sandbox.close())
@@ -368,7 +368,7 @@ def test_without_a_cgroup_100_ended_jobs(uncounted: tuple[asyncio.Runner, LocalS
 
 
 def test_a_cgroup_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.sandbox.local.find_cgroups", lambda: None)
+    monkeypatch.setattr("verl.kit.sandbox.local.find_cgroups", lambda: None)
     with pytest.raises(ConfigError, match=r"sandbox.require_cgroup=true: no cgroup can be made here. run as root"):
         LocalSandbox(isolation="none", require_cgroup=True)
 
@@ -385,8 +385,8 @@ def folders_of_pools(owner: int) -> list[Path]:
 
 OWNER = """
 import asyncio
-from verl.sandbox.base import Limits
-from verl.sandbox.local import LocalSandbox
+from verl.envs.sandbox import Limits
+from verl.kit.sandbox.local import LocalSandbox
 async def main():
     sandbox = LocalSandbox(workers=1, preload=())
     session = await sandbox.session()

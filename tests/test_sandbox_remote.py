@@ -1,4 +1,4 @@
-"""verl.sandbox.server and .client: SandboxFusion's protocol there and back, servers that fail and come back."""
+"""verl.kit.sandbox.server and .client: SandboxFusion's protocol there and back, servers that fail and come back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import httpx2
 import pytest
 
 from tests.sandbox_host import need_bubblewrap
+from verl.envs.sandbox import Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.sandbox.base import Limits, Status
-from verl.sandbox.client import RemoteSandbox
-from verl.sandbox.local import LocalSandbox
-from verl.sandbox.protocol import CommandRunResult, RunCodeResponse
-from verl.sandbox.server import make_app
+from verl.kit.sandbox.client import RemoteSandbox
+from verl.kit.sandbox.local import LocalSandbox
+from verl.kit.sandbox.protocol import CommandRunResult, RunCodeResponse
+from verl.kit.sandbox.server import make_app
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,11 +36,11 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """`python -m verl.sandbox.server` in a process of its own."""
+    """`python -m verl.kit.sandbox.server` in a process of its own."""
 
     def __init__(self, port: int, *options: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "verl.sandbox.server", "--port", str(port), "--workers", "1", *options]
+        command = [sys.executable, "-m", "verl.kit.sandbox.server", "--port", str(port), "--workers", "1", *options]
         self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
 
     def wait(self) -> None:
@@ -375,7 +375,7 @@ def test_one_of_three_servers_is_killed_while_they_work() -> None:
 
 
 def test_without_bubblewrap_the_server_says_what_to_do() -> None:
-    command = [sys.executable, "-m", "verl.sandbox.server", "--port", str(free_port())]
+    command = [sys.executable, "-m", "verl.kit.sandbox.server", "--port", str(free_port())]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PATH": "/nowhere"}, capture_output=True, text=True, check=False
     )

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from verl.errors import ConfigError
-from verl.rollout.scoring import Fault, ScoringPool
-from verl.rollout.scoring_process import ScoringLimits
+from verl.kit.lab.__main__ import as_trajectory
+from verl.scoring.pool import Fault, ScoringPool
+from verl.scoring.process import ScoringLimits
 from verl.types import Message, Outcome, Score, StopReason, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
-from verl.utils.reward_score.lab import as_trajectory
 
 REWARD = """
 import ctypes, os, signal, subprocess, sys, time
@@ -236,7 +236,7 @@ def test_a_machine_that_can_start_no_process_loses_responses_but_no_worker(
     with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
         assert totals(pool, "yes") == [1.0]
         with monkeypatch.context() as patch:
-            patch.setattr("verl.rollout.scoring.ScoringProcess", refuse)
+            patch.setattr("verl.scoring.pool.ScoringProcess", refuse)
             os.kill(*pool.pids, signal.SIGKILL)
             until(lambda: not pool.pids)
             (fault,) = scores(pool, "yes")

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from verl import watcher
 from verl.errors import ConfigError
-from verl.sandbox.cgroups import find_cgroups
-from verl.scratch import scratch_folder, variables
+from verl.kit.sandbox.cgroups import find_cgroups
+from verl.system import watcher
+from verl.system.scratch import scratch_folder, variables
 
 ROOT = Path(__file__).parents[1]
 # A run that leaves as much as it can: a process of a session of its own, one with an empty environment, one that holds
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[1]
 RUN = """
 import json, os, signal, subprocess, sys, tempfile, time
 from multiprocessing import get_context, resource_tracker
-from verl import watcher
-from verl.scratch import scratch_folder
+from verl.system import watcher
+from verl.system.scratch import scratch_folder
 
 if sys.argv[1] == "hold":
     lock = get_context("spawn").Lock()
@@ -140,8 +140,8 @@ def test_cgroups_of_a_killed_run_are_gone() -> None:
         pytest.skip("no cgroup can be made here")
     code = """
         import sys, time
-        from verl.sandbox.cgroups import CgroupPool, find_cgroups
-        from verl.scratch import scratch_folder
+        from verl.kit.sandbox.cgroups import CgroupPool, find_cgroups
+        from verl.system.scratch import scratch_folder
         with scratch_folder():
             pool = CgroupPool(find_cgroups())
             pool.make()
@@ -207,7 +207,7 @@ def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
 
 HASTY = """
 import os, subprocess, sys, tempfile, time
-from verl import watcher
+from verl.system import watcher
 
 folder = tempfile.mkdtemp(prefix="verl-")
 command = [sys.executable, "-IS", watcher.__file__, folder, str(os.getpid())]

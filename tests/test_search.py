@@ -18,16 +18,16 @@ import pytest
 
 from tests.conftest import real_data
 from tests.service import free_port, service
-from verl.envs import server as env_server
-from verl.envs.tools import retrieval_server
 from verl.envs.tools.base import ToolError
-from verl.envs.tools.bm25 import Bm25Retriever
 from verl.envs.tools.build import build_tools
-from verl.envs.tools.http_retriever import HttpRetriever
-from verl.envs.tools.search import Passage, SearchTool, format_passages
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.sandbox import server as sandbox_server
-from verl.serving import Gate, ServingConfig
+from verl.kit.env_server import server as env_server
+from verl.kit.retrieval import server as retrieval_server
+from verl.kit.retrieval.bm25 import Bm25Retriever
+from verl.kit.retrieval.http_retriever import HttpRetriever
+from verl.kit.retrieval.search import Passage, SearchTool, format_passages
+from verl.kit.sandbox import server as sandbox_server
+from verl.net.serving import Gate, ServingConfig
 
 CORPUS = [
     {"id": "0", "contents": '"Rome"\nRome is the capital of Italy.'},
@@ -47,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(corpus: Path) -> Iterator[str]:
     port = free_port()
-    command = ("-m", "verl.envs.tools.retrieval_server", "--corpus", str(corpus), "--port", str(port), "--topk", "1")
+    command = ("-m", "verl.kit.retrieval.server", "--corpus", str(corpus), "--port", str(port), "--topk", "1")
     with service(*command, url=f"http://127.0.0.1:{port}/health"):
         yield f"http://127.0.0.1:{port}/retrieve"
 
@@ -226,7 +226,7 @@ def test_a_server_that_is_down_is_passed_over_and_none_is_told_by_name(url: str)
 
 def test_a_server_that_dies_is_told(corpus: Path) -> None:
     port = free_port()
-    command = ("-m", "verl.envs.tools.retrieval_server", "--corpus", str(corpus), "--port", str(port))
+    command = ("-m", "verl.kit.retrieval.server", "--corpus", str(corpus), "--port", str(port))
 
     async def scene(process: subprocess.Popen[bytes]) -> None:
         retriever = HttpRetriever(f"http://127.0.0.1:{port}/retrieve")
@@ -258,7 +258,7 @@ def test_an_answer_of_another_form_is_the_servers_fault(answer: Any) -> None:
 
 
 def test_the_command_tells_of_a_corpus_that_is_not_there() -> None:
-    command = [sys.executable, "-m", "verl.envs.tools.retrieval_server", "--corpus", "nowhere.jsonl"]
+    command = [sys.executable, "-m", "verl.kit.retrieval.server", "--corpus", "nowhere.jsonl"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and ended.stderr.startswith("error: nowhere.jsonl: there is no such file")
 

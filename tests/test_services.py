@@ -14,11 +14,11 @@ import pytest
 from tests.service import free_port
 from tests.tiny import MINI
 from verl.envs.registry import build_env_factory
-from verl.envs.remote import RemoteFactory
-from verl.envs.tools.http_retriever import HttpRetriever
 from verl.errors import ServiceDownError
-from verl.sandbox.client import RemoteSandbox
-from verl.services import check_services, check_urls
+from verl.kit.env_server.client import RemoteFactory
+from verl.kit.retrieval.http_retriever import HttpRetriever
+from verl.kit.sandbox.client import RemoteSandbox
+from verl.net.services import check_services, check_urls
 from verl.trainer import main_generation, main_ppo
 
 

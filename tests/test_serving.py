@@ -25,17 +25,17 @@ from starlette.types import Message, Scope
 
 from tests.conftest import ROOT
 from tests.service import free_port, listeners, service, wait_for
-from verl import serving
-from verl.envs import server as env_server
 from verl.envs.registry import build_env_factory
-from verl.envs.tools import retrieval_server
-from verl.envs.tools.search import Passage
 from verl.errors import ConfigError, ServiceDownError
-from verl.sandbox import server as sandbox_server
-from verl.sandbox.client import RemoteSandbox
-from verl.sandbox.local import LocalSandbox
-from verl.services import TOKEN_VARIABLE, check_urls, service_headers
-from verl.serving import MIB, Gate, ServingConfig, find_token, new_app
+from verl.kit.env_server import server as env_server
+from verl.kit.retrieval import server as retrieval_server
+from verl.kit.retrieval.search import Passage
+from verl.kit.sandbox import server as sandbox_server
+from verl.kit.sandbox.client import RemoteSandbox
+from verl.kit.sandbox.local import LocalSandbox
+from verl.net import serving
+from verl.net.services import TOKEN_VARIABLE, check_urls, service_headers
+from verl.net.serving import MIB, Gate, ServingConfig, find_token, new_app
 
 LOCAL = ServingConfig("127.0.0.1", 0)
 
@@ -259,9 +259,9 @@ def test_bodies_that_are_held_have_a_bound_together() -> None:
 SMALL = """
 import argparse, resource, sys
 from tests.test_serving import app
-from verl import serving
-from verl.envs import server as env_server
-from verl.envs.tools import retrieval_server
+from verl.net import serving
+from verl.kit.env_server import server as env_server
+from verl.kit.retrieval import server as retrieval_server
 serving.HEADER_S = serving.BODY_S = serving.WRITE_S = float(sys.argv[3])
 if sys.argv[4] != "0":
     serving.NUM_DESCRIPTORS = int(sys.argv[4])
@@ -551,9 +551,9 @@ def test_all_three_servers_listen_to_this_machine_alone(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": 1, "contents": "Rome"}')
     for command in (
-        ("verl.sandbox.server", "--isolation", "none", "--workers", "1"),
-        ("verl.envs.server", "--env", "shop"),
-        ("verl.envs.tools.retrieval_server", "--corpus", str(corpus)),
+        ("verl.kit.sandbox.server", "--isolation", "none", "--workers", "1"),
+        ("verl.kit.env_server.server", "--env", "shop"),
+        ("verl.kit.retrieval.server", "--corpus", str(corpus)),
     ):
         port = free_port()
         with service("-m", *command, "--port", str(port), url=f"http://127.0.0.1:{port}/health") as process:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Answers as python, `python -m venv`, `python -m pip` and `python -m verl.doctor`, and notes down each call in $CALLS.
+# Answers as python, `python -m venv`, `python -m pip` and `python -m verl.kit.doctor`, and notes down each call in $CALLS.
 # FIT: whether the python on PATH has all that is needed; the one in .venv is fit unless SPOILT is set.
 FAKE_PYTHON = r"""#!/bin/bash
 echo "$*" >> "$CALLS"
 here="$(cd "$(dirname "$0")" && pwd)"
 case "$*" in
-    "-m verl.doctor"*)
+    "-m verl.kit.doctor"*)
         if [[ "$here" == */.venv/bin ]]; then
             [[ -z "$SPOILT" ]] || { echo "torchvision: spoilt"; exit 1; }
         else
@@ -370,5 +370,5 @@ def test_a_real_environment_trains(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "outputs"))
     environment = os.environ | {"VERL_DEVICE": "cpu", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    command = "source scripts/setup_env.sh && cd / && python -m verl.doctor"
+    command = "source scripts/setup_env.sh && cd / && python -m verl.kit.doctor"
     subprocess.run(["bash", "-c", command], cwd=copy, env=environment, check=True, timeout=3600)

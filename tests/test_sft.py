@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.test_chat import format_of, with_template
 from tests.tiny import MINI
-from verl.data.chat import ChatTemplate
+from verl.batch.demonstrations import Demonstration, read_demonstrations, to_demonstration, to_samples
+from verl.chat.template import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
-from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Sample
 

@@ -20,23 +20,23 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
+from verl.batch.demonstrations import read_demonstrations, to_samples
+from verl.chat.template import ChatTemplate
+from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.state import find_saved
 from verl.config.schema import ModelConfig
-from verl.data.chat import ChatTemplate
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.overlap import Trace, TrainTasks
 from verl.errors import ConfigError
-from verl.evaluation.overlap import Trace, TrainTasks
-from verl.signals import Ended
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
+from verl.system.signals import Ended
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
-from verl.trainer.build import load_chat_template
-from verl.trainer.checkpoint import CheckpointStore
+from verl.trainer.builders.run import load_chat_template
 from verl.trainer.main_sft import main
 from verl.trainer.metrics import Metrics
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import SFTRun, SFTSettings
-from verl.trainer.state import find_saved
 from verl.types import Sample
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank

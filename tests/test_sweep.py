@@ -12,8 +12,8 @@ from scripts import sweep
 from tests.tiny import MINI
 from verl.config.load import load_config
 from verl.config.show import as_yaml
+from verl.data.overlap import TrainTasks
 from verl.errors import ConfigError
-from verl.evaluation.overlap import TrainTasks
 from verl.tracking.jsonl import append_row, read_rows
 
 STUDY = ["recipe=zerotir", "env.max_tool_calls=0,2", "env.max_turns=5", "trainer.total_training_steps=12"]

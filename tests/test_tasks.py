@@ -32,8 +32,8 @@ from verl.data.rlla import SCHEMA, Tool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
+from verl.formats.toolrl_text import render_response
 from verl.types import Message
-from verl.utils.reward_score.parsing import render_response
 
 INSTRUCTION = "Use tools.\n\n" + tool_list([Tool("get_weather", "Weather of a city"), Tool("get_time", "Time")])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.config.schema import Config, RolloutConfig, TrainerConfig
-from verl.trainer.threads import available_cores, num_threads, threads_of
+from verl.trainer.builders.threads import available_cores, num_threads, threads_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_all_cores_but_one_are_dealt_evenly(cores: int, processes: int, threads:
 
 
 def test_separate_pools_compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.trainer.threads.available_cores", lambda: 13)
+    monkeypatch.setattr("verl.trainer.builders.threads.available_cores", lambda: 13)
     together = Config(trainer=TrainerConfig(n_gpus_per_node=2), rollout=RolloutConfig(num_engines=2))
     assert threads_of(together) == 6
     assert threads_of(replace(together, rollout=RolloutConfig(num_engines=2, placement="separate"))) == 3

@@ -9,8 +9,8 @@ from types import FrameType
 
 import pytest
 
-from verl.data.bounds import render_deadline
-from verl.timer import PROCESSOR, REAL, raising_after
+from verl.chat.bounds import render_deadline
+from verl.system.timer import PROCESSOR, REAL, raising_after
 from verl.utils.reward_score.math import same_answer
 
 

@@ -15,7 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT, real_data
-from verl.data.formats.base import (
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError
+from verl.formats.base import (
     TOOL_CALL_FORMATS,
     Calls,
     Continue,
@@ -25,13 +27,11 @@ from verl.data.formats.base import (
     ToolCallFormat,
     build_tool_call_format,
 )
-from verl.data.formats.prompt import load_template
-from verl.data.formats.text import shorten
-from verl.data.tasks import TaskSet
-from verl.errors import ConfigError
+from verl.formats.prompt import load_template
+from verl.formats.text import shorten
+from verl.formats.toolrl_prompt import listed_tools
+from verl.formats.toolrl_text import call_text, parse_calls
 from verl.types import Message, ToolCall, ToolSpec
-from verl.utils.reward_score.parsing import call_text, parse_calls
-from verl.utils.reward_score.prompt import listed_tools
 
 CORPORA = sorted((ROOT / "tests" / "formats").glob("*.jsonl"))
 CASES = [
@@ -377,7 +377,7 @@ def test_templates(tmp_path: Path) -> None:
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
         ("fence", {"prompt_template": None}, "raw=true skips the chat template"),
-        ("verl.data.formats.base:TOOL_CALL_FORMATS", {}, "must be a class or a function"),
+        ("verl.formats.base:TOOL_CALL_FORMATS", {}, "must be a class or a function"),
     ],
 )
 def test_bad_settings_are_told(name: str, options: dict[str, Any], said: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.sandbox_host import need_bubblewrap
-from verl.data.sft import read_demonstrations
+from verl.batch.demonstrations import read_demonstrations
 from verl.data.tasks import TaskSet
 from verl.tracking.jsonl import read_rows
 

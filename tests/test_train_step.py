@@ -21,25 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
 from verl.algorithms.correction import Correction, Level
-from verl.algorithms.grpo import GRPO
+from verl.algorithms.estimators.grpo import GRPO
+from verl.algorithms.estimators.reinforce_pp import reinforce_pp
+from verl.algorithms.estimators.toolrl_grpo import TOOLRL_GRPO
 from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
-from verl.algorithms.ppo import PPO
-from verl.algorithms.reinforce_pp import reinforce_pp
-from verl.algorithms.toolrl_grpo import TOOLRL_GRPO
-from verl.batch import PackedBatch
-from verl.config.load import load_config
-from verl.data.chat import ChatTemplate
-from verl.data.tasks import TaskStream
-from verl.errors import ConfigError
-from verl.rollout.engine import Sampling
-from verl.rollout.group import GroupRollout
-from verl.rollout.hf_engine import HFEngine
-from verl.rollout.scoring import DirectScorer
-from verl.single_controller.local import LocalGroup
-from verl.tracking.flops import DecoderShape
-from verl.tracking.names import known
-from verl.trainer.build_algorithm import build_algorithm
-from verl.trainer.experience import (
+from verl.algorithms.losses.ppo import PPO
+from verl.batch.experience import (
     Experience,
     build_experience,
     drop_zero_advantage,
@@ -47,14 +34,27 @@ from verl.trainer.experience import (
     with_metric_weights,
     with_weights,
 )
+from verl.batch.packed import PackedBatch
+from verl.chat.template import ChatTemplate
+from verl.config.load import load_config
+from verl.data.tasks import TaskStream
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.errors import ConfigError
+from verl.rollout.engine import Sampling
+from verl.rollout.hf_engine import HFEngine
+from verl.scoring.pool import DirectScorer
+from verl.single_controller.local import LocalGroup
+from verl.tracking.flops import DecoderShape
+from verl.tracking.names import known
+from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollouts import RewardFaultError, RolloutManager, RolloutManagerConfig
-from verl.trainer.weights import StaleEngineError, WeightSync
+from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
-from verl.transfer.memory import SharedMemory
+from verl.transfer.shared_memory import SharedMemory
 from verl.types import Message, Outcome, Sample, Score, StopReason, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards
 from verl.workers.critic_worker import CriticWorker

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tests.conftest import ROOT, need_vllm
 from verl.errors import EngineError
-from verl.trainer.build_workers import cpu_transport
+from verl.trainer.builders.workers import cpu_transport
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, Receiver, all_names, digest, plan
 from verl.transfer.gpu import Rendezvous
-from verl.transfer.memory import ByReference, SharedMemory
+from verl.transfer.shared_memory import ByReference, SharedMemory
 
 CPU = torch.device("cpu")
 

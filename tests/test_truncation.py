@@ -19,25 +19,25 @@ from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
+from verl.batch.packed import demonstrations as sft
+from verl.batch.samples import to_samples
+from verl.chat.observations import ObservationTokenizer
+from verl.chat.template import ChatTemplate
 from verl.config.load import load_config, load_probe
-from verl.data import sft
-from verl.data.chat import ChatTemplate
 from verl.data.lengths import RowPolicy, read_tasks
-from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.data.report import RowReport
 from verl.data.rlla import to_row
-from verl.data.samples import to_samples
 from verl.envs.base import Observation
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
 from verl.errors import DataError
+from verl.kit.plan.plan import read_lengths
 from verl.rollout.engine import Sampling
-from verl.rollout.episode import EpisodeLimits, EpisodeRunner
-from verl.rollout.group import GroupRollout
-from verl.rollout.scoring import DirectScorer
+from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_eval, main_generation
-from verl.trainer.build import load_inputs
-from verl.trainer.build_env import prompt_fn, truncating
-from verl.trainer.plan import read_lengths
+from verl.trainer.builders.env import prompt_fn, truncating
+from verl.trainer.builders.run import load_inputs
 from verl.types import Message, Task
 from verl.utils.reward_score.base import build_reward
 

@@ -20,8 +20,8 @@ from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
 from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, page, spelled
 from verl.errors import ConfigError
-from verl.trainer.build_algorithm import build_algorithm, build_kl_control
-from verl.trainer.build_workers import rank_spec
+from verl.trainer.builders.algorithm import build_algorithm, build_kl_control
+from verl.trainer.builders.workers import rank_spec
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_commands.json").read_text())
 SCRIPTS: dict[str, Any] = PUBLISHED["scripts"]

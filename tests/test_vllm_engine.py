@@ -31,10 +31,10 @@ from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
-from verl.scratch import scratch_folder
 from verl.single_controller.local import LocalGroup
+from verl.system.scratch import scratch_folder
 from verl.transfer.bucket import BucketLayout, BucketSender
-from verl.transfer.memory import ByReference, SharedFile, SharedMemory
+from verl.transfer.shared_memory import ByReference, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, hf_named_parameters, load_causal_lm
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.rollout.engine import RolloutEngine
 from verl.transfer.bucket import BucketHandle, BucketSender, plan
-from verl.transfer.memory import SharedMemory
+from verl.transfer.shared_memory import SharedMemory
 
 
 async def sync(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from verl import __version__
+from verl.kit.doctor.versions import missing_package
 from verl.registry import nearest
-from verl.utils.versions import missing_package
 
 
 class Command(NamedTuple):
@@ -32,17 +32,17 @@ COMMANDS = {
     "chat": Command("verl.trainer.main_generation", "talk to a model in the terminal", ("--chat",)),
     "eval": Command("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
     "probe": Command("verl.trainer.main_eval", "would training learn from this data?", ("probe=true",)),
-    "plan": Command("verl.plan", "memory and time of a training, before it starts"),
-    "replay": Command("verl.replay", "run a recorded training step again"),
-    "lab": Command("verl.utils.reward_score.lab", "check a reward on the rows of a file"),
+    "plan": Command("verl.kit.plan", "memory and time of a training, before it starts"),
+    "replay": Command("verl.kit.replay", "run a recorded training step again"),
+    "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
     "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
     "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
-    "collapse": Command("verl.trainer.collapse", "table of the collapse rules, as Markdown"),
-    "env-server": Command("verl.envs.server", "serve an environment over HTTP"),
-    "sandbox-server": Command("verl.sandbox.server", "serve the code sandbox over HTTP"),
-    "retrieval-server": Command("verl.envs.tools.retrieval_server", "serve a search index over HTTP"),
-    "doctor": Command("verl.doctor", "check packages and hardware"),
+    "collapse": Command("verl.kit.collapse.collapse", "table of the collapse rules, as Markdown"),
+    "env-server": Command("verl.kit.env_server.server", "serve an environment over HTTP"),
+    "sandbox-server": Command("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
+    "retrieval-server": Command("verl.kit.retrieval.server", "serve a search index over HTTP"),
+    "doctor": Command("verl.kit.doctor", "check packages and hardware"),
 }
 
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from verl.batch.demonstrations import to_demonstration
 from verl.data.rows import RowStore, read_rows
-from verl.data.sft import to_demonstration
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
-from verl.files import replacing
+from verl.system.files import replacing
 
 Row = dict[str, Any]
 Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the resulting rows

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from scripts.data.common import Row, parser, run, task
 from scripts.raw.toolace import read_calls
-from verl.data.formats.prompt import load_template
 from verl.errors import DataError
+from verl.formats.prompt import load_template
 
 Calls = list[dict[str, Any]]
 

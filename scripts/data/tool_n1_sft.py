@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.common import DEMONSTRATIONS, TASKS, Row, parser, run, task, text
 from scripts.data.tool_n1 import instruction
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL_END
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL_END
 from verl.utils.reward_score.tool_n1 import last_block, read_calls, read_json
 
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"

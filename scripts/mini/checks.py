@@ -10,7 +10,7 @@ from scripts.mini.listing import MAX_PROMPT_CHARS
 from scripts.mini.overlap import measure
 from scripts.mini.reading import Row, dialogue_text, gold, phrasing, system_text
 from verl.data.tasks import to_task
-from verl.utils.reward_score.parsing import TOOL_CALL, parse_gold
+from verl.formats.toolrl_text import TOOL_CALL, parse_gold
 from verl.utils.reward_score.rlla import RllaOptions, score_response
 
 _TAG = re.compile(r"</?(?:think|tool_call|response|obs|user)>")

@@ -10,7 +10,7 @@ from scripts.mini import phrases
 from scripts.mini.requests import Call, World, can_list, draw_call, list_text, reference_text, request_text, sentence
 from scripts.mini.tools import ToolSpec
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, observation
-from verl.utils.reward_score.parsing import render_response
+from verl.formats.toolrl_text import render_response
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl.formats.toolrl_prompt import listed_tools
+from verl.formats.toolrl_text import parse_gold
 from verl.types import Message
-from verl.utils.reward_score.parsing import parse_gold
-from verl.utils.reward_score.prompt import listed_tools
 
 Row = Mapping[str, Any]
 MASK = "fn_"  # prefix of masked tool names

@@ -10,8 +10,8 @@ from typing import Any
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, check_example, tool_list
 from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import render_response
-from verl.utils.reward_score.prompt import TOOLS_HEADING
+from verl.formats.toolrl_prompt import TOOLS_HEADING
+from verl.formats.toolrl_text import render_response
 
 Instruction = Callable[[Sequence[Tool]], str]
 

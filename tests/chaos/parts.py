@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from verl.data.formats.base import Calls, Parsed
 from verl.envs.base import Observation, StepResult
+from verl.formats.base import Calls, Parsed
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 SCORING_S = 0.05  # long enough to be met at it

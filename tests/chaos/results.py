@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.cases import CASES, FAULTS, Case
-from verl.files import replacing
+from verl.system.files import replacing
 from verl.tracking.jsonl import read_rows
 
 ROOT = Path(__file__).parents[2]

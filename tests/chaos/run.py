@@ -108,15 +108,17 @@ def keep(owner: Any, name: str, put: Callable[[Any], None]) -> None:
 
 def wrap(stop: Stop) -> None:
     """Find the points in the command."""
-    from verl.envs.remote import RemoteEnv
+    from verl.checkpoint import checkpoint
     from verl.envs.tools.runner import ToolRunner
+    from verl.kit.env_server.client import RemoteEnv
     from verl.rollout.pool import EnginePool
-    from verl.rollout.scoring import ScoringPool
-    from verl.trainer import build, checkpoint, loop
-    from verl.trainer.build_workers import Workers
+    from verl.scoring.pool import ScoringPool
+    from verl.trainer import loop
+    from verl.trainer.builders import run as build
+    from verl.trainer.builders.workers import Workers
     from verl.trainer.learner import Learner
     from verl.trainer.validate import Validator
-    from verl.trainer.weights import WeightSync
+    from verl.trainer.weight_sync import WeightSync
 
     def started(workers: Any) -> None:
         stop.workers = workers

@@ -14,7 +14,7 @@ from tests.chaos.cases import CASES, FAULTS, POINTS, SIGNALS, TARGETS, End
 from tests.chaos.faults import NAMES
 from tests.chaos.harness import Baseline, Ended, Result, check_end, place
 from tests.chaos.place import possible
-from verl import watcher
+from verl.system import watcher
 
 
 def test_every_target_meets_every_signal_and_every_point_is_met() -> None:

@@ -9,12 +9,12 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import AdvantageEstimator
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.correction import Correction
+from verl.algorithms.estimators.advantage import AdvantageEstimator
 from verl.algorithms.filters import Filter
+from verl.algorithms.losses.policy_loss import PolicyLoss
 from verl.algorithms.overlong import Overlong
-from verl.algorithms.policy_loss import PolicyLoss
 
 
 class KLPlacement(StrEnum):

@@ -1,7 +1,7 @@
 """Overlong prompts are truncated, dropped or an error; prompts that the chat template rejects are bad rows.
 
 The length is that of the initial observation: `prompt_ids` returns its tokens before truncation
-(verl.trainer.build_env.prompt_fn).
+(verl.trainer.builders.env.prompt_fn).
 """
 
 from __future__ import annotations

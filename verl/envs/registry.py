@@ -14,15 +14,15 @@ from verl.types import Task
 ENVS: Mapping[str, str] = {
     "single_turn": "verl.envs.single_turn:SingleTurnEnv",
     "shop": "verl.envs.shop:ShopEnv",
-    "bfcl": "verl.envs.bfcl:BfclFactory",
-    "tau2": "verl.envs.tau2.env:Tau2Factory",
-    "remote": "verl.envs.remote:RemoteFactory",
+    "bfcl": "verl.kit.bfcl.env:BfclFactory",
+    "tau2": "verl.kit.tau2.env:Tau2Factory",
+    "remote": "verl.kit.env_server.client:RemoteFactory",
 }
 
 TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_turn are the rows of any data file
     "shop": "verl.envs.shop:shop_tasks",
-    "bfcl": "verl.envs.bfcl_tasks:bfcl_tasks",
-    "tau2": "verl.envs.tau2.tasks:tau2_tasks",
+    "bfcl": "verl.kit.bfcl.tasks:bfcl_tasks",
+    "tau2": "verl.kit.tau2.tasks:tau2_tasks",
 }
 
 

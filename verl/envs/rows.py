@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from verl.errors import DataError
+from verl.kit.doctor.versions import script
 from verl.types import Task
-from verl.utils.versions import script
 
 
 def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
+from verl.envs.tools.functions import Toolbox, answer_calls
 from verl.types import Message, Score, Task
 
 _GOODS = ("apples", "bread", "candles", "dates", "eggs", "flour", "grapes", "honey", "ink", "jam", "kale", "lamps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError
-from verl.services import check_services
+from verl.net.services import check_services
 from verl.types import Task
 
 

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from verl.errors import ConfigError, EngineError
+from verl.pretrained import read_causal_lm
 from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import reach
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
 from verl.types import Completion, FinishReason
-from verl.utils.pretrained import read_causal_lm
 
 MAX_BATCH = 256  # default number of completions per batch
 

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
+from verl.kit.doctor.versions import SET_UP
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_extension import WeightReceiver
-from verl.scratch import variables
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
+from verl.system.scratch import variables
 from verl.transfer.bucket import BucketHandle, BucketLayout, all_names
 from verl.transfer.gpu import Rendezvous
-from verl.transfer.memory import InMemory, SharedFile, SharedMemory
+from verl.transfer.shared_memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
-from verl.utils.versions import SET_UP
 
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -100,7 +100,7 @@ class VLLMEngine:
     @classmethod
     async def start(cls, settings: VLLMSettings) -> VLLMEngine:
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
-        # Explicit, because Python cached its temporary folder before the scratch folder (verl/scratch.py) existed.
+        # Explicit, because Python cached its temporary folder before the scratch folder (verl/system/scratch.py) existed.
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
         started: list[AsyncLLM] = []  # not a return value: a thread keeps that alive, and vLLM with it after `close`
         try:

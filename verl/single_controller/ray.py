@@ -29,8 +29,8 @@ from typing import Any
 import psutil
 
 from verl.errors import ConfigError, EngineLostError
-from verl.scratch import scratch_folder, variables
-from verl.signals import kept_signals
+from verl.system.scratch import scratch_folder, variables
+from verl.system.signals import kept_signals
 
 # Read by Ray: zero-copy tensors, and no reports of unhandled errors, which are ours to report.
 _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.files import replacing, unwritable
+from verl.system.files import replacing, unwritable
 from verl.tracking.tracker import Run, Tracker
 
 

@@ -13,15 +13,15 @@ from rich.markup import escape
 
 from verl.config.schema import GenerationConfig
 from verl.data.lengths import RowPolicy, read_tasks
-from verl.rollout.group import GroupRollout
-from verl.services import check_services
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RewardFaultError
+from verl.net.services import check_services
 from verl.tracking.jsonl import write_rows
 from verl.tracking.transcripts import group_rows
-from verl.trainer.build import load_chat_template
-from verl.trainer.build_env import build_episode_runner, prompt_fn, services_of_rows, truncating
-from verl.trainer.build_scorer import build_scorer
-from verl.trainer.rollouts import RewardFaultError
-from verl.trainer.standalone_engine import response_lengths, standalone_engine
+from verl.trainer.builders.engine import response_lengths, standalone_engine
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, services_of_rows, truncating
+from verl.trainer.builders.run import load_chat_template
+from verl.trainer.builders.scorer import build_scorer
 from verl.types import Message, Score, Task
 from verl.utils.reward_score.rewards import build_rewards
 

@@ -17,25 +17,25 @@ from typing import Any, TypeVar
 
 import psutil
 
-from verl.daemon import run_in_daemon_thread
+from verl.checkpoint.checkpoint import CheckpointStore, read_state
+from verl.checkpoint.crash import crash_reported, describe_resume
+from verl.checkpoint.deadline import start_shutdown_timer
+from verl.checkpoint.manifest import Checkpoint
+from verl.checkpoint.state import Saved
+from verl.data.overlap import TRAIN_TASKS, TrainTasks
 from verl.errors import DataError
-from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
-from verl.signals import Ended, StopRequest, exit_code
+from verl.kit.collapse.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
+from verl.kit.evaluation.online import OnlineEvaluator
+from verl.kit.replay.record import Recorder, truncate_after
 from verl.single_controller.group import WorkerGroup
+from verl.system.daemon import run_in_daemon_thread
+from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.console import Display
 from verl.tracking.jsonl import append_row, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.checkpoint import CheckpointStore, read_state
-from verl.trainer.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
-from verl.trainer.command import announce_checkpoint
-from verl.trainer.crash import crash_reported, describe_resume
-from verl.trainer.deadline import start_shutdown_timer
-from verl.trainer.manifest import Checkpoint
-from verl.trainer.online_eval import OnlineEvaluator
+from verl.trainer.cli import announce_checkpoint
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.record import Recorder, truncate_after
-from verl.trainer.state import Saved
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.config.load import load_plain, load_probe
 from verl.config.schema import EvalConfig, ProbeConfig
-from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
 _PROBE = "probe=true"
 _PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
@@ -49,11 +49,11 @@ def _evaluate(args: CliArgs, console: Console) -> int:
     if config.compare is not None:
         check_model(replace(config.model, path=config.compare), key="compare")
     check_engine("engine", config.engine)
-    from verl.daemon import run_async
-    from verl.evaluation.registry import check_names  # a slow import: after the cheap checks
+    from verl.kit.evaluation.registry import check_names  # a slow import: after the cheap checks
+    from verl.system.daemon import run_async
 
     check_names(config.benchmarks)
-    from verl.trainer.evaluate import evaluate
+    from verl.kit.evaluation.evaluate import evaluate
 
     run_async(evaluate(config, console))
     return 0
@@ -66,11 +66,11 @@ def _probe(args: CliArgs, console: Console) -> int:
     check_model(config.model)
     check_files("data", [config.data] if config.data else [], needed=True)
     check_engine("engine", config.engine)
-    from verl.daemon import run_async
-    from verl.trainer.build_env import check_names  # a slow import: after the cheap checks
+    from verl.system.daemon import run_async
+    from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
 
     check_names(config.env, config.prompt_template)
-    from verl.trainer.probe import probe
+    from verl.kit.probe.run import probe
 
     run_async(probe(config, console))
     return 0

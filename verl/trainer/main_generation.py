@@ -17,7 +17,7 @@ from rich.console import Console
 from verl.config.load import load_plain
 from verl.config.schema import GenerationConfig
 from verl.config.unused_keys import IN_A_CHAT
-from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
         check_model(config.model)
         check_files("files", config.files, needed=not chatting)
         check_engine("engine", config.engine)
-        from verl.daemon import run_async
-        from verl.trainer.build_env import check_names  # a slow import: after the cheap checks
+        from verl.system.daemon import run_async
+        from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
 
         check_names(config.env, config.prompt_template)
         from verl.trainer.generation import chat, generate

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         check_engine("rollout.name", config.rollout.name)
-        from verl.evaluation.registry import check_names as check_benchmarks  # slow imports: after the cheap checks
-        from verl.trainer.build_env import check_names
+        from verl.kit.evaluation.registry import check_names as check_benchmarks  # slow imports: after the cheap checks
+        from verl.trainer.builders.env import check_names
 
         check_names(config.env, config.data.prompt_template)
         if config.trainer.eval_benchmarks:
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
     """Run with exclusive use of the run folder."""
-    from verl.files import check_temporary
-    from verl.lock import alone_in
-    from verl.trainer.build import run_folder
-    from verl.trainer.crash import crash_reported
+    from verl.checkpoint.crash import crash_reported
+    from verl.system.files import check_temporary
+    from verl.system.lock import alone_in
+    from verl.trainer.builders.run import run_folder
 
     folder = run_folder(config.trainer)
     check_temporary()
@@ -61,16 +61,16 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
 def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> int:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
-    from verl.daemon import run_async
-    from verl.evaluation.overlap import TRAIN_TASKS
-    from verl.files import replacing
+    from verl.data.overlap import TRAIN_TASKS
+    from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
+    from verl.kit.plan.show import format_peak
+    from verl.kit.preflight.preflight import preflight
+    from verl.system.daemon import run_async
+    from verl.system.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.build import built, load_inputs
-    from verl.trainer.build_env import prompt_fn
-    from verl.trainer.build_workers import check_device, sees_gpu
-    from verl.trainer.plan import build_plan, find_hardware, read_lengths
-    from verl.trainer.plan_show import format_peak
-    from verl.trainer.preflight import preflight
+    from verl.trainer.builders.env import prompt_fn
+    from verl.trainer.builders.run import built, load_inputs
+    from verl.trainer.builders.workers import check_device, sees_gpu
 
     check_device(config.trainer)
     wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight

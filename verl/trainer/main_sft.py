@@ -16,7 +16,7 @@ from rich.console import Console
 
 from verl.config.load import load_plain
 from verl.config.schema import SFTConfig
-from verl.trainer.command import CliArgs, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: SFTConfig, console: Console) -> int:
     """Run with exclusive use of the run folder."""
-    from verl.files import check_temporary
-    from verl.lock import alone_in
-    from verl.trainer.build import run_folder
-    from verl.trainer.crash import crash_reported
+    from verl.checkpoint.crash import crash_reported
+    from verl.system.files import check_temporary
+    from verl.system.lock import alone_in
+    from verl.trainer.builders.run import run_folder
 
     folder = run_folder(config.trainer)
     check_temporary()
@@ -50,8 +50,8 @@ def train(config: SFTConfig, console: Console) -> int:
 def _train(config: SFTConfig, console: Console, folder: Path) -> int:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
-    from verl.files import replacing
-    from verl.trainer.build_sft import built
+    from verl.system.files import replacing
+    from verl.trainer.builders.sft import built
 
     console.print(config.batch_arithmetic(), markup=False)
     with built(config, folder, console) as run:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from verl.algorithms.filters import num_written
 from verl.algorithms.kl import KL_ESTIMATORS
-from verl.data.packing import make_units, mask_tensor
+from verl.batch.experience import Experience
+from verl.batch.packing import make_units, mask_tensor
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
-from verl.trainer.experience import Experience
 from verl.trainer.policy import PackSettings
 from verl.types import Sample, Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
-from verl.batch import PackedBatch
-from verl.data.packing import assign, make_units, pack
+from verl.batch.experience import Experience, drop_zero_advantage, with_metric_weights, with_weights
+from verl.batch.packed import PackedBatch
+from verl.batch.packing import assign, make_units, pack
 from verl.single_controller.group import WorkerGroup
-from verl.trainer.experience import Experience, drop_zero_advantage, with_metric_weights, with_weights
 from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.types import Sample
 from verl.workers.critic_worker import CriticWorker

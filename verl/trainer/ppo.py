@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.daemon import run_in_daemon_thread
-from verl.data.samples import to_samples
+from verl.batch.samples import to_samples
+from verl.episodes.manager import RolloutManager
+from verl.kit.replay.record import TrainBatch
+from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.learner import Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
-from verl.trainer.record import TrainBatch
-from verl.trainer.rollouts import RolloutManager
-from verl.trainer.weights import WeightSync
+from verl.trainer.weight_sync import WeightSync
 from verl.types import Sample, TrajectoryGroup
 
 

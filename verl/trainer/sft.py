@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
-from verl.signals import Ended, StopRequest, exit_code
+from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.crash import describe_resume
+from verl.checkpoint.deadline import start_shutdown_timer
+from verl.checkpoint.state import Saved
+from verl.data.overlap import TRAIN_TASKS, TrainTasks
 from verl.single_controller.group import WorkerGroup
+from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
-from verl.trainer.checkpoint import CheckpointStore
-from verl.trainer.command import announce_checkpoint
-from verl.trainer.crash import describe_resume
-from verl.trainer.deadline import start_shutdown_timer
+from verl.trainer.cli import announce_checkpoint
 from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
-from verl.trainer.state import Saved
 from verl.types import Sample
 from verl.workers.rank import TrainingRank
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from verl.rollout.group import GroupRollout
+from verl.episodes.group import GroupRollout
 from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards

@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.batch import Segment
+from verl.batch.packed import Segment
 from verl.errors import ConfigError
 
 PACKED = "verl_packed"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_files
 
 from verl.errors import DataError
-from verl.files import unwritable
+from verl.system.files import unwritable
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl.batch import PackedBatch
+from verl.batch.packed import PackedBatch
 from verl.errors import DataError
 from verl.workers.offload import NO_OFFLOAD, Offload, Offloadable
 from verl.workers.optim import OptimizerSettings, build_optimizer

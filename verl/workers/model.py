@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.batch import PackedBatch
+from verl.batch.packed import PackedBatch
 from verl.errors import ConfigError
-from verl.utils.pretrained import read_causal_lm
+from verl.pretrained import read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
 

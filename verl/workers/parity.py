@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from verl.data.packing import make_units, pack
+from verl.batch.packing import make_units, pack
 from verl.errors import ConfigError
+from verl.pretrained import read_model_config
 from verl.types import Sample
-from verl.utils.pretrained import read_model_config
 from verl.workers import attention
 from verl.workers.model import PackedPolicy, decoder_layers, head_size
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from inspect import isfunction, signature
 from typing import Any
 
+from verl.envs.sandbox import Sandbox
 from verl.envs.tools.base import EpisodeTool, Tool, Toolset
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
-from verl.sandbox.base import Sandbox
 
 TOOLS: Mapping[str, str] = {
     "calculator": "verl.envs.tools.calculator:calculator",
-    "mcp": "verl.envs.tools.mcp:McpServer",
-    "python": "verl.envs.tools.python:PythonTool",
-    "python_session": "verl.envs.tools.python:PythonSessions",
-    "search": "verl.envs.tools.search:SearchTool",
-    "shell": "verl.envs.tools.shell:ShellTool",
+    "mcp": "verl.kit.mcp.mcp:McpServer",
+    "python": "verl.kit.sandbox.python_tool:PythonTool",
+    "python_session": "verl.kit.sandbox.python_tool:PythonSessions",
+    "search": "verl.kit.retrieval.search:SearchTool",
+    "shell": "verl.kit.sandbox.shell_tool:ShellTool",
 }
 
 

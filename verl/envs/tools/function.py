@@ -13,10 +13,10 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
-from verl.daemon import Daemon
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
+from verl.system.daemon import Daemon
 from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ REWARDS: Mapping[str, str] = {
     "artist_tools": "verl.utils.reward_score.artist:ArtistToolsReward",
     "search_r1": "verl.utils.reward_score.search_r1:SearchR1Reward",
     "zerotir": "verl.utils.reward_score.zerotir:ZeroTirReward",
-    "bfcl": "verl.utils.reward_score.bfcl:BfclReward",
-    "api_bank": "verl.utils.reward_score.api_bank:ApiBankReward",
+    "bfcl": "verl.kit.bfcl.reward:BfclReward",
+    "api_bank": "verl.kit.api_bank.reward:ApiBankReward",
     "math": "verl.utils.reward_score.math:MathReward",
     "qa": "verl.utils.reward_score.qa:QaReward",
 }
@@ -62,7 +62,7 @@ def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
 
 @runtime_checkable
 class LabReward(Reward, Protocol):
-    """A reward that can be checked on data before training (`python -m verl.utils.reward_score.lab`)."""
+    """A reward that can be checked on data before training (`python -m verl.kit.lab`)."""
 
     def maximum(self, task: Task, step: int) -> float:
         """The highest possible total for this task at this step."""

@@ -3,7 +3,7 @@ r"""Math reward: checks with math-verify whether the answer in the last `\boxed{
 A few harmless-looking pairs make sympy run forever (e.g. log 2 / (log 2 - log 3) and a wrong integer), and so do deep
 nesting and large numbers. An answer not proven equal within a fixed time counts as wrong. The limit is CPU time, so
 that results do not depend on the machine's load. The timer works only in the main thread, where scoring runs
-(verl/rollout/scoring.py); the few computations it cannot interrupt, such as a power tower of decimals, end at the
+(verl/scoring/pool.py); the few computations it cannot interrupt, such as a power tower of decimals, end at the
 scoring process's own deadline.
 """
 
@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.timer import PROCESSOR, raising_after
+from verl.system.timer import PROCESSOR, raising_after
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 

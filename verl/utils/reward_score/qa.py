@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import completion_text
+from verl.formats.toolrl_text import RESPONSE, RESPONSE_END, THINK_END
+from verl.net.services import completion_text
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.parsing import RESPONSE, RESPONSE_END, THINK_END
 from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last_answer
 
 _JUDGE_KEYS = ("url", "model", "key_variable")

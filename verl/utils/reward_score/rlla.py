@@ -25,6 +25,18 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Self
 
 from verl.errors import ConfigError, DataError
+from verl.formats.toolrl_text import (
+    THINK,
+    THINK_END,
+    TOOL_CALL,
+    Gold,
+    call_text,
+    final_turn,
+    matches_shape,
+    parse_calls,
+    parse_gold,
+    thought_word_count,
+)
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation
@@ -40,19 +52,7 @@ from verl.utils.reward_score.matching import (
     set_jaccard,
     whole_call_similarity,
 )
-from verl.utils.reward_score.parsing import (
-    THINK,
-    THINK_END,
-    TOOL_CALL,
-    Gold,
-    call_text,
-    final_turn,
-    matches_shape,
-    parse_calls,
-    parse_gold,
-    thought_word_count,
-)
-from verl.utils.reward_score.rlla_lab import corrupted_responses, lengthen_thought
+from verl.utils.reward_score.rlla_mutations import corrupted_responses, lengthen_thought
 
 # Exceptions of parsing or matching malformed calls of a response.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl.errors import ConfigError, DataError
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations
-from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 
 Call = tuple[str, str]  # name, arguments as JSON with sorted keys
 

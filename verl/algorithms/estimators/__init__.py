@@ -1,0 +1,1 @@
+"""Advantage estimators, and the algorithms that they define."""

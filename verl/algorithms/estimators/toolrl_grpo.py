@@ -1,0 +1,24 @@
+"""GRPO with the settings of ToolRL's script (arXiv 2504.13958; the paper states "no KL", but the code keeps it).
+
+    r = reward - 0.001 * sum over tokens of k1(p_old, p_ref);  A = (r - mean(group)) / (std(group) + 1e-6)
+    loss = mean over tokens of [clip(A, p / p_old) - 0.001 * entropy]
+
+KL is a penalty in the reward, so it enters the group's mean and std.
+"""
+
+from functools import partial
+
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.estimators.advantage import grpo
+from verl.algorithms.losses.policy_loss import clipped
+
+TOOLRL_GRPO = Algorithm(
+    name="toolrl_grpo",
+    paper="arXiv 2504.13958",
+    advantage=grpo,
+    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
+    aggregation=Aggregation.TOKEN_MEAN,
+    kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
+    entropy_coefficient=0.001,
+)

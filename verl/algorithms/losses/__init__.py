@@ -1,0 +1,1 @@
+"""Policy and value losses, and the algorithms that they define."""

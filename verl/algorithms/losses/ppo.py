@@ -1,0 +1,29 @@
+"""PPO (arXiv 1707.06347) with a critic, in ToolRL's setup (arXiv 2504.13958).
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1}, whitened over the batch
+    loss = mean over tokens of clip(A, p / p_old);  the critic's target is A_t + V_t
+
+r_t is the episode reward on the last token, plus each turn's reward on that turn's last token. ToolRL uses
+gamma = lam = 1, k1 in the reward at 0.001 and an entropy bonus of 0.001. Implementations differ in the tool tokens
+between turns: OpenRLHF sets their values to 0 and runs GAE through them; here, as in veRL, GAE skips them.
+"""
+
+from functools import partial
+
+from verl.algorithms.aggregate import Aggregation
+from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.estimators.advantage import gae
+from verl.algorithms.losses.policy_loss import clipped
+
+PPO = Algorithm(
+    name="ppo",
+    paper="arXiv 1707.06347",
+    advantage=partial(gae, gamma=1.0, lam=1.0),
+    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
+    aggregation=Aggregation.TOKEN_MEAN,
+    kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
+    entropy_coefficient=0.001,
+    needs_critic=True,
+    takes_turn_rewards=True,
+    needs_group=False,
+)

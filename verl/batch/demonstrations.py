@@ -1,0 +1,185 @@
+"""SFT demonstrations: from rows to samples whose trained tokens are assistant turns.
+
+Every assistant turn becomes its own sample with the tokens that a rollout would see: the rendered conversation so far,
+the response, the end-of-turn token. A turn with tool calls or other fields than text is rendered by the template.
+Samples of one conversation share a group, so that packing stores their common prefix once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl.chat.template import ChatTemplate
+from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
+from verl.data.report import RowReport
+from verl.errors import DataError, file_and_row
+from verl.types import Message, Sample, ToolSpec
+
+# Tool output quoted inside a response: never trained as if the policy had written it.
+_QUOTED_OUTPUT = re.compile(
+    r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation whose assistant turns from `first` on are trained, and the tools that its prompt lists."""
+
+    messages: tuple[Message, ...]
+    first: int = 0  # index into messages
+    id: str = ""  # file#row, for messages
+    tools: tuple[ToolSpec, ...] = ()
+    column: str = "messages"  # the source column, for messages
+
+
+def read_demonstrations(
+    source: str, max_bad_share: float = 0.0, report: RowReport | None = None
+) -> list[Demonstration]:
+    """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows are unusable.
+
+    Three row formats: OpenAI's {messages: [...]}, ToolRL's SFT file {instruction, input, output}, or ToolRL's parquet
+    {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools` in addition.
+    """
+    found, report = [], report or RowReport(source)
+    for number, row in enumerate(chat_rows(source)):
+        report.num_rows += 1
+        try:
+            found.append(replace(to_demonstration(row), id=f"{Path(source).name}#{number}"))
+        except DataError as error:
+            report.add_bad(error.at(file=source, row=number), max_bad_share)
+    report.check(max_bad_share)
+    return found
+
+
+def to_demonstration(row: Any) -> Demonstration:
+    """Validates and converts one row. Raises DataError."""
+    if isinstance(row, DataError):
+        raise row
+    if not isinstance(row, Mapping):
+        raise DataError(f"is of type {type(row).__name__}", "an object")
+    check_columns(row)
+    tools = read_tools(row.get("tools"))
+    if row.get("messages") is not None:
+        messages = read_messages(row["messages"], "messages")
+        if not any(message.role == "assistant" for message in messages):
+            raise DataError("has no assistant turn", "at least one message of role assistant", field="messages")
+        for number, message in enumerate(messages):
+            if not (message.content or message.tool_calls or message.template_fields or message.role == "tool"):
+                raise DataError("is empty", "a text", field=f"messages[{number}].content")
+        return Demonstration(messages, tools=tools)
+    if "output" in row:
+        prompt = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
+        prompt.append(Message("user", _text(row, "input")))
+        return Demonstration((*prompt, Message("assistant", _text(row, "output"))), len(prompt), tools=tools)
+    if row.get("prompt") is not None and row.get("reward_model") is not None:
+        messages = read_messages(row["prompt"], "prompt")
+        answer = Message("assistant", _text(read_object(row, "reward_model"), "ground_truth", "reward_model."))
+        return Demonstration((*messages, answer), len(messages), tools=tools, column="prompt")
+    raise DataError(
+        f"has the columns {sorted(row)}", "messages, or instruction, input and output, or prompt and reward_model"
+    )
+
+
+def _text(row: Mapping[str, Any], name: str, place: str = "") -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value:
+        raise DataError("is missing or empty", "a text", field=f"{place}{name}")
+    return value
+
+
+def to_samples(
+    demonstrations: Sequence[Demonstration],
+    chat: ChatTemplate,
+    max_length: int,
+    max_bad_share: float = 0.0,
+    report: RowReport | None = None,
+    first_group: int = 0,
+) -> list[Sample]:
+    """One sample per assistant turn; turns that end beyond `max_length` tokens are dropped, never truncated.
+
+    Raises DataError if the chat template rejects, or drops parts of, more demonstrations than `max_bad_share` allows,
+    ConfigError if it drops the tools.
+    """
+    samples: list[Sample] = []
+    report = report or RowReport("the demonstrations", len(demonstrations))
+    for number, demonstration in enumerate(demonstrations):
+        file, row = file_and_row(demonstration.id)
+        try:
+            turns = _turns(demonstration, first_group + number, chat)
+        except DataError as error:
+            report.add_bad(error.at(file=file, row=row), max_bad_share)
+            continue
+        fitting = [turn for turn in turns if len(turn.token_ids) <= max_length]
+        samples += fitting
+        too_long = f"longer than {max_length} tokens"
+        if not fitting and turns:
+            report.drop(too_long, row)
+        elif len(fitting) < len(turns):
+            report.notes[f"with responses dropped for being {too_long}"] += 1
+    report.check(max_bad_share)
+    return samples
+
+
+def _turns(demonstration: Demonstration, group: int, chat: ChatTemplate) -> list[Sample]:
+    messages = demonstration.messages
+    return [
+        _turn(demonstration, place, group, chat)
+        for place, message in enumerate(messages)
+        if message.role == "assistant" and place >= demonstration.first
+    ]
+
+
+def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTemplate) -> Sample:
+    before, message = demonstration.messages[:place], demonstration.messages[place]
+    prompt = chat.initial_ids(before, demonstration.tools, demonstration.column)
+    if message.tool_calls or message.template_fields:
+        text, ids, spans = _rendered_turn(demonstration, place, chat)
+    else:
+        text, (ids, spans) = message.content, chat.response_ids(message.content)
+        ids, spans = (*ids, chat.end_token_id), [*spans, (len(text), len(text))]
+    start = max(text.find(message.content), 0)
+    quoted = [(start + a, start + b) for a, b in _quoted(message.content)]
+    own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
+    token_ids = (*prompt, *ids)
+    mask = (*(False,) * len(prompt), *own)
+    return Sample(token_ids, mask, (0.0,) * len(token_ids), group, 0.0)
+
+
+def _rendered_turn(
+    demonstration: Demonstration, place: int, chat: ChatTemplate
+) -> tuple[str, tuple[int, ...], list[tuple[int, int]]]:
+    """(the assistant turn as rendered by the template, its tokens, the character span of each).
+
+    The text from the end of the generation prompt, where a rollout starts, to the end-of-turn token, inclusive.
+    Raises DataError if the template renders the conversation before the turn differently once the turn is added.
+    """
+    messages, tools, column = demonstration.messages, demonstration.tools, demonstration.column
+    field = f"{column}[{place}]"
+    chat.check_messages(messages[: place + 1], tools, column)
+    head = chat.rendered(messages[:place], tools)
+    whole = chat.rendered(messages[: place + 1], tools, add_generation_prompt=False)
+    if not whole.startswith(head):
+        raise DataError(
+            "the chat template does not continue its own prompt with this turn",
+            hint="Write the turn as plain text, as the policy should write it, or set model.tokenizer_path to another "
+            "tokenizer",
+            field=field,
+        )
+    text = whole[len(head) :]
+    ids, spans = chat.response_ids(text)
+    ends = [number for number, token in enumerate(ids) if token in chat.stop_token_ids]
+    if not ends or text[spans[ends[-1]][1] :].strip():
+        raise DataError(
+            f"the chat template ends this turn with {text[-20:]!r} rather than with a stop token",
+            hint="Set model.tokenizer_path to another tokenizer",
+            field=field,
+        )
+    return text, ids[: ends[-1] + 1], spans[: ends[-1] + 1]
+
+
+def _quoted(response: str) -> Iterator[tuple[int, int]]:
+    return (match.span() for match in _QUOTED_OUTPUT.finditer(response))

@@ -1,0 +1,101 @@
+"""Observations as tokens: the tool-call format renders them as text, the chat template and tokenizer encode them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from verl.chat.template import ChatTemplate
+from verl.envs.base import Observation
+from verl.formats.base import ToolCallFormat
+from verl.formats.history import check_shown, with_calls_written
+from verl.formats.prompt import tool_lines
+from verl.types import Message, ToolSpec
+
+_GAP = "\n[...]\n"
+_NEW_TOOLS = "From now on these tools can be called, too:"
+_TOO_LONG = "The result is too long to be shown; ask for less of it."
+
+
+class Cut(StrEnum):
+    """How to truncate an observation that is too long."""
+
+    HEAD = "head"  # keep the beginning
+    TAIL = "tail"  # keep the end
+    MIDDLE = "middle"  # keep both and drop the middle
+    REFUSE = "refuse"  # replace it with a message that it is too long
+
+
+@dataclass(frozen=True)
+class ObservationTokenizer:
+    """Truncates, formats and tokenizes every observation, exactly once.
+
+    max_observation_tokens: limit for one message of the environment
+    """
+
+    chat: ChatTemplate
+    tool_call_format: ToolCallFormat
+    max_observation_tokens: int
+    cut: Cut = Cut.MIDDLE
+
+    def prompt_ids(self, initial: Observation) -> tuple[int, ...]:
+        """The prompt tokens. Raises DataError for messages that the chat template rejects or drops parts of,
+        ConfigError if tools are not listed."""
+        if self.tool_call_format.template_tools:
+            prompt = self.tool_call_format.render_prompt(initial.messages, initial.tools)
+            return self.chat.initial_ids(prompt, initial.tools)
+        messages = with_calls_written(self.tool_call_format, initial.messages)
+        shown = self.tool_call_format.render_prompt(messages, initial.tools)
+        check_shown(self.tool_call_format, messages, initial.tools, shown)
+        return self.chat.initial_ids(shown)
+
+    def written(self, token_ids: Sequence[int]) -> str:
+        """The response text without its end token, but with special tokens, which some formats use."""
+        text: str = self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids)
+        return text
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether the policy ended its turn, rather than pausing at a stop string."""
+        return len(token_ids) > 0 and token_ids[-1] in self.chat.stop_token_ids
+
+    def answer_ids(
+        self, answers: Sequence[Message], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[int, ...]:
+        """The tokens after `written`: the answers and, if the policy gets a new turn, the generation prompt.
+
+        tools: new tools; the prompt is fixed, so they are listed after the answers, and never truncated
+        """
+        messages = _with_tools([self._short(answer) for answer in answers], tools)
+        shown = self.tool_call_format.observation(messages, written)
+        if isinstance(shown, str):
+            return self.chat.continuation_ids(shown)
+        return self.chat.answer_ids(shown, ended)
+
+    def _short(self, answer: Message) -> Message:
+        _, spans = self.chat.response_ids(answer.content)
+        if len(spans) <= self.max_observation_tokens:
+            return answer
+        return replace(answer, content=self._shortened(answer.content, spans))
+
+    def _shortened(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
+        """Truncate at token boundaries to `max_observation_tokens`, not counting the gap marker."""
+        room = self.max_observation_tokens
+        tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}
+        match self.cut:
+            case Cut.REFUSE:
+                return _TOO_LONG
+            case kind:
+                head_end = spans[room - tail[kind]][0]
+                tail_start = spans[len(spans) - tail[kind]][0] if tail[kind] else len(text)
+                return text[:head_end] + _GAP + text[tail_start:]
+
+
+def _with_tools(answers: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
+    """The answers plus the list of new tools: in a user message after a tool result, else in the last message."""
+    if not tools:
+        return answers
+    listing = f"{_NEW_TOOLS}\n{tool_lines(tools)}"
+    if not answers or answers[-1].role == "tool":
+        return (*answers, Message("user", listing))
+    return (*answers[:-1], replace(answers[-1], content=f"{answers[-1].content}\n\n{listing}"))

@@ -1,0 +1,221 @@
+"""Messages to tokens and back, with the model's own chat template.
+
+An episode's tokens are append-only. Everything after a response is therefore tokenized separately: `answer_ids` for
+messages of other roles, `continuation_ids` for text that continues the assistant's turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import takewhile
+from typing import Any
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from verl.chat.bounds import RenderTimeoutError, check_growth, render_deadline
+from verl.chat.dropped_fields import check_messages, tool_fault, tools_left_out
+from verl.data.messages import as_openai
+from verl.errors import ConfigError, DataError
+from verl.formats.prompt import function_schema
+from verl.types import Message, Task, ToolSpec
+
+# two conversations that differ only in the assistant's message; their common suffix is what follows that message
+_QUESTION, _RESPONSES = Message("user", "a"), (Message("assistant", "b"), Message("assistant", "c"))
+_HINT = "choose another tool-call format, or a tokenizer whose template supports them"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer with a chat template.
+
+    more_stops: further end-of-turn tokens besides the tokenizer's eos_token
+    max_prompt_tokens: longer prompts are truncated to their last tokens (data.truncation=left); None: no limit
+    template_options: variables of the chat template, such as enable_thinking
+    """
+
+    tokenizer: Any
+    more_stops: tuple[int, ...] = ()
+    max_prompt_tokens: int | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        where = f"the tokenizer in {self.tokenizer.name_or_path!r}"
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"{where} is a slow tokenizer, which has no character offsets; "
+                "add its tokenizer.json, or set model.tokenizer_path to a tokenizer that has one"
+            )
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(f"{where} has no chat template; use the tokenizer of an instruction-tuned model")
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(f"{where} has no end-of-turn token (eos_token)")
+
+    @property
+    def end_token_id(self) -> int:
+        """The end-of-turn token appended to turns that the policy did not end itself."""
+        end: int = self.tokenizer.eos_token_id
+        return end
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end the assistant's turn."""
+        return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
+
+    def initial_ids(
+        self, prompt: str | Sequence[Message], tools: Sequence[ToolSpec] = (), column: str = "prompt"
+    ) -> tuple[int, ...]:
+        """The prompt tokens of an episode, checked and truncated. prompt: messages, or a text without a template.
+
+        A text gets the tokenizer's usual prefix (a bos_token, if any). `column`: the messages' column, for errors.
+        Raises DataError if the template rejects the messages or drops parts of them, ConfigError if it drops tools or
+        is invalid.
+        """
+        if isinstance(prompt, str):
+            return self._truncated(tuple(self.tokenizer(prompt)["input_ids"]))
+        self.check_tools(prompt, tools)
+        self.check_messages(prompt, tools, column)
+        return self._truncated(self.prompt_ids(prompt, tools))
+
+    def check_messages(self, messages: Sequence[Message], tools: Sequence[ToolSpec], column: str) -> None:
+        """Raises DataError, with index and field, for parts of the messages that the chat template drops."""
+        check_messages(self.rendered, messages, tools, column)
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+        """Raises ConfigError if the chat template does not list these tools with these messages."""
+        if tools and (lacking := tools_left_out(self.rendered, messages, tools)):
+            where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+            raise ConfigError(tool_fault(lacking, where))
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """The messages under the chat template, with the generation prompt. Raises like `rendered`."""
+        return self.response_ids(self.rendered(messages, tools))[0]
+
+    def rendered(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """The messages rendered with the chat template.
+
+        tools: tools for the template to list. Templates distinguish an empty list from None, so () is passed as None.
+        Raises DataError if the template rejects the messages, ConfigError if it is invalid or does not terminate.
+        """
+        where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+        given, schemas = [as_openai(message) for message in messages], [function_schema(tool) for tool in tools]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            tools=schemas or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_options,
+        )
+        try:
+            with render_deadline():
+                text = _rendered(render, given)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{where} cannot be parsed (line {error.lineno}: {error.message}); correct it, or set "
+                "model.tokenizer_path to another tokenizer"
+            ) from error
+        except RenderTimeoutError as error:
+            raise ConfigError(f"{where}: {error}; set model.tokenizer_path to another tokenizer") from error
+        except Exception as error:  # a template is a program: it may raise type errors or recurse
+            roles = ", ".join(message.role for message in messages)
+            reason = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"the chat template rejects messages with the roles {roles} ({reason})",
+                hint="Change the row, or set model.tokenizer_path to a tokenizer with another chat template",
+            ) from error
+        check_growth(text, (given, schemas), where)
+        return text
+
+    def answer_ids(self, messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
+        """Tokens that follow the assistant's turn: its end-of-turn text, these messages, the next generation prompt.
+
+        Two conversations that differ only in the assistant's content are rendered; their common suffix is what the
+        template writes after any response, whatever it does to the response itself (some strip thoughts from earlier
+        turns). Responses are never tokenized again.
+
+        Special-token strings in the messages are broken up, so that no observation can end its turn early.
+
+        ended: the policy generated its end token; otherwise it is added here
+        Raises ConfigError if the template does not end the assistant's turn with a stop token, or rejects or drops the
+        messages.
+        """
+        messages = [replace(message, content=self._without_marks(message.content)) for message in messages]
+        try:
+            one, other = (self.prompt_ids((_QUESTION, response, *messages)) for response in _RESPONSES)
+            dropped = [role for role in dict.fromkeys(message.role for message in messages) if not self._renders(role)]
+        except DataError as error:
+            raise ConfigError(f"{error.problem}; {_HINT}") from error
+        if dropped:
+            raise ConfigError(f"the chat template drops messages with the roles {', '.join(dropped)}; {_HINT}")
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
+        after = one[len(one) - len(list(alike)) :]
+        end = next((place for place, token in enumerate(after) if token in self.stop_token_ids), len(after))
+        if end == len(after) or self.tokenizer.decode(after[:end]).strip():
+            raise ConfigError(
+                f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} ends an assistant's turn with "
+                f"{self.tokenizer.decode(after[:8])!r} rather than with a stop token "
+                f"({self.tokenizer.decode(self.stop_token_ids)}), which multi-turn episodes need"
+            )
+        return after[end + 1 :] if ended else after[end:]
+
+    def _renders(self, role: str) -> bool:
+        """Whether the template renders a message of this role after the assistant: some skip unknown roles."""
+        one, other = (self.prompt_ids((_QUESTION, _RESPONSES[0], Message(role, text))) for text in ("d", "e"))
+        return one != other
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the chat template itself opens a thought, so that responses begin inside it."""
+        prompt: str = self.tokenizer.decode(self.prompt_ids((_QUESTION,)))
+        return prompt.rstrip().endswith("<think>")
+
+    def continuation_ids(self, text: str) -> tuple[int, ...]:
+        """A text that continues the assistant's turn; special-token strings in it are encoded as plain text."""
+        encoded = self.tokenizer(_writable(text), add_special_tokens=False, split_special_tokens=True)
+        return tuple(encoded["input_ids"])
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        marks = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
+
+    def _without_marks(self, text: str) -> str:
+        """The text with a space after the first character of every special-token string."""
+        return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
+
+    def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """The prompt of a single-turn task with its tools. Raises like `initial_ids`."""
+        return self.initial_ids(task.prompt, task.tools)
+
+    def _truncated(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
+
+    def response_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """(tokens of a text, character span of each token), without added special tokens."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        """The response text, without special tokens and without the end token."""
+        ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
+        text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
+        return text
+
+
+def _writable(text: str) -> str:
+    """The text with "?" for lone surrogates, which tools may return but no tokenizer accepts."""
+    return text.encode(errors="replace").decode()
+
+
+def _rendered(render: Callable[[Sequence[Mapping[str, Any]]], str], given: Sequence[Mapping[str, Any]]) -> str:
+    """Render with null content for calls without text; retry with an empty text, which other templates expect."""
+    try:
+        return render(given)
+    except (TemplateError, TypeError):
+        if all(each["content"] is not None for each in given):
+            raise
+        return render([each if each["content"] is not None else {**each, "content": ""} for each in given])

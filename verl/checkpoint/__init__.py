@@ -1,0 +1,1 @@
+"""Checkpoints and what a run leaves behind when it ends."""

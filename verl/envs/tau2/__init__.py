@@ -1,1 +1,0 @@
-"""Customer service over a database: our own tools over the data of tau2-bench (retail and airline)."""

@@ -1,0 +1,1 @@
+"""Episodes: the policy and an environment, turn by turn."""

@@ -1,0 +1,127 @@
+"""The tool-call format interface: how tools are listed, calls parsed, stop strings set and tool results rendered.
+
+Formats handle text only; the framework tokenizes what a format returns, once, and appends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.errors import ConfigError
+from verl.registry import check_options, resolve
+from verl.types import Message, ToolCall, ToolSpec
+
+TOOL_CALL_FORMATS: Mapping[str, str] = {
+    "artist": "verl.formats.tags:ARTIST",
+    "artist_tools": "verl.formats.hermes:ARTIST_TOOLS",
+    "fence": "verl.formats.fence:FenceFormat",
+    "hermes": "verl.formats.hermes:HermesFormat",
+    "llama3_json": "verl.formats.llama3_json:Llama3JsonFormat",
+    "otc_search": "verl.formats.tags:OTC_SEARCH",
+    "retool": "verl.formats.tags:RETOOL",
+    "search_r1": "verl.formats.tags:SEARCH_R1",
+    "tags": "verl.formats.tags:TagsFormat",
+    "tool_n1": "verl.formats.tool_n1:ToolN1Format",
+    "toolrl": "verl.formats.toolrl:ToolRlFormat",
+    "xml": "verl.formats.xml:XmlFormat",
+    "zerotir": "verl.formats.fence:ZeroTirFormat",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The policy makes these calls in parallel."""
+
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParseError:
+    """The policy attempted a tool call that cannot be parsed."""
+
+    problem: str  # message for the policy
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """The policy paused at a stop string without a call yet: generation continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The response is the final answer."""
+
+
+Parsed = Calls | ParseError | Continue | Final
+
+
+class ToolCallFormat(Protocol):
+    """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text."""
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """The prompt: messages for the model's chat template, or a plain text for recipes without one."""
+
+    @property
+    def template_tools(self) -> bool:
+        """Whether the chat template lists the tools (`tools=`) instead of `render_prompt`."""
+
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """Stop strings in addition to the end token. `written`: the policy's text since the last observation."""
+
+    @property
+    def final_stop_strings(self) -> tuple[str, ...]:
+        """Stop strings of the last assistant turn, in which tools are disabled: the end of an answer in this format."""
+
+    @property
+    def turns_per_call(self) -> int:
+        """Assistant turns per call: the number of pauses until the call is run."""
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether one turn may contain several calls."""
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """Parses the response. Calls inside thoughts are ignored.
+
+        `written`: the policy's text since the last observation, including the stop string.
+        tools: the offered tools, for formats with untyped arguments
+        """
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The tool results as shown to the policy: a text that continues its turn, or messages that the chat template
+        renders as separate turns, followed by the generation prompt."""
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
+
+
+_REQUIRED = (  # attributes that an episode uses
+    "render_prompt",
+    "template_tools",
+    "stop_strings",
+    "final_stop_strings",
+    "turns_per_call",
+    "parallel_calls",
+    "parse",
+    "observation",
+)
+
+
+def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) -> ToolCallFormat:
+    """The format named `name`: a built-in one, or a class or function `module:attribute`, called with `options`.
+
+    Raises ConfigError for an unknown name, an unknown or missing option, or a value of another type than the default.
+    """
+    make: Callable[..., ToolCallFormat] = resolve("tool-call format", name, TOOL_CALL_FORMATS)
+    given = dict(options or {})
+    if not callable(make):
+        kind = type(make).__name__
+        raise ConfigError(f"tool-call format {name!r} must be a class or a function, not an object of type {kind}")
+    check_options("tool-call format", name, make, given)
+    built = make(**given)
+    lacking = [each for each in _REQUIRED if not hasattr(built, each)]
+    if lacking:
+        raise ConfigError(f"{name!r} is not a tool-call format: {type(built).__name__} has no {', '.join(lacking)}")
+    return built

@@ -1,0 +1,56 @@
+"""Hermes and Qwen: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, with parallel calls.
+
+The chat template lists the tools and renders results with the role "tool"; for models whose chat template does not
+support tools, a prompt template lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
+from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
+from verl.formats.turns import TurnFormat
+from verl.types import ToolCall, ToolSpec
+
+
+@dataclass(frozen=True)
+class HermesFormat(TurnFormat):
+    """One JSON object per block."""
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """The calls of all blocks outside thoughts, or the error of the first malformed one."""
+        calls: list[ToolCall] = []
+        position = speech_start(written, self.in_thought)
+        try:
+            while (start := find_spoken(written, TOOL_CALL, position)) >= 0:
+                call, position = _read(written, start + len(TOOL_CALL))
+                calls.append(call)
+        except BadCallError as error:
+            return ParseError(str(error))
+        return Calls(tuple(calls)) if calls else Final()
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """One block per call."""
+        return "\n".join(
+            f"{TOOL_CALL}\n{to_json({'name': call.name, 'arguments': call.arguments})}\n{TOOL_CALL_END}"
+            for call in calls
+        )
+
+
+def _read(written: str, start: int) -> tuple[ToolCall, int]:
+    """(the call of the block opened before `start`, end of the block). The JSON may contain the closing tag."""
+    if written.find(TOOL_CALL_END, start) < 0:
+        raise BadCallError(f"{TOOL_CALL} is never closed with {TOOL_CALL_END}.")
+    value, end = read_json(written, start)
+    end = skip_space(written, end)
+    if not written.startswith(TOOL_CALL_END, end):
+        raise BadCallError(f"The JSON object of a call must be followed by {TOOL_CALL_END}; write one block per call.")
+    return to_call(value, "arguments"), end + len(TOOL_CALL_END)
+
+
+# arXiv 2505.01441, function calling
+ARTIST_TOOLS = partial(HermesFormat, prompt_template="artist_tools")

@@ -1,0 +1,93 @@
+"""Formats in which the policy pauses at a stop string and the tool output continues the same turn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from verl.errors import ConfigError
+from verl.formats.base import Parsed, ParseError
+from verl.formats.prompt import PromptTemplateMixin
+from verl.formats.text import shorten
+from verl.types import Message, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True)
+class InlineFormat(PromptTemplateMixin, ABC):
+    """Base class of inline formats. The policy's text becomes the single argument of a single tool.
+
+    raw: the filled-in prompt template is the whole prompt, without a chat template and without the other messages
+    tool, argument: names of the tool and its argument
+    limit: outputs with at least this many characters lose their middle; 0: no limit
+    too_long: replacement for such outputs, if not empty
+    last_line_of_errors: show only the last line of outputs that contain "Error"
+    empty: replacement for an empty output
+    """
+
+    parallel_calls: ClassVar[bool] = False
+    raw: bool = False
+    tool: str = "python"
+    argument: str = "code"
+    limit: int = 0
+    too_long: str = ""
+    last_line_of_errors: bool = False
+    empty: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.raw and self.prompt is None:
+            raise ConfigError("raw=true skips the chat template, so prompt_template must name a prompt text")
+
+    @property
+    def template_tools(self) -> bool:
+        """False: the recipe's prompt describes the tool."""
+        return False
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """See verl.formats.base.ToolCallFormat."""
+        return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
+
+    @abstractmethod
+    def stop_strings(self, written: str) -> tuple[str, ...]:
+        """Strings at which the policy pauses."""
+
+    @abstractmethod
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """The call in the text, if any."""
+
+    @abstractmethod
+    def wrap(self, output: str, written: str) -> str:
+        """A tool output in the recipe's delimiters."""
+
+    def paused(self, written: str) -> bool:
+        """Whether the policy paused for an answer, rather than ending its turn."""
+        return written.rstrip().endswith(self.stop_strings(written))
+
+    def call(self, text: str) -> ToolCall:
+        """The tool call for a text of the policy."""
+        return ToolCall(self.tool, {self.argument: text})
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The outputs in the recipe's delimiters, or the parse error without them.
+
+        If the policy ended its turn instead of pausing, or a message is not from a tool, the answer is a separate turn;
+        a raw prompt has no turns, so everything continues in one text.
+        """
+        if not self.raw and not (self.paused(written) and all(each.role == "tool" for each in results)):
+            return tuple(Message("user" if each.role == "tool" else each.role, each.content) for each in results)
+        if isinstance(self.parse(written), ParseError):
+            return "".join(f"\n{each.content}\n" for each in results)
+        return self.wrap("\n".join(self.shown(each.content) for each in results), written)
+
+    def shown(self, output: str) -> str:
+        """The part of an output that is shown to the policy."""
+        text = output.strip("\n")
+        if not text.strip():
+            return self.empty
+        if self.last_line_of_errors and "Error" in text:
+            text = text.rstrip().rpartition("\n")[2]
+        if not self.limit or len(text) < self.limit:
+            return text
+        return self.too_long or shorten(text, self.limit)

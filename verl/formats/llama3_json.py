@@ -1,0 +1,71 @@
+"""Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several separated by semicolons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
+from verl.formats.toolrl_text import THINK, THINK_END
+from verl.formats.turns import TurnFormat
+from verl.types import Message, ToolCall, ToolSpec
+
+PYTHON_TAG = "<|python_tag|>"
+_CALL_KEYS = ('"name"', '"parameters"')
+
+
+@dataclass(frozen=True)
+class Llama3JsonFormat(TurnFormat):
+    """A response with JSON that is not a call is an answer, unless the python tag announces a call."""
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """The calls of the response, after its thoughts."""
+        text = written[speech_start(written, self.in_thought) :].strip()
+        if text.startswith(THINK):
+            text = text.partition(THINK_END)[2].strip()
+        announced = text.startswith(PYTHON_TAG)
+        text = text.removeprefix(PYTHON_TAG)
+        if not announced and not text.startswith("{"):
+            return Final()
+        meant = announced or text.startswith(_CALL_KEYS, skip_space(text, 1))
+        try:
+            values = _values(text)
+            if not announced and not any(map(_means_a_call, values)):
+                return Final()
+            meant = True
+            return Calls(tuple(to_call(value, "parameters") for value in values))
+        except BadCallError as error:
+            return ParseError(str(error)) if meant else Final()
+
+    def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
+        """The results with the role that Llama's template uses for them."""
+        return tuple(replace(each, role="ipython") if each.role == "tool" else each for each in results)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls, separated by semicolons."""
+        return "; ".join(
+            to_json({"name": call.name, "parameters": call.arguments}, (THINK, THINK_END)) for call in calls
+        )
+
+
+def _means_a_call(value: Any) -> bool:
+    """Whether an object has a key that only calls have, or only keys of calls."""
+    if not isinstance(value, dict):
+        return False
+    return "parameters" in value or ("name" in value and value.keys() <= {"name", "type", "arguments"})
+
+
+def _values(text: str) -> list[Any]:
+    values: list[Any] = []
+    position = 0
+    while True:
+        value, position = read_json(text, position)
+        values.append(value)
+        position = skip_space(text, position)
+        if position < len(text) and text[position] != ";":
+            raise BadCallError("A response that calls tools must contain only the JSON of calls, separated by ;.")
+        position = skip_space(text, position + 1)
+        if position >= len(text):
+            return values

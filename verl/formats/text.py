@@ -1,0 +1,170 @@
+"""Shared helpers of the formats: skipping thoughts, parsing the policy's JSON, shortening long outputs.
+
+Every function is linear in the length of its input, for any input.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+from verl.types import ToolCall
+
+_SPACE = re.compile(r"\s*")
+_KINDS: Mapping[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+class BadCallError(ValueError):
+    """A malformed call; the message is shown to the policy."""
+
+
+def speech_start(text: str, in_thought: bool = False) -> int:
+    """Start of the text outside thoughts: the end of a thought opened by the prompt, else 0.
+
+    A `</think>` without a preceding `<think>` ends such a thought, so text before a quoted `</think>` counts as one.
+    in_thought: the prompt opens a thought, so that without a `</think>` everything is a thought.
+    """
+    end = text.find(THINK_END)
+    if end < 0:
+        return len(text) if in_thought else 0
+    return end + len(THINK_END) if in_thought or text.find(THINK, 0, end) < 0 else 0
+
+
+def find_spoken(text: str, tag: str, position: int) -> int:
+    """Position of the next `tag` outside thoughts, searching from a `position` outside one; -1 if there is none."""
+    either = _tag_or_thought(tag)
+    while found := either.search(text, position):
+        if found[0] == tag:
+            return found.start()
+        end = text.find(THINK_END, found.end())
+        if end < 0:
+            return -1
+        position = end + len(THINK_END)
+    return -1
+
+
+@lru_cache(maxsize=64)
+def _tag_or_thought(tag: str) -> re.Pattern[str]:
+    return re.compile(f"{re.escape(THINK)}|{re.escape(tag)}")
+
+
+def skip_space(text: str, position: int) -> int:
+    """The next position that is not whitespace."""
+    found = _SPACE.match(text, position)
+    assert found is not None
+    return found.end()
+
+
+def only_block(written: str) -> str | None:
+    """Content of the single `<tool_call>` block outside thoughts, up to the first closing tag; None without a block.
+
+    Raises BadCallError for an unclosed block and for a second one.
+    """
+    start = find_spoken(written, TOOL_CALL, speech_start(written))
+    if start < 0:
+        return None
+    start += len(TOOL_CALL)
+    end = written.find(TOOL_CALL_END, start)
+    if end < 0:
+        raise BadCallError(f"{TOOL_CALL} is never closed with {TOOL_CALL_END}.")
+    if TOOL_CALL in written[start:end] or find_spoken(written, TOOL_CALL, end) >= 0:
+        raise BadCallError(f"There is more than one {TOOL_CALL} block; put all calls into one.")
+    return written[start:end].strip()
+
+
+def read_json(text: str, position: int = 0) -> tuple[Any, int]:
+    """(the JSON value at `position`, after optional whitespace; its end).
+
+    Raises BadCallError for invalid JSON and for values that other programs reject: NaN, infinities, duplicate keys,
+    lone surrogates.
+    """
+    start = skip_space(text, position)
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        json.dumps(value, ensure_ascii=False).encode()
+    except BadCallError:
+        raise
+    except json.JSONDecodeError as error:
+        place = error.pos - start + 1
+        raise BadCallError(f"The call is not valid JSON: {error.msg} (character {place}).") from error
+    except UnicodeEncodeError as error:
+        raise BadCallError("The call is not valid JSON: a \\u escape is half of a surrogate pair.") from error
+    except RecursionError as error:
+        raise BadCallError("The call is nested too deeply.") from error
+    except ValueError as error:  # Python's limit of 4300 digits per integer
+        raise BadCallError("The call holds a number with too many digits.") from error
+    return value, end
+
+
+def read_whole_json(text: str) -> Any:
+    """The text parsed as a single JSON value. Raises BadCallError like `read_json`, and for trailing text."""
+    value, end = read_json(text)
+    if skip_space(text, end) < len(text):
+        raise BadCallError("There is text after the JSON of the call.")
+    return value
+
+
+def to_call(value: Any, key: str) -> ToolCall:
+    """Converts a JSON value to a call: an object with "name", a string, and the arguments, an object, under `key`.
+
+    Raises BadCallError. Other keys are ignored.
+    """
+    if not isinstance(value, dict):
+        raise BadCallError(f'A call is a JSON object with "name" and "{key}", not {_KINDS[type(value)]}.')
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise BadCallError('The call names no tool: "name" must be a string.')
+    if key not in value:
+        raise BadCallError(f'The call of {name[:80]!r} has no "{key}"; write {{}} if there are none.')
+    if not isinstance(value[key], dict):
+        kind = _KINDS[type(value[key])]
+        raise BadCallError(f'"{key}" in the call of {name[:80]!r} must be a JSON object, not {kind}.')
+    return ToolCall(name, value[key])
+
+
+def to_json(value: Any, tags: Iterable[str] = (THINK, THINK_END, TOOL_CALL, TOOL_CALL_END)) -> str:
+    """The value as JSON without any of the tags: their `<` is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    for tag in tags:
+        text = text.replace(tag, f"\\u003c{tag[1:]}")
+    return text
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text; its middle is removed if it has `limit` characters or more."""
+    half = limit // 2
+    return text if len(text) < limit else f"{text[:half]}...{text[len(text) - half :]}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise BadCallError(f"The call has the key {twice[:80]!r} twice.")
+    return found
+
+
+def _number(text: str) -> float:
+    if (value := float(text)) in (float("inf"), float("-inf")):
+        _reject_number(text)
+    return value
+
+
+def _reject_number(text: str) -> NoReturn:
+    raise BadCallError(f"The call is not valid JSON: {text[:20]} is not a number.")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_reject_number)

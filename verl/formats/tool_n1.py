@@ -1,0 +1,42 @@
+"""Tool-N1 (arXiv 2505.00024): a thought, then all calls as one JSON list in `<tool_call>`. Meant for single turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.prompt import SystemPromptTemplateMixin, tool_lines
+from verl.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
+from verl.types import Message, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True)
+class ToolN1Format(SystemPromptTemplateMixin):
+    """A single object counts as a list of one, and an empty list as no call, as in the paper's reward."""
+
+    prompt_template: str = "tool_n1"
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
+        """The messages, with any tools listed in the system message."""
+        if not tools:
+            return tuple(messages)
+        return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """The calls of the list, or the error of the first malformed one."""
+        try:
+            block = only_block(written)
+            if block is None:
+                return Final()
+            value = read_whole_json(block)
+            calls = tuple(to_call(each, "arguments") for each in (value if isinstance(value, list) else [value]))
+        except BadCallError as error:
+            return ParseError(str(error))
+        return Calls(calls) if calls else Final()
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The block, without a thought."""
+        value = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        return f"{TOOL_CALL}\n{to_json(value)}\n{TOOL_CALL_END}"

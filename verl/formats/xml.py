@@ -1,0 +1,85 @@
+"""Calls as tags: `<function=NAME><parameter=ARG>value</parameter></function>`, as in Qwen3-Coder and OpenHands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.text import BadCallError, find_spoken, skip_space, speech_start, to_json
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+from verl.formats.turns import TurnFormat
+from verl.formats.typed import argument_types, typed
+from verl.types import ToolCall, ToolSpec
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_TAGS = (FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, THINK, THINK_END)
+_NAME = re.compile(r"([^<>\n]+)>")
+
+
+@dataclass(frozen=True)
+class XmlFormat(TurnFormat):
+    """`<tool_call>` around a function is optional.
+
+    A value is parsed by the tool's schema: if that allows a string, the text is taken literally except for one newline
+    at each end, even if it looks like a number, JSON or another parameter's tag; other types are parsed as JSON.
+    Without a schema it is text. A value ends at the first `</parameter>`, as in OpenHands.
+    """
+
+    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        """The calls of all functions outside thoughts, or the error of the first malformed one."""
+        calls: list[ToolCall] = []
+        beginning = position = speech_start(written, self.in_thought)
+        try:
+            while (start := find_spoken(written, FUNCTION, position)) >= 0:
+                call, position = _read(written, start + len(FUNCTION), tools)
+                calls.append(call)
+        except BadCallError as error:
+            return ParseError(str(error))
+        if not calls and find_spoken(written, TOOL_CALL, beginning) >= 0:
+            return ParseError(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
+        return Calls(tuple(calls)) if calls else Final()
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls in the format of Qwen3-Coder's template."""
+        return "\n".join(_render(call) for call in calls)
+
+
+def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+    """(the call whose name starts here, end of its closing tag)"""
+    name, position = _name(written, position, FUNCTION)
+    arguments: dict[str, Any] = {}
+    while True:
+        position = skip_space(written, position)
+        if written.startswith(FUNCTION_END, position):
+            return ToolCall(name, arguments), position + len(FUNCTION_END)
+        if position == len(written):
+            raise BadCallError(f"{FUNCTION}{name[:80]}> is never closed with {FUNCTION_END}.")
+        if not written.startswith(PARAMETER, position):
+            raise BadCallError(f"After a parameter of {name[:80]!r}, expected {PARAMETER}NAME> or {FUNCTION_END}.")
+        key, start = _name(written, position + len(PARAMETER), PARAMETER)
+        end = written.find(PARAMETER_END, start)
+        if end < 0:
+            raise BadCallError(f"{PARAMETER}{key[:80]}> is never closed with {PARAMETER_END}.")
+        if key in arguments:
+            raise BadCallError(f"The parameter {key[:80]!r} is given twice.")
+        text = written[start:end].removeprefix("\n").removesuffix("\n")
+        arguments[key] = typed(text, argument_types(tools, name, key), key)
+        position = end + len(PARAMETER_END)
+
+
+def _name(written: str, position: int, tag: str) -> tuple[str, int]:
+    found = _NAME.match(written, position)
+    if found is None or not found[1].strip():
+        raise BadCallError(f"{tag} must be followed by a name and a >.")
+    return found[1].strip(), found.end()
+
+
+def _render(call: ToolCall) -> str:
+    lines = [TOOL_CALL, f"{FUNCTION}{call.name}>"]
+    for key, value in call.arguments.items():
+        lines += [f"{PARAMETER}{key}>", value if isinstance(value, str) else to_json(value, _TAGS), PARAMETER_END]
+    return "\n".join([*lines, FUNCTION_END, TOOL_CALL_END])

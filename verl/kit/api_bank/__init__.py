@@ -1,0 +1,1 @@
+"""API-Bank: benchmark and reward."""

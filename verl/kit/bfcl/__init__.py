@@ -1,0 +1,1 @@
+"""The Berkeley Function-Calling Leaderboard: benchmark, reward and multi-turn simulators."""

@@ -1,0 +1,1 @@
+"""Rules that detect a collapsing run."""

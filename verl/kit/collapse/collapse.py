@@ -1,0 +1,289 @@
+"""Collapse detection: rules on the metrics of every step, most of them relative to the first steps of the run.
+
+Independent of checkpoints and engines. `python -m verl.kit.collapse.collapse > docs/collapse.md` writes the page.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from verl.errors import VerlError
+
+WARM_UP = 5  # first values of a metric; their median is its start
+MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
+REWARD = "reward/total"
+
+_PAGE = f"""# Collapse watch
+
+RL training can collapse irreversibly, and most collapses show in the metrics of every step (docs/metrics.md). After
+each step the rules below compare these metrics with thresholds. The *start* of a metric is the median of its first
+{WARM_UP} values in this run; a rule relative to the start is not evaluated before they exist. A rule must be triggered
+in *patience* consecutive steps to raise an alarm; one whose metric a run does not have never does. "Without reward":
+only in steps whose `reward/total` is not above its start, because shorter, more confident or longer responses that
+earn more reward are learning.
+
+`trainer.on_collapse` selects the action on an alarm:
+
+- `warn` (the default) logs it, with the likely cause and the setting to change, once per uninterrupted trigger.
+- `stop` is early stopping: the run ends with exit code 1. Nothing is saved after the first step that triggered the
+  rule. The same command resumes from the newest checkpoint; changed settings make it another run, which may start from
+  that checkpoint's `hf` folder as `model.path`, under another `trainer.experiment_name`.
+- `rollback` reverts weights, optimizer, controllers and metrics to the newest checkpoint and resumes from there. The
+  data stream is not reverted, so other prompts follow. At most {MAX_ROLLBACKS} rollbacks happen in one process;
+  the next alarm stops the run, and so does one before the first checkpoint. The metrics, transcripts and records of
+  the reverted steps are dropped.
+
+Alarms that stop or revert a run are kept in `collapses.jsonl` in its folder, with the metrics of their step.
+
+With `stop` and `rollback`, a checkpoint that falls due while any rule is triggered waits for the first step in which
+none is, so that every checkpoint on disk is safe to resume from; the last step is saved in any case.
+`collapse/triggered_rules` counts the triggered rules. Starts and counts are in checkpoints.
+"""
+
+
+class CollapseError(VerlError, RuntimeError):
+    """The run has collapsed and must not continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseRule:
+    """The symptom of a collapse in one metric."""
+
+    name: str
+    metrics: tuple[str, ...]  # the first that the step has is used
+    triggered: Callable[[float, Sequence[float]], bool]  # (now, the first WARM_UP values; empty where not relative)
+    threshold: str  # description of `triggered`
+    cause: str
+    hint: str
+    patience: int = 5  # consecutive steps
+    relative: bool = True
+    without_reward: bool = False  # only in steps whose reward is not above its start
+    needs_group: bool = False  # only for algorithms with group-relative advantages
+    full_distribution: bool = False  # only without top_p, top_k, min_p, repetition_penalty
+
+
+COLLAPSE_RULES = (
+    CollapseRule(
+        "broken update",
+        ("actor/grad_norm",),
+        lambda now, _: not math.isfinite(now),
+        "not a finite number",
+        "an overflow or a NaN has reached the weights",
+        "lower actor.optim.lr or actor.grad_clip, or set model.compute_dtype=float32",
+        patience=1,
+        relative=False,
+    ),
+    CollapseRule(
+        "mismatch",
+        ("correction/engine_kl", "engine/kl"),
+        lambda now, _: abs(now) > 0.1,
+        "more than 0.1 nats from 0 (bfloat16 on both sides gives 0.001 to 0.01)",
+        "the engine samples from another policy than the trained one: stale weights, or different numerics",
+        "lower rollout.max_staleness, set rollout.dtype=float32, or set algorithm.old_logprobs=rollout",
+        patience=3,
+        relative=False,
+        full_distribution=True,
+    ),
+    CollapseRule(
+        "few effective samples",
+        ("correction/ess",),
+        lambda now, _: now < 0.3,
+        "under 0.3",
+        "importance sampling weights concentrate on a few samples: the policy changes faster than they are renewed",
+        "lower rollout.max_staleness or actor.optim.lr",
+        relative=False,
+        full_distribution=True,
+    ),
+    CollapseRule(
+        "lost reward",
+        (REWARD,),
+        lambda now, start: now < min(start) - (max(start) - min(start)),
+        "below the lowest of the first values by more than their range",
+        "the policy has become worse than at the start",
+        "lower actor.optim.lr, or penalize KL (algorithm.kl_placement)",
+    ),
+    CollapseRule(
+        "entropy collapse",
+        ("actor/entropy",),
+        lambda now, start: now < 0.05 * median(start),
+        "under 5 % of its start",
+        "the policy samples the same response every time, and not a good one",
+        "raise algorithm.clip_high or rollout.temperature, or lower actor.optim.lr",
+        without_reward=True,
+    ),
+    CollapseRule(
+        "entropy explosion",
+        ("actor/entropy",),
+        lambda now, start: now > 3 * median(start) and now > median(start) + 0.5,
+        "over 3 times its start and 0.5 nats above it",
+        "the policy degenerates into noise",
+        "lower actor.optim.lr or algorithm.entropy_coefficient, or penalize KL (algorithm.kl_placement)",
+        without_reward=True,
+    ),
+    CollapseRule(
+        "tools abandoned",
+        ("tools/usage_rate",),
+        lambda now, start: median(start) >= 0.2 and now < 0.1 * median(start),
+        "under a tenth of its start, where that is at least 0.2",
+        "calls cost more reward than they earn, or fail: see tools/unavailable, tools/timeout and tools/user_error",
+        "fix the tools, reward good calls (reward.name), or raise env.tool_timeout_s and data.max_response_length",
+    ),
+    CollapseRule(
+        "parse errors",
+        ("tools/parse_errors_mean",),
+        lambda now, start: now > 0.5 and now > 3 * median(start),
+        "over 0.5 per episode and 3 times its start",
+        "the policy unlearns the tool-call format",
+        "penalize calls that cannot be parsed (env.on_parse_error=terminate, reward.name), or lower actor.optim.lr",
+    ),
+    CollapseRule(
+        "format lost",
+        ("reward/format",),
+        lambda now, start: median(start) >= 0.2 and now < 0.25 * median(start),
+        "under a quarter of its start, where that is at least 0.2",
+        "the policy unlearns the response format",
+        "lower actor.optim.lr, penalize KL (algorithm.kl_placement), or raise the format reward",
+    ),
+    CollapseRule(
+        "truncated responses",
+        ("response_length/clip_ratio",),
+        lambda now, start: median(start) < 0.9 and now > (1 + median(start)) / 2,
+        "over halfway from its start to 1, where the start is under 0.9",
+        "responses grow until they are truncated, and truncated ones earn nothing",
+        "raise data.max_response_length, or set algorithm.overlong_buffer",
+    ),
+    CollapseRule(
+        "zero-variance groups",
+        ("reward/zero_variance_groups",),
+        lambda now, _: now >= 0.95,
+        "at least 0.95",
+        "all responses to a prompt earn the same, so their advantages are zero: too hard, or no exploration",
+        "take easier data.train_files, raise rollout.n or rollout.temperature, or lower actor.optim.lr",
+        patience=10,
+        relative=False,
+        without_reward=True,
+        needs_group=True,
+    ),
+    CollapseRule(
+        "short responses",
+        ("response_length/mean",),
+        lambda now, start: now < 0.25 * median(start),
+        "under a quarter of its start",
+        "the policy stops answering",
+        "check in the transcripts what earns reward; lower actor.optim.lr",
+        without_reward=True,
+    ),
+    CollapseRule(
+        "long responses",
+        ("response_length/mean",),
+        lambda now, start: now > 4 * median(start),
+        "over 4 times its start",
+        "the policy rambles: length has no penalty, or one of the wrong sign",
+        "set algorithm.overlong_buffer, or change algorithm.aggregation",
+        without_reward=True,
+    ),
+)
+
+
+def rules_for(needs_group: bool, truncated: bool = False) -> list[CollapseRule]:
+    """The rules that apply to an algorithm. needs_group: its advantages are group-relative
+
+    truncated: the engine samples from a truncated distribution, so the two policies differ on purpose
+    """
+    applicable = [rule for rule in COLLAPSE_RULES if needs_group or not rule.needs_group]
+    return [rule for rule in applicable if not (truncated and rule.full_distribution)]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule that was triggered in `patience` consecutive steps."""
+
+    rule: CollapseRule
+    metric: str
+    first: int  # first step that triggered it
+    step: int
+    value: float
+    start: float | None  # of the metric
+
+    def __str__(self) -> str:
+        since = "" if self.start is None else f" (start: {self.start:.3g})"
+        steps = f"step {self.step}" if self.first == self.step else f"steps {self.first} to {self.step}"
+        return (
+            f"{self.rule.name}, {steps}: {self.metric} is {self.value:.3g}{since}, {self.rule.threshold}. "
+            f"Likely cause: {self.rule.cause}. Hint: {self.rule.hint}"
+        )
+
+
+@dataclass
+class CollapseWatch:
+    """Tracks the start of every metric and for how long each rule has been triggered."""
+
+    rules: Sequence[CollapseRule] = COLLAPSE_RULES
+    starts: dict[str, list[float]] = field(default_factory=dict)  # metric -> its first finite values
+    triggered: dict[str, list[int]] = field(default_factory=dict)  # rule -> [first step, number of steps]
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """The alarms raised by this step; a rule raises no other until a step has not triggered it."""
+        alarms = [alarm for rule in self.rules if (alarm := self._alarm(rule, step, metrics)) is not None]
+        watched = {REWARD, *(name for rule in self.rules for name in rule.metrics)}
+        for name in watched & metrics.keys():
+            values = self.starts.setdefault(name, [])
+            if len(values) < WARM_UP and math.isfinite(metrics[name]):
+                values.append(float(metrics[name]))
+        return alarms
+
+    def _alarm(self, rule: CollapseRule, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        metric = next((name for name in rule.metrics if name in metrics), None)
+        if metric is None:
+            return None
+        start = self._start(metric)
+        if not self._triggered(rule, metrics, metric, start):
+            self.triggered.pop(rule.name, None)
+            return None
+        first, count = self.triggered.get(rule.name, (step, 0))
+        self.triggered[rule.name] = [first, count + 1]
+        if count + 1 != rule.patience:
+            return None
+        return Alarm(rule, metric, first, step, metrics[metric], median(start) if rule.relative else None)
+
+    def _triggered(self, rule: CollapseRule, metrics: Mapping[str, float], metric: str, start: Sequence[float]) -> bool:
+        if rule.relative and not start:
+            return False
+        if rule.without_reward and REWARD in metrics:
+            rewards = self._start(REWARD)
+            if not rewards or metrics[REWARD] > median(rewards):
+                return False
+        return rule.triggered(metrics[metric], start)
+
+    def _start(self, metric: str) -> Sequence[float]:
+        """The first WARM_UP values of the metric; none before all of them exist."""
+        values = self.starts.get(metric, [])
+        return values if len(values) == WARM_UP else []
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {"starts": {**self.starts}, "triggered": {**self.triggered}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state()`."""
+        self.starts = {name: list(values) for name, values in state["starts"].items()}
+        self.triggered = {name: list(since) for name, since in state["triggered"].items()}
+
+
+def markdown() -> str:
+    """The page docs/collapse.md."""
+    rows = []
+    for rule in COLLAPSE_RULES:
+        where = " or ".join(f"`{name}`" for name in rule.metrics) + (", without reward" if rule.without_reward else "")
+        rows.append(f"| {rule.name} | {where} | {rule.threshold} | {rule.patience} | {rule.cause} | {rule.hint} |")
+    head = ("| rule | metric | threshold | patience | likely cause | hint |", "|---|---|---|---|---|---|")
+    return "\n".join([_PAGE, *head, *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,1 @@
+"""toolrl doctor: can this machine train?"""

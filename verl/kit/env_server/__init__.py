@@ -1,0 +1,1 @@
+"""Any environment over HTTP: server and client."""

@@ -1,0 +1,1 @@
+"""toolrl eval: benchmarks before, during and after training."""

@@ -1,0 +1,84 @@
+"""Benchmark data: files under one folder, or a data set loaded by its hub name (verl/kit/evaluation/hub.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from verl.data.rows import read_rows
+from verl.errors import ConfigError, DataError
+from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.evaluation.hub import HubSet
+
+Fields = Mapping[str, type | tuple[type, ...]]
+Numbered = tuple[str, dict[str, Any]]
+
+
+def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
+    """The first of `names` that exists in the folder or at most two levels below it.
+
+    Raises ConfigError with the names and the hint.
+    """
+    for name in names:
+        found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
+        if found:
+            return found[0]
+    raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (data_dir) or below it; {hint}")
+
+
+def rows_of(
+    context: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
+) -> Iterator[Numbered]:
+    """The rows of a file as in `numbered_rows`, or of the published data set if there is no file.
+
+    prefix: of the ids of published rows. Raises ConfigError that names the missing file and the failed data set.
+    """
+    try:
+        path = find_file(context.data_dir, names, hint)
+    except ConfigError as missing:
+        if hub is None:
+            raise
+        if not context.hub:
+            raise ConfigError(f"{missing}; or set hub=true to load {hub.name} instead") from missing
+        try:
+            loaded = hub.load(context.data_dir)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, and {missing}") from error
+        yield from _checked(hub.rows(loaded, prefix), fields, hub.name, hub.name)
+    else:
+        yield from numbered_rows(path, fields)
+
+
+def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
+    """(file#number, row) for every row, with the types of `fields` checked.
+
+    Raises DataError that names file and row, also for an empty file.
+    """
+    yield from _checked(read_rows(str(path)), fields, str(path), path.name)
+
+
+def _checked(rows: Iterable[Any], fields: Fields, source: str, name: str) -> Iterator[Numbered]:
+    number = -1
+    for number, row in enumerate(rows):
+        if isinstance(row, DataError):
+            raise row.at(file=source, row=number)
+        if not isinstance(row, Mapping):
+            raise DataError(f"is of type {type(row).__name__}", "an object", file=source, row=number)
+        for field, kind in fields.items():
+            if not isinstance(row.get(field), kind):
+                got = f"is of type {type(row[field]).__name__}" if field in row else "is missing"
+                expected = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+                raise DataError(got, f"a value of type {expected}", file=source, row=number, field=field)
+        yield f"{name}#{number}", dict(row)
+    if number < 0:
+        raise DataError("has no rows", "at least one", "Write or copy it again", source)
+
+
+def answer_texts(answer: Any, place: str, field: str) -> list[str]:
+    """A row's gold answer or answers as a list. Raises DataError for other types than strings, and empty ones."""
+    texts = [answer] if isinstance(answer, str) else answer
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise DataError(f"is {answer!r:.80}", "one or more nonempty strings", file=place, field=field)
+    return list(texts)

@@ -1,0 +1,61 @@
+"""Handlers: the prompt format in which tools are listed and calls are parsed.
+
+A model's score depends on the handler, so every score names its handler, and comparisons use the same one.
+"""
+
+from __future__ import annotations
+
+from verl.config.schema import EnvConfig
+from verl.errors import ConfigError
+from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
+from verl.formats.inline import InlineFormat
+from verl.kit.evaluation.benchmark import EpisodeConfig
+from verl.registry import nearest
+
+_NATIVE = {  # marker of calls in a chat template -> the format that parses them
+    "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3_json",
+    '"parameters": dictionary of argument name and its value': "llama3_json",
+}
+
+
+def tool_call_format_of(handler: str, chat_template: str) -> str:
+    """The tool-call format of a handler: the chat template's for `native`, else the format of that name.
+
+    Raises ConfigError for an unknown handler, and for `native` if the chat template has no known tool format.
+    """
+    if handler != "native":
+        if handler not in TOOL_CALL_FORMATS and ":" not in handler:
+            raise ConfigError(f"unknown handler {handler!r}; {nearest(handler, ['native', *TOOL_CALL_FORMATS])}")
+        return handler
+    for marker, tool_call_format in _NATIVE.items():
+        if "tools" in chat_template and marker in chat_template:
+            return tool_call_format
+    raise ConfigError(
+        "handler=native: the model's chat template has no known tool format; choose handler=toolrl, "
+        "handler=tool_n1 or another format of docs/tool_call_formats.md"
+    )
+
+
+def check_several_tools(benchmark: str, tool_call_format: str) -> None:
+    """Raises ConfigError for a single-tool format, which lists no tools. "": the format is not known yet."""
+    if tool_call_format and isinstance(build_tool_call_format(tool_call_format), InlineFormat):
+        raise ConfigError(
+            f"{benchmark}: the tool-call format {tool_call_format!r} supports a single tool only; use another handler"
+        )
+
+
+def env_of(episode: EpisodeConfig, tool_call_format: str) -> EnvConfig:
+    """The `env` configuration of a category under a handler's format."""
+    if not episode.uses_tools:
+        return EnvConfig()
+    return EnvConfig(
+        name=episode.env,
+        options=dict(episode.options),
+        tool_call_format=tool_call_format,
+        tools=list(episode.tools),
+        max_turns=episode.max_turns,
+        max_tool_calls=episode.max_tool_calls,
+        max_observation_tokens=episode.max_observation_tokens,
+        on_parse_error="feedback" if episode.feedback_on_parse_error else "terminate",
+    )

@@ -1,0 +1,146 @@
+"""Online evaluation: benchmarks during training, with the run's engines, greedy, in the run's tool-call format."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl.chat.template import ChatTemplate
+from verl.config.schema import Config, EnvConfig, SandboxConfig
+from verl.episodes.episode import EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.handlers import env_of
+from verl.kit.evaluation.registry import build_benchmarks
+from verl.kit.evaluation.report import Answers, scores_of
+from verl.kit.evaluation.runner import Runner
+from verl.scoring.pool import ScoringPool
+from verl.scoring.process import ScoringLimits
+from verl.trainer.builders.env import build_episode_runner, check_tools, prompt_fn
+from verl.trainer.builders.scorer import scoring_limits
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.rewards import build_rewards
+
+_log = logging.getLogger(__name__)
+HANDLER = "toolrl"  # if the run's episodes have no format: the format of ToolRL's rows
+_RESAMPLES = 1  # no bootstrap intervals
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """One benchmark category, ready to run. `episode_runner`: must be closed in the event loop that uses it"""
+
+    category: Category
+    tasks: Sequence[Task]
+    episode_runner: EpisodeRunner | None
+
+
+@dataclass
+class _Scores:
+    """Answers in memory: the part of `verl.kit.evaluation.records.Records` that scores need."""
+
+    rows: list[list[dict[str, Any]]] = field(default_factory=list)  # [tasks][1]
+
+    def add(self, group: TrajectoryGroup, values: Sequence[float]) -> None:
+        self.rows.append([{"metric_value": value} for value in values])
+
+    def add_unasked(self, task: Task, problem: str) -> None:
+        self.rows.append([{"metric_value": 0.0}])
+
+
+@dataclass(frozen=True)
+class OnlineEvaluator:
+    """Evaluates all categories of trainer.eval_benchmarks."""
+
+    benchmarks: Sequence[Benchmark] = ()
+    eval_tasks: Sequence[EvalTask] = ()
+    max_prompt_length: int = 1
+    num_scorers: int = 1
+    limits: ScoringLimits = field(default_factory=ScoringLimits)  # per response
+
+    async def run(self, rollout: GroupRollout) -> dict[str, float]:
+        """eval/<category>/score, also for aggregates; eval/<category>/missing if tasks failed.
+
+        rollout: greedy; its scorer and episode_runner are replaced for each category
+        """
+        metrics: dict[str, float] = {}
+        answers: dict[str, Answers] = {}
+        with ExitStack() as stack:
+            scorers: dict[str, ScoringPool] = {}
+            for task in self.eval_tasks:
+                episode, name = task.category.episode, task.category.name
+                reward = json.dumps([episode.reward, dict(episode.reward_options)])
+                if reward not in scorers:
+                    pool = ScoringPool(episode.reward, episode.reward_options, self.num_scorers, self.limits)
+                    scorers[reward] = stack.enter_context(pool)
+                answers[name] = await self._evaluate(task, replace(rollout, scorer=scorers[reward]))
+                if len(answers[name]) < len(task.tasks):
+                    metrics[f"eval/{name}/missing"] = len(task.tasks) - len(answers[name])
+        for benchmark in self.benchmarks:
+            own = {each.name: answers[each.name] for each in benchmark.categories}
+            scores = scores_of(benchmark, own, _RESAMPLES)
+            metrics |= {f"eval/{name}/score": score.mean for name, score in scores.items()}
+        return metrics
+
+    async def _evaluate(self, task: EvalTask, rollout: GroupRollout) -> Answers:
+        episode, kept = task.category.episode, _Scores()
+        rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # never truncate benchmarks
+        rewards = build_rewards(episode.reward, episode.reward_options)
+        prompt_ids = prompt_fn(task.episode_runner, rollout.chat)
+        runner = Runner(
+            replace(rollout, episode_runner=task.episode_runner), prompt_ids, rewards, self.max_prompt_length
+        )
+        faults = await runner.run(task.category, task.tasks, kept, lambda: None)
+        if faults:
+            name, size = task.category.name, len(task.tasks)
+            _log.warning("%s: %d of %d could not be judged; the first: %s", name, len(faults), size, faults[0])
+        return kept.rows
+
+    async def close(self) -> None:
+        """Close the resources shared by episodes."""
+        for task in self.eval_tasks:
+            if task.episode_runner is not None:
+                await task.episode_runner.close()
+
+
+def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
+    """Load benchmarks and build their environments. Raises ConfigError or DataError for unusable ones."""
+    context = BenchmarkContext(
+        Path(config.trainer.eval_data_dir),
+        config.trainer.eval_hub,
+        max_tool_calls=config.env.max_tool_calls if config.env.tools else None,
+        tool_call_format=config.env.tool_call_format or HANDLER,
+    )
+    benchmarks = build_benchmarks(config.trainer.eval_benchmarks, context)
+    eval_tasks = [
+        EvalTask(
+            category,
+            category.first(config.trainer.eval_limit),
+            _episode_runner(category.episode, config, chat),
+        )
+        for benchmark in benchmarks
+        for category in benchmark.categories
+    ]
+    reward, limits = config.reward, scoring_limits(config.reward, config.trainer.health_timeout_s)
+    return OnlineEvaluator(benchmarks, eval_tasks, config.data.max_prompt_length, reward.num_workers, limits)
+
+
+def _episode_runner(episode: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
+    env, lengths = eval_env(episode, config.env), (config.data.max_prompt_length, config.data.max_response_length)
+    template = config.data.prompt_template if episode.uses_tools else None
+    sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
+    made = build_episode_runner(env, sandbox, chat, *lengths, template, silent_s)
+    if episode.uses_tools and made is not None:
+        check_tools(chat, made.observations.tool_call_format)
+    return made
+
+
+def eval_env(episode: EpisodeConfig, trained: EnvConfig) -> EnvConfig:
+    """The environment of a category in the run's tool-call format, with its options."""
+    env = env_of(episode, trained.tool_call_format or HANDLER)
+    return replace(env, tool_call_format_options=trained.tool_call_format_options) if episode.uses_tools else env

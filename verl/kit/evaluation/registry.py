@@ -1,0 +1,81 @@
+"""Benchmarks by name. `bfcl` is a whole benchmark, `bfcl/simple_python` a category; a path is a training data file.
+
+Your own is `package.module:function` or `path/to/file.py:function`; `..:function/category` is one of its categories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from verl.errors import ConfigError
+from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext
+from verl.kit.evaluation.rows import rows_benchmark
+from verl.registry import nearest, resolve
+
+BENCHMARKS: Mapping[str, str] = {
+    "bfcl": "verl.kit.bfcl.benchmark:bfcl",
+    "bfcl_multi_turn": "verl.kit.bfcl.benchmark:bfcl_multi_turn",
+    "api_bank": "verl.kit.api_bank.benchmark:api_bank",
+    "bamboogle": "verl.kit.qa.search:bamboogle",
+    "search": "verl.kit.qa.search:search",
+    "math": "verl.kit.qa.math:math",
+    "tau2": "verl.kit.tau2.benchmark:tau2",
+}
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError for an empty list, a duplicate, or an unknown benchmark; categories are not checked."""
+    if not names:
+        raise ConfigError("benchmarks is not set; use for example [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"benchmarks has duplicates: {', '.join(names)}")
+    for whole in _by_benchmark(names):
+        if not whole.endswith(_DATA_SUFFIXES):
+            resolve("benchmark", whole, BENCHMARKS)
+
+
+def build_benchmarks(names: Sequence[str], context: BenchmarkContext) -> list[Benchmark]:
+    """The benchmarks, each with the requested categories, in order of first appearance.
+
+    Raises ConfigError for an unknown category, and for two categories or benchmarks with the same name.
+    """
+    benchmarks = [_build(whole, parts, context) for whole, parts in _by_benchmark(names).items()]
+    categories = [category.name for benchmark in benchmarks for category in benchmark.categories]
+    for taken in ([benchmark.name for benchmark in benchmarks], categories):
+        for name in taken:
+            if taken.count(name) > 1:
+                raise ConfigError(f"two benchmarks have the name {name!r}; rename one, or use two outputs")
+    return benchmarks
+
+
+def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
+    wanted: dict[str, list[str]] = {}
+    for name in names:
+        wanted.setdefault(_whole(name), []).append(name)
+    return wanted
+
+
+def _whole(name: str) -> str:
+    """The benchmark's name without the category; in path/to/file.py:attribute/category it follows the colon."""
+    if name.endswith(_DATA_SUFFIXES):
+        return name
+    place, colon, rest = name.rpartition(":")
+    return place + colon + rest.partition("/")[0]
+
+
+def _build(name: str, parts: Sequence[str], context: BenchmarkContext) -> Benchmark:
+    """The benchmark with the categories in `parts`; with all of them if its own name is among `parts`."""
+    if name.endswith(_DATA_SUFFIXES):
+        return rows_benchmark(name, context)
+    make: Callable[[BenchmarkContext], Benchmark] = resolve("benchmark", name, BENCHMARKS)
+    benchmark = make(context)
+    if name in parts:
+        return benchmark
+    known = {category.name: category for category in benchmark.categories}
+    chosen = [benchmark.name + part.removeprefix(name) for part in parts]
+    for part in chosen:
+        if part not in known:
+            raise ConfigError(f"{benchmark.name} has no category {part!r}; {nearest(part, list(known))}")
+    return replace(benchmark, categories=tuple(known[part] for part in chosen))

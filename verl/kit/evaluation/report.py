@@ -1,0 +1,173 @@
+"""From records to scores: per category, per aggregate, and as differences of two models on the same tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from verl.kit.evaluation.benchmark import Benchmark, Category
+from verl.kit.evaluation.records import NOT_ASKED
+from verl.kit.evaluation.stats import Estimate, aggregate, estimate
+from verl.types import Task
+
+Answers = Sequence[Sequence[Mapping[str, Any]]]  # [tasks][n] records
+Pending = Sequence[tuple[Category, Sequence[Task]]]
+_RIGHT = 1.0 - 1e-9
+CUT_OFF = ("length", "abort", "turn_timeout", "episode_timeout", NOT_ASKED)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A model's answers to all tasks, their folder, and the settings they depend on."""
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    answers: Mapping[str, Answers]  # by category
+
+
+def scores_of(benchmark: Benchmark, answers: Mapping[str, Answers], resamples: int) -> dict[str, Estimate]:
+    """By category and aggregate: the mean over tasks, each the mean of its n rollouts."""
+    return _with_aggregates(benchmark, _per_task(answers), resamples)
+
+
+def differences(
+    benchmark: Benchmark, answers: Mapping[str, Answers], base: Mapping[str, Answers], resamples: int
+) -> dict[str, Estimate]:
+    """By category and aggregate: model minus base, paired by task. Both must have the same tasks in the same order."""
+    ours, theirs = _per_task(answers), _per_task(base)
+    paired = {name: [mine - other for mine, other in zip(ours[name], theirs[name], strict=True)] for name in ours}
+    return _with_aggregates(benchmark, paired, resamples)
+
+
+def _in_common(answers: Mapping[str, Answers], others: Mapping[str, Answers]) -> dict[str, Answers]:
+    """The answers to tasks that are also in `others`."""
+    known = {name: {rows[0]["digest"] for rows in found} for name, found in others.items()}
+    return {name: [rows for rows in found if rows[0]["digest"] in known[name]] for name, found in answers.items()}
+
+
+def _per_task(answers: Mapping[str, Answers]) -> dict[str, list[float]]:
+    return {name: [_mean([row["metric_value"] for row in rows]) for rows in found] for name, found in answers.items()}
+
+
+def _with_aggregates(
+    benchmark: Benchmark, per_task: Mapping[str, Sequence[float]], resamples: int
+) -> dict[str, Estimate]:
+    scores = {name: estimate(name, values, resamples) for name, values in per_task.items() if values}
+    return scores | aggregate(benchmark.aggregates, scores)
+
+
+def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples: int) -> dict[str, Any]:
+    """One benchmark and one model, for a JSON file and for `tables.result_grid`."""
+    names = [category.name for category in benchmark.categories]
+    tasks = {category.name: len(found) for category, found in asked if category.name in names}
+    answers = {name: model.answers[name] for name in tasks}
+    scores = scores_of(benchmark, answers, resamples)
+    return {
+        "benchmark": benchmark.name,
+        "model": model.name,
+        "settings": model.settings,
+        "categories": {
+            category.name: _category(category, answers[category.name], tasks[category.name], scores[category.name])
+            for category in benchmark.categories
+            if category.name in scores
+        },
+        "aggregates": {
+            each.name: {
+                "score": scores[each.name].as_dict(),
+                "rows": scores[each.name].num_rows,
+                "formula": each.formula,
+            }
+            for each in benchmark.aggregates
+            if each.name in scores
+        },
+        "notes": [*benchmark.notes, *_not_asked(answers)],
+    }
+
+
+def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
+    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`, on their common tasks.
+
+    Includes the notes of the single-model report.
+    """
+    names = [category.name for category in benchmark.categories]
+    ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
+    ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)
+    of_model, of_base = (scores_of(benchmark, each, resamples) for each in (ours, theirs))
+    found = differences(benchmark, ours, theirs, resamples)
+    return {
+        "benchmark": benchmark.name,
+        "model": model.name,
+        "base": base.name,
+        "settings": {"model": model.settings, "base": base.settings},
+        "episodes": {category.name: asdict(category.episode) for category in benchmark.categories},
+        "scores": {
+            name: {
+                "model": of_model[name].as_dict(),
+                "base": of_base[name].as_dict(),
+                "difference": difference.as_dict(),
+                "rows": difference.num_rows,
+            }
+            for name, difference in found.items()
+        },
+        "aggregates": {each.name: {"formula": each.formula} for each in benchmark.aggregates if each.name in found},
+        "notes": [
+            *benchmark.notes,
+            *(
+                f"{name} is {model.settings[name]}, the base's {base.settings[name]}: limited by each model's context"
+                for name in ("max_prompt_length", "max_response_length")
+                if model.settings[name] != base.settings[name]
+            ),
+        ],
+    }
+
+
+def _category(category: Category, found: Answers, num_tasks: int, score: Estimate) -> dict[str, Any]:
+    """`missing` tasks failed for infrastructure reasons and are excluded from the score."""
+    rows = [row for task in found for row in task]
+    answered = [row for row in rows if row["stop_reason"] != NOT_ASKED]
+    parts = sorted({name for row in answered for name in row["score"]["parts"]})
+    calls = sum(len(row["tool_uses"]) for row in answered)
+    right = [[row["metric_value"] >= _RIGHT for row in task] for task in found]
+    several = {
+        "pass@n": _mean([any(task) for task in right]),
+        "pass^n": _mean([all(task) for task in right]),
+        "pass^k": {str(k): _pass_hat(right, k) for k in range(1, len(right[0]) + 1)},
+    }
+    productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
+    return {
+        "metric": category.metric,
+        "episode": asdict(category.episode),
+        "score": score.as_dict(),
+        **(several if len(found[0]) > 1 else {}),
+        "rows": len(found),
+        "missing": num_tasks - len(found),
+        "total": _mean([row["score"]["total"] for row in answered]),
+        "parts": {name: _mean([row["score"]["parts"].get(name, 0.0) for row in answered]) for name in parts},
+        "turns": _mean([row["num_turns"] for row in answered]),
+        "tool_calls": _mean([len(row["tool_uses"]) for row in answered]),
+        "tool_productivity": productivity,
+        "tokens": _mean([row["num_tokens"] for row in answered]),
+        "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
+        "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
+    }
+
+
+def _pass_hat(right: Sequence[Sequence[bool]], k: int) -> float:
+    """Probability that k of a task's n rollouts, drawn without replacement, are all right (arXiv 2406.12045)."""
+    return _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
+
+
+def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:
+    """One line per category with prompts that count as wrong without generation, with the first reason."""
+    for name, found in answers.items():
+        problems = [task[0]["problem"] for task in found if task[0]["stop_reason"] == NOT_ASKED]
+        if problems:
+            yield f"{name}: {len(problems)} prompts count as wrong without generation; the first: {problems[0]}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

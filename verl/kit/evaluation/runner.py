@@ -1,0 +1,107 @@
+"""Runs the tasks of a category concurrently, each once, and records each as soon as it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from verl.data.lengths import PromptIds
+from verl.episodes.group import GroupRollout
+from verl.errors import DataError
+from verl.kit.evaluation.benchmark import Category
+from verl.kit.evaluation.records import digest_of
+from verl.types import Score, Task, TrajectoryGroup
+from verl.utils.reward_score.rewards import Rewards
+
+EXACT = "exact"  # the metric that is 1 for the maximum reward
+_TOLERANCE = 1e-9
+_STEP = 0  # step of scheduled rewards
+_MAX_ROLLOUTS = 256  # per task, so that seeds of tasks do not overlap
+
+
+class _TooManyError(Exception):
+    """Too many tasks could not be answered."""
+
+
+class ResultSink(Protocol):
+    """Destination of the results: `verl.kit.evaluation.records.Records`, or an in-memory one."""
+
+    def add(self, group: TrajectoryGroup, values: Sequence[float]) -> None:
+        """Add the rollouts of a task with the metric of each."""
+
+    def add_unasked(self, task: Task, problem: str) -> None:
+        """Add a task whose prompt is too long or invalid."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs categories with one set of sampling settings.
+
+    max_faults: infrastructure failures after which the remaining tasks are skipped
+    """
+
+    rollout: GroupRollout
+    prompt_ids: PromptIds
+    rewards: Rewards
+    max_prompt_length: int
+    n: int = 1
+    seed: int = 0
+    max_concurrent: int = 256
+    max_faults: float = inf
+
+    async def run(
+        self, category: Category, tasks: Sequence[Task], records: ResultSink, done: Callable[[], None]
+    ) -> list[str]:
+        """Run the tasks and add the results to `records`; `done` is called after each. Returns one reason per failed
+        task.
+
+        Failed tasks do not count as wrong: they are not recorded, and a resumed evaluation runs them again.
+        """
+        assert self.n <= _MAX_ROLLOUTS
+        slots = asyncio.Semaphore(self.max_concurrent)
+        faults: list[str] = []
+
+        async def answer(task: Task) -> None:
+            async with slots:
+                faults.extend((await self._answer(category, task, records))[:1])
+            done()
+            if len(faults) > self.max_faults:
+                raise _TooManyError
+
+        running = [asyncio.create_task(answer(task)) for task in tasks]
+        try:
+            with suppress(_TooManyError):
+                await asyncio.gather(*running)
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return faults
+
+    async def _answer(self, category: Category, task: Task, records: ResultSink) -> tuple[str, ...]:
+        try:
+            length = len(self.prompt_ids(task))
+        except DataError as error:  # rejected by the chat template
+            records.add_unasked(task, str(error))
+            return ()
+        if length > self.max_prompt_length:
+            records.add_unasked(task, f"{length} tokens, max_prompt_length={self.max_prompt_length}")
+            return ()
+        seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
+        group = await self.rollout.run(task, self.n, _STEP, seed)
+        if not group.faults:
+            records.add(group, [self._metric_value(category.metric, task, score) for score in group.scores])
+        return group.faults
+
+    def _metric_value(self, metric: str, task: Task, score: Score) -> float:
+        if metric == "total":
+            return score.total
+        if metric == EXACT:
+            maximum = self.rewards.maximum(task, _STEP)
+            assert maximum is not None
+            return float(score.total >= maximum - _TOLERANCE)
+        return score.parts.get(metric, 0.0)  # a truncated episode has no parts

@@ -1,0 +1,65 @@
+"""Estimates with confidence intervals: a percentile bootstrap over tasks (Efron, 1979), also for aggregates and
+differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.kit.evaluation.benchmark import Aggregate
+
+_BETWEEN = (2.5, 97.5)  # percentiles: 95 % of the resampled means
+_CHUNK = 64  # resamples drawn at once
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over tasks, and its bootstrap distribution."""
+
+    mean: float
+    resampled: npt.NDArray[np.float64]  # [resamples]
+    num_rows: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % percentile interval of the resampled means."""
+        low, high = np.percentile(self.resampled, _BETWEEN)
+        return float(low), float(high)
+
+    def as_dict(self) -> dict[str, float]:
+        """For a JSON file."""
+        low, high = self.interval
+        return {"mean": self.mean, "low": low, "high": high}
+
+
+def estimate(name: str, values: Sequence[float], resamples: int) -> Estimate:
+    """The mean of one value per task. The name seeds the resampling, so that intervals are reproducible."""
+    found = np.asarray(values, dtype=np.float64)
+    random = np.random.default_rng(crc32(name.encode()))
+    means = np.empty(resamples)
+    for start in range(0, resamples, _CHUNK):
+        size = min(_CHUNK, resamples - start)
+        means[start : start + size] = found[random.integers(len(found), size=(size, len(found)))].mean(axis=1)
+    return Estimate(float(found.mean()), means, len(found))
+
+
+def aggregate(aggregates: Sequence[Aggregate], scores: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """The aggregates of these scores, in order; those with a member that was not run are left out."""
+    known = dict(scores)
+    made: dict[str, Estimate] = {}
+    for each in aggregates:
+        if all(member in known for member in each.members):
+            made[each.name] = known[each.name] = _combine(each, [known[member] for member in each.members])
+    return made
+
+
+def _combine(how: Aggregate, members: Sequence[Estimate]) -> Estimate:
+    rows = np.array([member.num_rows for member in members], dtype=np.float64)
+    weights = rows / rows.sum() if how.over == "rows" else np.full(len(members), 1 / len(members))
+    mean = sum(weight * member.mean for weight, member in zip(weights, members, strict=True))
+    resampled = weights @ np.stack([member.resampled for member in members])
+    return Estimate(float(mean), resampled, int(rows.sum()))

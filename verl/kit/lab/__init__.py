@@ -1,0 +1,1 @@
+"""toolrl lab: checks a reward on the rows of a file."""

@@ -1,0 +1,179 @@
+"""The reward lab: check a reward on your own data before spending a GPU hour on it.
+
+    python -m verl.kit.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
+
+For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
+Unusable rows, and rows whose gold calls a tool that the prompt does not list, are reported too. A row that names its
+own reward is checked with that one. Prints statistics per mutation and the violations; the exit code is 1 if there are
+any, 2 if the data or the reward is unusable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from verl.data.tasks import TaskSet
+from verl.embedded import embedded_path
+from verl.errors import ConfigError, VerlError
+from verl.registry import option
+from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
+
+GOLD = "gold"
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A row on which the reward fails the check."""
+
+    task_id: str
+    response_kind: str  # GOLD or the name of a mutation
+    score: float
+    maximum: float
+
+    def __str__(self) -> str:
+        expected = "exactly" if self.response_kind == GOLD else "less than"
+        return f"{self.task_id}: {self.response_kind} scores {self.score:g}, expected {expected} {self.maximum:g}"
+
+
+@dataclass
+class Stats:
+    """Running score statistics of one kind of response."""
+
+    responses: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    at_maximum: int = 0
+
+    def add(self, score: float, maximum: float) -> None:
+        self.responses += 1
+        self.total += score
+        self.low, self.high = min(self.low, score), max(self.high, score)
+        self.at_maximum += score >= maximum - _TOLERANCE
+
+
+@dataclass
+class LabReport:
+    """Results of the lab, by kind of response."""
+
+    stats: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
+    violations: list[Violation] = field(default_factory=list)
+
+
+def as_trajectory(task: Task, response: str) -> Trajectory:
+    """A finished single-turn episode in which the policy wrote `response`."""
+    completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
+    turn = Turn(context_ids=(), completion=completion, message=Message("assistant", response))
+    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
+
+
+def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
+    """Score the gold response and every mutation of every task. Raises ConfigError where the reward itself fails."""
+    return try_rewards(Rewards(reward), (replace(task, reward=None) for task in tasks), step)
+
+
+def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabReport:
+    """Like `try_reward`, with the reward of each task. Raises ConfigError for a reward without lab methods."""
+    report = LabReport()
+    for task in tasks:
+        reward = rewards.of(task)
+        if not isinstance(reward, LabReward):
+            raise ConfigError(
+                f"{task.id}: reward {task.reward or rewards.name!r} does not define maximum(), gold() and mutations()"
+            )
+        try:
+            maximum = float(reward.maximum(task, step))
+            responses = [(GOLD, reward.gold(task, step))]
+            responses += [(mutation.name, mutation.text) for mutation in reward.mutations(task, step)]
+            scores = [float(reward.score(as_trajectory(task, text), task, step).total) for _, text in responses]
+        except VerlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the reward fails on {task.id} ({type(error).__name__}: {error})") from error
+        for (kind, _), score in zip(responses, scores, strict=True):
+            report.stats[kind].add(score, maximum)
+            # a NaN score fails both comparisons
+            passed = math.isclose(score, maximum, abs_tol=_TOLERANCE) if kind == GOLD else score < maximum - _TOLERANCE
+            if not passed:
+                report.violations.append(Violation(task.id, kind, score, maximum))
+    return report
+
+
+def _table(report: LabReport) -> Table:
+    failed = {violation.response_kind for violation in report.violations}
+    table = Table(title="Reward lab")
+    for column in ("response", "count", "mean", "min", "max", "at maximum"):
+        table.add_column(column, justify="left" if column == "response" else "right")
+    for kind, stats in report.stats.items():
+        scores = [f"{score:.3f}" for score in (stats.total / stats.responses, stats.low, stats.high)]
+        share = f"{stats.at_maximum / stats.responses:.1%}"
+        style = "red" if kind in failed else None
+        table.add_row(escape(kind), str(stats.responses), *scores, share, style=style)
+    return table
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m verl.kit.lab", description="Check a reward on data.")
+    parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
+    parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
+    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--limit", type=_count, help="check only the first N usable rows")
+    parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
+    parser.add_argument("--show", type=_count, default=20, help="number of violations and unusable rows to list")
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not text.isascii():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the lab; returns the exit code."""
+    arguments = _arguments(argv)
+    console = Console(soft_wrap=True, emoji=False)
+    try:
+        rewards = build_rewards(arguments.reward, dict(arguments.option))
+        tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0)
+        count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
+        report = try_rewards(rewards, track(islice(tasks, count), "Scoring", count, console=console), arguments.step)
+    except VerlError as error:
+        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
+        return 2
+    console.print(_table(report))
+    unusable, unlisted = tasks.report.bad, tasks.report.unlisted
+    _print_rows("unusable: ", unusable, arguments.show, console)
+    _print_rows("unlisted tool: ", unlisted, arguments.show, console)
+    _print_rows("", report.violations, arguments.show, console)
+    rows = len({violation.task_id for violation in report.violations})
+    console.print(
+        f"{count} rows tried, {rows} with violations; {len(unusable)} rows unusable, "
+        f"{len(unlisted)} call unlisted tools"
+    )
+    return 1 if report.violations or unusable or unlisted else 0
+
+
+def _print_rows(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
+    for item in items[:show]:
+        console.print(escape(f"{prefix}{item}"), highlight=False)
+    if len(items) > show:
+        console.print(f"... and {len(items) - show} more (--show {len(items)} lists all)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""toolrl plan: memory and time of a training before it starts."""

@@ -1,0 +1,81 @@
+"""Estimate memory and minimum step time of a run: python -m verl.kit.plan [recipe=NAME] [key=value ...]
+
+Takes the arguments of main_ppo, and these shorthands:
+
+    model=PATH   model.path                gpu=NAME     h200, h100, h100-pcie, h100-nvl, a100, a100-40gb or cpu;
+    n_gpus=N     trainer.n_gpus_per_node                default: this machine's
+    files=[...]  data.train_files
+
+    --help       this text and every key with its default
+    --cfg job    print the resolved configuration and exit
+
+Reads the model's configuration, not its weights, and tokenizes the files; without files, maximum lengths are assumed.
+Exit code 0: the run fits. 1: it does not fit; changes are suggested. 2: the configuration or the data is unusable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
+
+_SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "data.train_files"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+
+    def run(args: CliArgs, console: Console) -> int:
+        settings, gpu = expand_shorthands(args.settings)
+        config = load_config(settings)
+        if args.shows_config(config, console):
+            return 0
+        check_model(config.model, config.critic.path)
+        check_files("data.train_files", config.data.train_files)
+        return plan(config, gpu, console)
+
+    return run_cli(argv, __doc__ or "", Config, run)
+
+
+def expand_shorthands(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """(arguments of main_ppo, name of the GPU)."""
+    settings, gpu = [], None
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key == "gpu" and equals:
+            gpu = value
+        else:
+            settings.append(f"{_SHORT.get(key, key)}{equals}{value}")
+    return settings, gpu
+
+
+def plan(config: Config, gpu: str | None, console: Console) -> int:
+    """Print the plan. Heavy imports are done here."""
+    from verl.data.tasks import TaskSet
+    from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
+    from verl.kit.plan.show import show
+    from verl.system.daemon import run_async
+    from verl.trainer.builders.env import prompt_fn
+    from verl.trainer.builders.run import episode_runner_of, load_chat_template
+
+    hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
+    tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
+    chat = load_chat_template(config.model)
+    episode_runner = episode_runner_of(config, chat) if tasks else None
+    try:
+        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, chat, config.reward.name))
+    finally:
+        if episode_runner is not None:
+            run_async(episode_runner.close())
+    estimate = build_plan(config, lengths, hardware)
+    show(estimate, console)
+    return 1 if estimate.violations() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,485 @@
+"""Resource plan of a run: memory of every phase on one device, lower bounds of its times (if every group has nonzero
+advantages), and suggested changes if it does not fit. Computed from the model's configuration and the data's lengths;
+no weights are loaded.
+
+    Config + model config + lengths + device -> Plan -> memory(), seconds(), violations(), suggested_changes()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.chat.template import ChatTemplate
+from verl.config.schema import Config
+from verl.data.lengths import PromptIds, RowPolicy, fitting
+from verl.data.report import RowReport
+from verl.errors import ConfigError
+from verl.kit.plan.memory import (
+    GIB,
+    ModelShape,
+    PackShape,
+    RankSettings,
+    Terms,
+    cache_per_token,
+    optimizer_step,
+    pack_tokens,
+    reference_model,
+    resident,
+    scoring,
+    updating,
+    weight_export,
+)
+from verl.pretrained import read_model_config
+from verl.rollout.hf_engine import MAX_BATCH
+from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
+from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, needs_reference
+from verl.trainer.builders.workers import engine_dtype, sees_gpu, sequence_length
+from verl.types import Task
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
+from verl.workers.parity import check_packs
+
+_OFFLOADS = ("offload_optimizer", "offload_params")
+_BYTES = {"bfloat16": 2, "float32": 4}
+_NUM_ROWS = 256  # rows per file that are read, evenly spaced
+_CONTEXT_GIB = 2.0  # assumed, not measured: GPU memory of the CUDA context, NCCL and a sleeping engine
+_TOKEN_BYTES = 72  # per token of a sample in the controller: id and log-prob, each a Python object and a list entry
+_PROCESS_GIB = 0.6  # resident memory of a CPU process that has imported torch, transformers and Ray, measured
+_OPTIMIZER_BYTES = 32  # memory traffic per parameter of clipping, AdamW and zero_grad
+_SYNC_BYTES = 4  # per parameter: one read and one write in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Estimated prompt and response lengths in tokens."""
+
+    prompt: float
+    response: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The hardware of a run. memory_gib: of one GPU; on CPU, the machine's available memory"""
+
+    name: str
+    memory_gib: float
+    device: Device | None  # None on CPU and for an unknown GPU: no times
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimates of a run's memory and times."""
+
+    config: Config
+    algorithm: Algorithm
+    policy: ModelShape
+    critic: ModelShape | None
+    lengths: Lengths
+    hardware: Hardware
+
+    @property
+    def pack(self) -> PackShape:
+        """The largest pack: prompts of mean length, responses of maximum length."""
+        data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
+        shared = actor.share_prefix and n > 1
+        group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
+        tokens = pack_tokens(actor.max_tokens_per_pack, group, self.config.prompts_per_minibatch, self.config.num_ranks)
+        return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
+
+    @property
+    def rank(self) -> RankSettings:
+        """Settings of a training rank; states are sharded within a node and replicated across nodes."""
+        config = self.config
+        checkpointing = config.model.enable_gradient_checkpointing
+        compute = _BYTES[config.model.compute_dtype]
+        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.hardware.on_cpu)
+
+    def memory(self) -> dict[str, Terms]:
+        """{phase: bytes by term} of one training rank, and under "engine" of one rollout engine's share of a device."""
+        models = [self.policy, self.critic] if self.critic else [self.policy]
+        temporary: dict[str, Terms] = {
+            "rollout": {},
+            "score": scoring(self.policy, self.pack, self.rank),
+            "update": _largest([updating(model, self.pack, self.rank) for model in models]),
+            "step": _largest([optimizer_step(model, self.rank) for model in models]),
+            "weight_sync": weight_export(self.policy, self.config.rollout.bucket_mib * 2**20),
+            "save": weight_export(self.policy),  # full tensors, one at a time
+        }
+        return {**{phase: self._resident(phase) | terms for phase, terms in temporary.items()}, "engine": self.engine()}
+
+    def _resident(self, phase: str) -> Terms:
+        """Memory that stays on the device between phases, except what is offloaded in this one."""
+        terms = {"process": _PROCESS_GIB * GIB if self.hardware.on_cpu else _CONTEXT_GIB * GIB}
+        terms |= resident(self.policy, self.rank)
+        if self.critic:
+            terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
+        if needs_reference(self.algorithm):
+            terms["reference"] = reference_model(self.policy, self.rank)
+        return {name: size for name, size in terms.items() if not self._is_offloaded(name, phase)}
+
+    def _is_offloaded(self, term: str, phase: str) -> bool:
+        actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
+        offloaded = {
+            "parameters": actor.offload_params and phase == "rollout",
+            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
+            "critic's parameters": critic.offload_params and phase in ("rollout", "weight_sync", "save"),
+            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
+            "reference": ref.offload_params and phase != "score",
+        }
+        return not self.hardware.on_cpu and offloaded.get(term, False)
+
+    def engine(self) -> Terms:
+        """Weights and KV cache of one engine on one device; vLLM allocates its whole share of a GPU."""
+        rollout = self.config.rollout
+        weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
+        if rollout.name == "hf":
+            cache = self.max_num_seqs * self.longest * self._cache_per_token
+        elif self.hardware.on_cpu:
+            cache = rollout.kv_cache_gib * GIB
+        else:
+            cache = rollout.gpu_memory_utilization * self.hardware.memory_gib * GIB - weights
+        terms = {"weights": weights, "KV cache": max(0.0, cache)}
+        return terms | {"process": _PROCESS_GIB * GIB} if self.hardware.on_cpu else terms
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of maximum length that fit into one engine's KV cache."""
+        return self.engine()["KV cache"] / (self._cache_per_token * self.longest)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine decodes concurrently: as configured, or the engine's default for the device."""
+        if self.config.rollout.name == "hf":
+            default = MAX_BATCH
+        else:  # EngineArgs.get_batch_defaults of vLLM
+            device = self.hardware
+            large = not device.on_cpu and device.memory_gib >= 70 and "a100" not in device.name.lower()
+            default = 1024 if large else 256
+        return self.config.rollout.max_num_seqs or default
+
+    @property
+    def _engine_bytes(self) -> int:
+        return _BYTES[engine_dtype(self.config)]
+
+    @property
+    def _cache_per_token(self) -> float:
+        return cache_per_token(self.policy, self._engine_bytes) / self.config.rollout.tensor_model_parallel_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    @property
+    def ahead(self) -> bool:
+        """Whether rollouts continue during the update (off-policy)."""
+        return self.config.rollout.max_staleness > 0
+
+    @property
+    def in_flight(self) -> int:
+        """Maximum number of episodes that have started and are not yet trained on: those of all slots."""
+        config, greedy = self.config, self.algorithm.greedy_baseline
+        return (config.rollout.max_staleness + 1) * config.data.train_batch_size * (config.rollout.n + greedy)
+
+    @property
+    def in_flight_gib(self) -> float:
+        """Controller memory of these episodes, once finished and of maximum length."""
+        return self.in_flight * (self.lengths.prompt + self.config.data.max_response_length) * _TOKEN_BYTES / GIB
+
+    def peak_gib(self) -> float:
+        """Peak memory of a training rank, comparable to memory/trainer_gib: on a GPU without the CUDA context."""
+        peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
+        return peak / GIB - (0.0 if self.hardware.on_cpu else _CONTEXT_GIB)
+
+    def violations(self) -> list[str]:
+        """What does not fit, as messages."""
+        room = self.hardware.memory_gib
+        phases = {name: sum(each.values()) / GIB for name, each in self.memory().items()}
+        engine = phases.pop("engine")
+        if self.hardware.on_cpu:
+            everywhere = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
+            needed = everywhere / self.config.trainer.nnodes
+            found = [f"ranks and engines need {needed:.1f} of {room:.1f} GiB available"] if needed > room else []
+            return found + self._cache_violations()
+        if self.config.rollout.colocated:
+            sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
+            phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
+        found = [f"{name} needs {gib:.1f} of {room:.1f} GiB" for name, gib in phases.items() if gib > room]
+        if engine > room:
+            found.append(f"the engine needs {engine:.1f} of {room:.1f} GiB")
+        return found + self._cache_violations()
+
+    def _cache_violations(self) -> list[str]:
+        enough = self.sequences >= 1
+        return [] if enough else [f"the engine's KV cache cannot hold one sequence of {self.longest} tokens"]
+
+    def suggested_changes(self) -> list[dict[str, Any]]:
+        """The smallest sets of keys whose change makes the run fit: all single keys, else the first pair, else the
+        first triple; [] if there is none."""
+        if not self.violations():
+            return []
+        options = self._options()
+        for number in (1, 2, 3):
+            chosen = (self._first_fit(keys, options) for keys in combinations(options, number))
+            found = [changes for changes in chosen if changes is not None]
+            if found:
+                return found if number == 1 else found[:1]
+        return []
+
+    def _first_fit(self, keys: Sequence[str], options: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+        """The smallest change of exactly these keys that makes the run fit."""
+        every = (dict(zip(keys, values, strict=True)) for values in product(*(options[key] for key in keys)))
+        return next((changes for changes in every if self._fits_with(changes)), None)
+
+    def _options(self) -> dict[str, Sequence[Any]]:
+        """Candidate changes: cheap keys first, and the smallest change of each first."""
+        config = self.config
+        shares = [share / 10 for share in range(8, 1, -1) if share / 10 < config.rollout.gpu_memory_utilization]
+        limits = [config.actor.max_tokens_per_pack >> times for times in range(1, 6)]
+        parallel_sizes = [] if config.rollout.name == "hf" or self.hardware.on_cpu else [2, 4, 8]
+        return {
+            "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
+            "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
+            "rollout.gpu_memory_utilization": [] if self.hardware.on_cpu or config.rollout.name == "hf" else shares,
+            **self._offloads(),
+            "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
+            "rollout.kv_cache_gib": self._smaller_caches(),
+            "trainer.n_gpus_per_node": self._rank_counts(),
+            "rollout.tensor_model_parallel_size": parallel_sizes,
+            "rollout.placement": ["separate"] * (config.rollout.colocated and not self.hardware.on_cpu),
+        }
+
+    def _offloads(self) -> dict[str, list[bool]]:
+        """Offload options that are not enabled yet: they free memory for an engine on the same GPU."""
+        if self.hardware.on_cpu or not self.config.rollout.colocated:
+            return {}
+        models: dict[str, Any] = {"actor": self.config.actor}
+        models |= {"critic": self.config.critic} if self.critic else {}
+        keys = {f"{name}.{key}": getattr(model, key) for name, model in models.items() for key in _OFFLOADS}
+        if needs_reference(self.algorithm):
+            keys["ref.offload_params"] = self.config.ref.offload_params
+        return {key: [True] for key, done in keys.items() if not done}
+
+    def _rank_counts(self) -> list[int]:
+        """Ranks per node: more GPUs have more memory in total, more CPU processes need more."""
+        now = self.config.trainer.n_gpus_per_node
+        return (
+            [each for each in (4, 2, 1) if each < now]
+            if self.hardware.on_cpu
+            else [each for each in (2, 4, 8) if each > now]
+        )
+
+    def _smaller_caches(self) -> list[float]:
+        if not self.hardware.on_cpu or self.config.rollout.name == "hf":
+            return []
+        return [self.config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]
+
+    def _fits_with(self, changes: dict[str, Any]) -> bool:
+        try:
+            config = self.config
+            for key, value in changes.items():
+                config = changed(config, key, value)
+        except ConfigError:
+            return False
+        return not replace(self, config=config).violations()
+
+    def seconds(self) -> dict[str, tuple[float, str]]:
+        """{phase: (seconds, formula)}, lower bounds at the device's peak; {} if its peak is unknown."""
+        if self.hardware.device is None:
+            return {}
+        config, speed = self.config, self.hardware.device
+        ranks, checkpointed = config.num_ranks, config.model.enable_gradient_checkpointing
+        engines = config.num_engines * config.rollout.tensor_model_parallel_size
+        policy = self._forward(self.policy)
+        critic = self._forward(self.critic) if self.critic else 0.0
+        forward = policy + critic  # trained models
+        passes = self._needs_old + needs_reference(self.algorithm)
+        parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
+        moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
+        return {
+            "rollout": self._rollout(engines, speed),
+            "score": (
+                (passes * policy + critic) / ranks / speed.flops,
+                f"{passes + bool(self.critic):d} forwards: FLOP / F",
+            ),
+            "update": (
+                config.actor.ppo_epochs * (TRAINING + checkpointed) * forward / ranks / speed.flops,
+                f"{config.actor.ppo_epochs * (TRAINING + checkpointed):d} forwards of all trained models: FLOP / F",
+            ),
+            "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
+            "weight_sync": (
+                _SYNC_BYTES * self.policy.parameters / speed.bytes_per_s,
+                f"{_SYNC_BYTES} N bytes / W",
+            ),
+        }
+
+    def step_seconds(self) -> float:
+        """Lower bound of a step's seconds: the sum of its phases, but max(rollout, training) if they overlap."""
+        times = {name: value for name, (value, _) in self.seconds().items()}
+        rollout, weight_sync = times.pop("rollout"), times.pop("weight_sync")
+        return self._combined(rollout, sum(times.values())) + weight_sync
+
+    def _combined(self, rollout: float, training: float) -> float:
+        """Seconds of rollout and training: the longer if they overlap, else the sum."""
+        return max(rollout, training) if self.ahead else rollout + training
+
+    @property
+    def _needs_old(self) -> bool:
+        if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
+            return False
+        several = self.config.updates_per_step > 1 or self.algorithm.selection is not None
+        return several or self.algorithm.kl.placement is KLPlacement.REWARD
+
+    def _forward(self, shape: ModelShape) -> float:
+        """FLOPs of one forward pass over a step's samples, logits at response tokens only."""
+        prompts, n = self.config.data.train_batch_size, self.config.rollout.n
+        prompt, response = round(self.lengths.prompt), round(self.lengths.response)
+        group = [(prompt + response, 0)] * n
+        if self.config.actor.share_prefix:
+            group = [(prompt, 0), *[(response, prompt)] * n]
+        return prompts * forward_flops(decoder_of(shape), group, n * response)
+
+    def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
+        """Prefill of prompts, then decoding: bound by FLOPs, or by memory reads of weights and cache."""
+        config, shape = self.config, decoder_of(self.policy)
+        prompt, response = round(self.lengths.prompt), round(self.lengths.response)
+        prompts = config.data.train_batch_size
+        samples = prompts * (config.rollout.n + self.algorithm.greedy_baseline)
+        prefill = prompts * forward_flops(shape, [(prompt, 0)])
+        computed = samples * forward_flops(shape, [(response, prompt)], response)
+        waves = math.ceil(samples / config.num_engines / self.max_num_seqs)
+        weights = self._engine_bytes * (shape.parameters + shape.head_parameters) * config.num_engines
+        cached = samples * (prompt + response / 2) * cache_per_token(self.policy, self._engine_bytes)
+        decode = max(computed / speed.flops, response * (waves * weights + cached) / speed.bytes_per_s)
+        return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
+
+    def split(self, devices: int) -> dict[str, float]:
+        """The best split of `devices` into separate pools: the pool sizes, and the seconds of each.
+
+        Concurrent pools take the time of the slower one, alternating pools the sum.
+        """
+        times = {name: value for name, (value, _) in self.seconds().items()}
+        parallel = self.config.rollout.tensor_model_parallel_size
+        rollout = times["rollout"] * self.config.num_engines * parallel
+        train = (times["score"] + times["update"]) * self.config.num_ranks
+        splits = [
+            {"train": devices - engines, "generate": engines, "train_s": train / (devices - engines)}
+            | {"generate_s": rollout / engines}
+            for engines in range(parallel, devices, parallel)
+        ]
+        return min(splits, key=lambda each: self._combined(each["generate_s"], each["train_s"]))
+
+
+def _largest(terms: Sequence[Terms]) -> Terms:
+    return max(terms, key=lambda each: sum(each.values()))
+
+
+def changed(config: Any, key: str, value: Any) -> Any:
+    """The configuration with one key changed. Raises ConfigError if it becomes invalid."""
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+
+
+def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
+    """Build the plan. Raises ConfigError for a model that cannot be read or whose context is too short."""
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    assert config.model.path is not None
+    longest = sequence_length(config)
+    build_kl_control(config.algorithm, algorithm)
+    check_packs(config.model.path, longest)
+    policy, critic = read_shape(config.model.path, PackedPolicy), None
+    if algorithm.needs_critic:
+        key = "model.path" if config.critic.path is None else "critic.path"
+        path = config.critic.path or config.model.path
+        check_packs(path, longest, key)
+        critic = read_shape(path, PackedCritic, key)
+    return Plan(config, algorithm, policy, critic, lengths, hardware)
+
+
+def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path") -> ModelShape:
+    """The shape of the model at `path`, the value of `key`, from its configuration. ConfigError if there is none."""
+    config = read_model_config(path, key)
+    try:
+        with torch.device("meta"):
+            module = wrapper(AutoModelForCausalLM.from_config(config))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key}: {path!r} contains no causal language model ({error})") from error
+    return shape_of(module, config.get_text_config())
+
+
+def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
+    """The shape of a module, which may be on the meta device."""
+    layers = decoder_layers(module)
+    named = dict(layers[0].named_parameters())
+    width = head_size(config)
+    return ModelShape(
+        parameters=sum(each.numel() for each in module.parameters()),
+        layer_parameters=sum(each.numel() for each in named.values()),
+        largest=max(each.numel() for each in module.parameters()),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query=config.num_attention_heads * width,
+        key=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * width,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
+        norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
+        head_norms=any("q_norm" in name for name in named),
+    )
+
+
+def decoder_of(shape: ModelShape) -> DecoderShape:
+    """The sizes that determine a model's FLOPs."""
+    matrices = shape.layers * shape.layer_parameters
+    return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
+
+
+def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:
+    """Mean lengths of prompts and golden responses in the training files; the maximum lengths without a file.
+
+    Multi-turn episodes have no golden response: the maximum length is assumed.
+    prompt_ids: tokenizes a task's prompt (verl.trainer.builders.env.prompt_fn)
+
+    Raises DataError for rows that cannot be used, as training would.
+    """
+    data = config.data
+    if not files:
+        return Lengths(data.max_prompt_length, data.max_response_length, "no file given: maximum lengths")
+    prompts, responses = [], []
+    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
+    for tasks in files:
+        sample = tasks[:: max(1, len(tasks) // _NUM_ROWS)]
+        report = RowReport(sample[0].id.partition("#")[0], len(sample))
+        for task in fitting(sample, prompt_ids, policy, report):
+            prompts.append(min(len(prompt_ids(task)), data.max_prompt_length))
+            golden = len(chat.response_ids(task.answer.strip())[0]) + 1
+            longest = config.env.multi_turn
+            responses.append(data.max_response_length if longest else min(golden, data.max_response_length))
+    names = ", ".join(Path(source).name for source in data.train_files)
+    kind = "episodes of maximum length" if config.env.multi_turn else "golden responses"
+    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} rows of {names}; {kind}")
+
+
+def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
+    """The named GPU type, or this machine's hardware. Raises ConfigError for an unknown type."""
+    if gpu is not None and gpu.lower() != "cpu":
+        device = find_device(gpu)
+        if device is None:
+            raise ConfigError(f"gpu={gpu!r} is unknown; choose one of {', '.join(DEVICES)}, cpu")
+        return Hardware(gpu, device.memory_gib, device)
+    if gpu is None and sees_gpu(config.trainer):
+        name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+        return Hardware(name, total / GIB, find_device(name))
+    return Hardware("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)

@@ -1,0 +1,133 @@
+"""Prints a plan: tables of memory and time, and suggested changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.config.schema import Config
+from verl.kit.plan.memory import GIB
+from verl.kit.plan.plan import Plan
+from verl.trainer.builders.threads import available_cores, threads_of
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print everything."""
+    config, pack, lengths = plan.config, plan.pack, plan.lengths
+    for name, text in {
+        "model": f"{plan.policy.parameters / 1e6:.1f}M parameters, {plan.policy.layers} layers",
+        "data": f"prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f} ({lengths.source})",
+        "batch": config.batch_arithmetic(),
+        "pack": f"at most {pack.tokens:.0f} tokens, {pack.trained:.0f} of them trained at the maximum response length "
+        f"({config.data.max_response_length})",
+        "devices": format_devices(plan),
+        "engine": f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
+        f"{plan.max_num_seqs} decoded concurrently",
+        **({"ahead": format_in_flight(plan)} if plan.ahead else {}),
+    }.items():
+        console.print(f"{name:9}{text}", markup=False, soft_wrap=True)
+    console.print(memory_table(plan))
+    if times := plan.seconds():
+        console.print(time_table(plan, times))
+        if not config.rollout.colocated:
+            console.print(format_split(plan), markup=False, soft_wrap=True)
+    print_suggestions(plan, console)
+
+
+def format_devices(plan: Plan) -> str:
+    """Number of devices for training and for generation, and whether they work concurrently."""
+    config = plan.config
+    if plan.hardware.on_cpu:
+        kind, engines, threads = "rank(s)", config.num_engines, threads_of(config)
+        each = f"; {threads} of {available_cores()} cores each"
+    else:
+        kind, engines, each = f"x {plan.hardware.name}", _engine_devices(config), ""
+    if config.rollout.colocated:
+        return f"{config.num_ranks} {kind} train, {config.num_engines} colocated engine(s) alternate with them{each}"
+    engine = "engine(s)" if plan.hardware.on_cpu else kind
+    when = "concurrently" if plan.ahead else "alternately: each pool waits for the other (rollout.max_staleness=0)"
+    return f"{config.num_ranks} {kind} train, {engines} more {engine} generate, {when}{each}"
+
+
+def format_in_flight(plan: Plan) -> str:
+    """Episodes in flight during the update."""
+    rollout = plan.config.rollout
+    decoded = min(plan.in_flight, plan.config.num_engines * plan.max_num_seqs)
+    return (
+        f"samples up to {rollout.max_staleness} version(s) old; at most {plan.in_flight} episodes in flight, {decoded} "
+        f"decoded concurrently; {plan.in_flight_gib:.2f} GiB of controller memory when finished"
+    )
+
+
+def format_split(plan: Plan) -> str:
+    """The best split of the same GPUs into the two pools."""
+    config = plan.config
+    total = config.num_ranks + _engine_devices(config)
+    best = plan.split(total)
+    return (
+        f"Best split of {total} GPUs: {best['train']:.0f} train ({best['train_s']:.3g} s), {best['generate']:.0f} "
+        f"generate ({best['generate_s']:.3g} s)."
+    )
+
+
+def _engine_devices(config: Config) -> int:
+    return config.num_engines * config.rollout.tensor_model_parallel_size
+
+
+def memory_table(plan: Plan) -> Table:
+    """Rows: terms, and their sum. Columns: phases of a training rank, and an engine. In GiB"""
+    phases = plan.memory()
+    table = Table(title=f"GiB per training rank and phase, and per engine ({plan.hardware.memory_gib:.1f} available)")
+    for heading in ("", *phases):
+        table.add_column(heading, justify="right" if heading else "left")
+    for term in dict.fromkeys(name for terms in phases.values() for name in terms):
+        table.add_row(term, *(f"{terms[term] / GIB:.2f}" if term in terms else "" for terms in phases.values()))
+    table.add_section()
+    table.add_row("sum", *(f"{sum(terms.values()) / GIB:.2f}" for terms in phases.values()))
+    return table
+
+
+def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
+    """Lower bounds of the times of a step's phases."""
+    device = plan.hardware.device
+    assert device is not None
+    legend = f"F {device.flops / 1e12:.0f} TFLOP/s, W {device.bytes_per_s / 1e12:.2f} TB/s, N parameters"
+    table = Table(title=f"Lower bounds of step times in seconds ({legend})")
+    for heading in ("phase", "seconds", "formula"):
+        table.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for phase, (seconds, formula) in times.items():
+        table.add_row(phase, f"{seconds:.3g}", formula)
+    formula = "max(rollout, score + update + step) + weight_sync" if plan.ahead else "sum"
+    table.add_row("total", f"{plan.step_seconds():.3g}", formula)
+    return table
+
+
+def print_suggestions(plan: Plan, console: Console) -> None:
+    """Print what does not fit, and suggested changes."""
+    violations = plan.violations()
+    if not violations:
+        console.print("It fits.")
+        return
+    for violation in violations:
+        console.print(f"does not fit: {violation}", markup=False, soft_wrap=True)
+    console.print(f"suggested changes: {format_suggestions(plan)}", markup=False, soft_wrap=True)
+
+
+def format_suggestions(plan: Plan) -> str:
+    """The suggested changes on one line."""
+    options = [
+        " ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.suggested_changes()
+    ]
+    return "; or ".join(options) or "more than three keys, a smaller model or larger devices"
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def format_peak(plan: Plan, measured: Mapping[str, float]) -> str:
+    """Measured and expected peak memory of a training rank, after a run."""
+    got, expected = measured["memory/trainer_gib"], plan.peak_gib()
+    return f"peak memory of a training rank: {got:.2f} GiB, expected {expected:.2f}"

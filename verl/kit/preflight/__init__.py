@@ -1,0 +1,1 @@
+"""toolrl preflight: tries all parts of a training on a tiny copy of the model."""

@@ -1,0 +1,197 @@
+"""Preflight: checks for the most common failures before the run, in under a minute, on a tiny copy of the model.
+
+The tokenizer's round trip, the reward lab on a few rows, scripted rollouts through one optimizer step, the batch
+arithmetic and the expected memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.estimators.grpo import GRPO
+from verl.batch.experience import build_experience
+from verl.batch.samples import to_samples
+from verl.chat.template import ChatTemplate
+from verl.config.schema import Config
+from verl.episodes.group import GroupRollout
+from verl.errors import ConfigError
+from verl.kit.lab.__main__ import try_rewards
+from verl.kit.plan.memory import GIB
+from verl.kit.plan.plan import Plan
+from verl.kit.plan.show import format_suggestions
+from verl.pretrained import read_model_config
+from verl.rollout.engine import Sampling
+from verl.rollout.scripted_engine import ScriptedEngine
+from verl.scoring.pool import DirectScorer
+from verl.single_controller.local import LocalGroup
+from verl.system.daemon import run_async
+from verl.trainer.builders.run import Inputs
+from verl.trainer.policy import PackSettings, Policy
+from verl.types import Message, Task
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
+from verl.workers import attention
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers
+from verl.workers.optim import OptimizerSettings
+from verl.workers.parity import small_copy
+from verl.workers.policy_worker import PolicyWorker
+
+_NUM_ROWS = 20
+_LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible effect
+
+
+def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
+    """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
+    chat, tasks = inputs.chat, inputs.train[0][:_NUM_ROWS]
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    assert config.model.path is not None
+    shape = read_model_config(config.model.path)
+    for name, result in (
+        ("template", check_round_trip(chat, rewards, tasks, config.data.max_response_length)),
+        ("reward", check_reward(rewards, tasks)),
+        ("step", check_step(small_copy(shape), chat, rewards, tasks, config)),
+        ("batch", config.batch_arithmetic()),
+        ("memory", check_memory(plan)),
+    ):
+        console.print(f"preflight {name:9}{result}", markup=False, soft_wrap=True)
+
+
+def golden(rewards: Rewards, task: Task) -> str:
+    """The golden response of a task: the reward's own if it has one, else the task's answer."""
+    reward = rewards.of(task)
+    return reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer
+
+
+def check_round_trip(chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
+    """Responses must survive the round trip through their tokens, or the reward would score another text; and most of
+    them must fit into the response length."""
+    lengths = []
+    for task in tasks:
+        text = golden(rewards, task).strip()
+        ids, _ = chat.response_ids(text)
+        lengths.append(len(ids) + 1)
+        stops = sorted(set(ids) & set(chat.stop_token_ids))
+        if stops:
+            raise ConfigError(
+                f"the golden response of {task.id} contains a stop token ({stops[0]}), so no policy can generate it; "
+                "correct the model's generation_config.json, or the row"
+            )
+        back = chat.response_text((*ids, chat.end_token_id))
+        if back.strip() != text:
+            raise ConfigError(
+                f"the tokenizer's round trip changes the text of {task.id}: {text[:80]!r} became {back[:80]!r}"
+            )
+    too_long = sum(length > max_response_length for length in lengths)
+    if too_long > len(tasks) / 2:
+        raise ConfigError(
+            f"{too_long} of {len(tasks)} golden responses exceed data.max_response_length={max_response_length} tokens "
+            f"(the longest has {max(lengths)}): the policy could never generate them"
+        )
+    return f"{len(tasks)} golden responses survived the token round trip, the longest has {max(lengths)} tokens"
+
+
+def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
+    """Golden responses must score the maximum and corrupted ones less, if the reward provides them."""
+    tasks = [task for task in tasks if isinstance(rewards.of(task), LabReward)]
+    if not tasks:
+        return "has no golden responses to try"
+    report = try_rewards(rewards, tasks)
+    responses = sum(stats.responses for stats in report.stats.values())
+    shown = "".join(f"\n  {violation}" for violation in report.violations[:3])
+    return f"{responses} responses to {len(tasks)} tasks, {len(report.violations)} violations{shown}"
+
+
+def check_step(
+    shape: PretrainedConfig, chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], config: Config
+) -> str:
+    """Golden and useless responses through scoring, advantages, packing, one update; it must favor the golden ones."""
+    if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
+        return "skipped: the reward has no golden responses, and episodes are multi-turn"
+    chosen = [_single_turn(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]
+    by_prompt = {chat.task_prompt_ids(task): task for task in chosen}
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        task = by_prompt[tuple(prompt_ids)]
+        text = golden(rewards, task) if number % 2 == 0 else "I do not know."
+        return (*chat.response_ids(text)[0], chat.end_token_id)
+
+    sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
+    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(rewards), sampling)
+
+    async def roll() -> list[float]:
+        groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))
+        faults = [fault for group in groups for fault in group.faults]
+        if faults:
+            raise ConfigError(f"the reward failed: {faults[0]}")
+        return _learn(shape, groups, config)
+
+    before, after = run_async(roll())
+    if not after > before:
+        raise ConfigError(
+            f"one update on a tiny copy of the model did not make better responses more likely: sum of advantage * "
+            f"log p went from {before:.4f} to {after:.4f}"
+        )
+    return f"one update on a tiny {shape.model_type} moved sum of advantage * log p from {before:.3f} to {after:.3f}"
+
+
+def _single_turn(task: Task, number: int) -> Task:
+    """The task with a prompt of one message, which no format has to rewrite; its content does not matter."""
+    return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
+
+
+def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) -> list[float]:
+    """[sum over samples of advantage times mean log p, before and after one update] on one rank in this process."""
+    samples = [each for number, group in enumerate(groups) for each in to_samples(group, number)]  # type: ignore[arg-type]
+    longest = max(len(sample.token_ids) for sample in samples)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+        try:
+            attention.register()
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention.PACKED)
+            module = PackedPolicy(model)
+            settings = OptimizerSettings(lr=_LR, weight_decay=0.0)
+            engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
+            worker = PolicyWorker(engine, config.rollout.temperature)
+            policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
+            layout = policy.pack_for_scoring(samples)
+            old = policy.score(layout)
+            algorithm = replace(GRPO, kl=KLTerm())
+            experience = build_experience(samples, old, algorithm)
+            if not any(bool(row.any()) for row in experience.columns["advantages"]):
+                raise ConfigError("golden and useless responses get the same reward, so all advantages are zero")
+            metrics = policy.update(experience, algorithm)
+            if not math.isfinite(metrics["grad_norm"]) or metrics["grad_norm"] == 0.0:
+                raise ConfigError(f"grad_norm is {metrics['grad_norm']} on a tiny copy of the model")
+            new = policy.score(layout)
+            advantages = experience.columns["advantages"]
+            return [sum(float((a * p).sum()) for a, p in zip(advantages, scored, strict=True)) for scored in (old, new)]
+        finally:
+            gc.collect()
+            dist.destroy_process_group()
+
+
+def check_memory(plan: Plan) -> str:
+    """Expected memory of a rank and an engine. Raises ConfigError with suggestions if it exceeds a GPU's."""
+    rank, engine = plan.peak_gib(), sum(plan.engine().values()) / GIB
+    summary = (
+        f"{plan.policy.parameters / 1e6:.1f}M parameters; at most {rank:.2f} GiB per trainer rank, "
+        f"{engine:.2f} GiB per engine, of {plan.hardware.memory_gib:.1f} GiB"
+    )
+    violations = plan.violations()
+    if violations and not plan.hardware.on_cpu:
+        raise ConfigError(f"{'; '.join(violations)}. Set {format_suggestions(plan)}")
+    return "; ".join([summary, *violations])

@@ -1,0 +1,1 @@
+"""toolrl probe: would training learn from this data?"""

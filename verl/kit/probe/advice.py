@@ -1,0 +1,82 @@
+"""Advice before training, from the results of a probe. The thresholds are documented in docs/evaluation.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.kit.doctor.versions import script
+
+FEW_WELL_FORMED = 0.5  # share of responses in a valid format below which RL mostly rewards the format
+MANY_MALFORMED = 0.25  # share of episodes with a parse error
+MANY_CUT_OFF = 0.1  # share of truncated responses
+FEW_WITH_TOOLS = 0.1  # share of episodes with a tool call, if tools are available
+MANY_ZERO_VARIANCE = 0.5  # share of groups
+ENOUGH_GAIN = 0.1  # minimum decrease of that share for a larger group to be worth its cost
+MANY_USELESS = 0.2  # share of zero-variance rows that were never right, or always
+MANY_TOO_LONG = 0.02  # share of prompts
+FEW_ROWS = 32  # below this the shares are too noisy
+
+
+def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
+    """One line for every reason not to train yet; a single all-clear line if there is none.
+
+    found: result of `verl.kit.probe.statistics.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
+    """
+    lines = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
+    lines = lines or ["no objection to training with these settings"]
+    if found["rows"] < FEW_ROWS:
+        lines.append(f"probe more rows: {found['rows']} are too few for reliable shares")
+    return lines
+
+
+def _responses(found: Mapping[str, Any]) -> list[str]:
+    if found["format"] is not None and found["format"] < FEW_WELL_FORMED:
+        return [f"SFT first: {_percent(1 - found['format'])} of the responses have no valid format"]
+    if found["success"]["mean"] == 0 and found["zero_variance"]["mean"] > MANY_ZERO_VARIANCE:
+        return ["SFT first, or use easier rows: no response was right"]
+    return []
+
+
+def _calls(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if found["malformed"] > MANY_MALFORMED:
+        share = _percent(found["malformed"])
+        lines.append(f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a parse error")
+    if found["tools_used"] < FEW_WITH_TOOLS:
+        share = _percent(found["tools_used"])
+        lines.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")
+    return lines
+
+
+def _lengths(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if found["cut_off"] > MANY_CUT_OFF:
+        lines.append(f"raise max_response_length: {_percent(found['cut_off'])} of the responses are truncated")
+    too_long = found["rows_too_long"] / (found["rows_too_long"] + found["rows"])
+    if too_long > MANY_TOO_LONG:
+        lines.append(f"raise max_prompt_length, or drop rows: {_percent(too_long)} of the prompts are too long")
+    return lines
+
+
+def _groups(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    n, now = found["n"], found["zero_variance"]["mean"]
+    larger = {size["n"]: size["zero_variance"] for size in found["sizes"] if size["n"] > n}
+    enough = [size for size, share in larger.items() if share <= MANY_ZERO_VARIANCE]
+    if now > MANY_ZERO_VARIANCE and larger:
+        size = min(enough, default=max(larger))
+        what = f"raise n to {size}" if now - larger[size] >= ENOUGH_GAIN else "larger groups would not help"
+        shares = f"{_percent(now)} of the groups have zero variance at n={n}, predicted {_percent(larger[size])}"
+        lines.append(f"{what}: {shares} at n={size}")
+    never, always = found["useless_never_right"], found["useless_always_right"]
+    if MANY_USELESS < never + always < 1:
+        lines.append(
+            f"drop rows without a learning signal: {_percent(never)} were never right, {_percent(always)} always "
+            f"({script('scripts/select_by_difficulty.py')})"
+        )
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,217 @@
+"""Probe: would training learn from a data file? Rolls it out as training would, and reports statistics and advice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from verl.chat.template import ChatTemplate
+from verl.config.schema import ProbeConfig
+from verl.data.lengths import RowPolicy, fitting
+from verl.data.tasks import TaskSet
+from verl.episodes.episode import EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.errors import DataError
+from verl.kit.evaluation.benchmark import Category, EpisodeConfig
+from verl.kit.evaluation.evaluate import check_faults, write
+from verl.kit.evaluation.provenance import identity, short_name, versions
+from verl.kit.evaluation.records import NOT_ASKED, Records
+from verl.kit.evaluation.runner import Runner
+from verl.kit.evaluation.tables import probe_grids
+from verl.kit.lab.__main__ import as_trajectory
+from verl.kit.probe.advice import advice
+from verl.kit.probe.statistics import Cost, Judge, Rollout, row_of, summary
+from verl.net.services import check_services
+from verl.system.lock import alone_in
+from verl.tracking.jsonl import read_rows, write_rows
+from verl.trainer.builders.engine import response_lengths, standalone_engine
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, truncating
+from verl.trainer.builders.run import load_chat_template
+from verl.trainer.builders.scorer import build_scorer
+from verl.types import Task, TrajectoryGroup
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.rewards import Rewards, build_rewards
+from verl.utils.reward_score.rlla import TOGGLES
+
+_STEP = 0  # for rewards with a schedule: the first of training
+_TOLERANCE = 1e-9
+_FREE = {  # settings that do not affect rollouts
+    *("limit", "bootstrap", "output", "max_bad_share"),
+    *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
+}
+
+
+async def probe(config: ProbeConfig, console: Console) -> None:
+    """Roll out the remaining rows; print and write statistics and advice, and write a line per row."""
+    assert config.data is not None
+    chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
+    lengths = response_lengths(config)
+    episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
+    rows = TaskSet(config.data, config.max_bad_share)
+    any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # overlong prompts are counted
+    prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
+    tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
+    console.print(str(rows.report), markup=False, soft_wrap=True)
+    chat, episode_runner = truncating(config.truncation, lengths[0], chat, episode_runner)
+    settings = _settings(config, chat, episode_runner)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    name = str(config.model.path)
+    folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
+    category = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
+    with alone_in(folder):
+        records = Records(folder, category, config.n, chat.tokenizer.decode)
+        if missing := records.missing(tasks):
+            write(folder / "settings.json", json.dumps(settings, indent=2))
+            faults = await _roll_out(config, category, missing, records, chat, episode_runner, rewards, console)
+            check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
+        elif episode_runner is not None:
+            await episode_runner.close()
+    found, lines = _summarize(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
+    found |= {"model": name, "data": config.data, "settings": settings}
+    found["advice"] = advice(found, with_tools=config.env.multi_turn)
+    _report(found, lines, folder, console)
+
+
+def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
+    """`limit` rows of a seeded shuffle, in file order; a larger limit keeps the rows of a smaller one."""
+    order = np.random.default_rng(config.seed).permutation(len(tasks))[: config.limit]
+    return [tasks[int(number)] for number in sorted(order)]
+
+
+@dataclass(frozen=True)
+class Shaped(GroupRollout):
+    """Groups after reward shaping, as training would see them with an empty shaping state."""
+
+    rewards: Rewards | None = None
+
+    async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
+        group = await GroupRollout.run(self, task, num_rollouts, step, first_seed)
+        return group if self.rewards is None else self.rewards.shaped(group, {})[0]
+
+
+async def _roll_out(
+    config: ProbeConfig,
+    category: Category,
+    tasks: Sequence[Task],
+    records: Records,
+    chat: ChatTemplate,
+    episode_runner: EpisodeRunner | None,
+    rewards: Rewards,
+    console: Console,
+) -> list[str]:
+    """Roll out the tasks. Returns one reason per row that failed."""
+    reward = config.reward
+    async with AsyncExitStack() as stack:
+        if episode_runner is not None:
+            stack.push_async_callback(episode_runner.close)
+        await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
+        scorer = stack.enter_context(build_scorer(reward))
+        engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
+        rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
+        prompt_ids, longest = prompt_fn(episode_runner, chat), response_lengths(config)[0]
+        max_faults = reward.max_fault_share * len(tasks)
+        runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, max_faults=max_faults)
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
+        faults = await runner.run(category, tasks, records, lambda: progress.advance(bar))
+        seconds = time.perf_counter() - started
+    _note_cost(records.path.parent, Cost(len(tasks), seconds))
+    return faults
+
+
+def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
+    """A response is correct if the reward's part "correct" is positive, or, without that part, if it has the maximum
+    score (1 if unknown).
+
+    tasks: the golden response to the first defines the format score of a correct format; with several rewards formats
+    are not compared
+    """
+    best_format, (reward, *others) = None, {id(each): each for each in map(rewards.of, tasks)}.values()
+    if isinstance(reward, LabReward) and not others:
+        task = tasks[0]
+        gold = reward.score(as_trajectory(task, reward.gold(task, _STEP)), task, _STEP)
+        best_format = gold.parts.get("format")
+
+    def right(task: Task, rollout: Rollout) -> bool:
+        score = rollout["score"]
+        if "correct" in score["parts"]:
+            return bool(score["parts"]["correct"] > 0)
+        maximum = rewards.maximum(task, _STEP)
+        return bool(score["total"] >= (1.0 if maximum is None else maximum) - _TOLERANCE)
+
+    return Judge(right, best_format)
+
+
+def _summarize(
+    tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(statistics, a line per row). Raises DataError if no row could be rolled out."""
+    answered = [(task, group) for task in tasks for group in records.of([task])]
+    rolled_out = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
+    if not rolled_out:
+        raise DataError(
+            f"has no prompt of at most {response_lengths(config)[0]} tokens among the {len(tasks)} probed",
+            hint="Raise max_prompt_length",
+            file=str(config.data),
+        )
+    rows = [row_of(task, group, judge) for task, group in rolled_out]
+    found = summary(rows, [group for _, group in rolled_out], judge, cost, config.bootstrap)
+    return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
+
+
+def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
+    """All settings that affect the rollouts, except the rows."""
+    return {
+        **{name: value for name, value in asdict(config).items() if name not in _FREE},
+        "model": identity(config.model),
+        "data": str(Path(str(config.data)).resolve()),  # file names need not be unique
+        "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
+        **prompt_record(episode_runner),
+        "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
+        "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
+        "versions": versions(),
+    }
+
+
+def _note_cost(folder: Path, cost: Cost) -> None:
+    """Append the cost of this start to that of earlier ones."""
+    write_rows(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
+
+
+def _costs(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "cost.jsonl"
+    return read_rows(path) if path.exists() else []
+
+
+def _cost(folder: Path) -> Cost:
+    """Total cost of all completed starts."""
+    costs = _costs(folder)
+    return Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
+
+
+def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Print the report and write it to the folder: probe.json, probe.md, and probe.jsonl with a line per row."""
+    grids = probe_grids(found)
+    write(folder / "probe.json", json.dumps(found, indent=2))
+    write(
+        folder / "probe.md",
+        "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
+    )
+    write_rows(folder / "probe.jsonl", rows)
+    for grid in grids:
+        console.print(grid.for_terminal())
+    for each in found["advice"]:
+        console.print(f"- {each}", markup=False, highlight=False)
+    console.print(f"written to {folder}/probe.json, .md and .jsonl (one line per row)", markup=False, highlight=False)

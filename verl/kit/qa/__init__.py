@@ -1,0 +1,1 @@
+"""Benchmarks with short answers: math and search questions."""

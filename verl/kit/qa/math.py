@@ -1,0 +1,107 @@
+r"""Math problems with short answers, without tools and with Python: GSM8K, MATH-500, AIME, AMC, OlympiadBench.
+
+The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.files import answer_texts, rows_of
+from verl.kit.evaluation.hub import HubSet
+from verl.types import Message, Task
+
+_ANSWER = r"Reason step by step, and end with the final answer inside \boxed{}."
+_PLAIN = f"Solve the user's problem. {_ANSWER}"
+_PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wrong. {_ANSWER}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """files: possible file names; hub: the published data set
+
+    faulty: id -> why math-verify would reject every equivalent answer
+    """
+
+    files: tuple[str, ...]
+    source: str
+    hub: HubSet
+    faulty: Mapping[str, str] = field(default_factory=dict)
+
+
+_PROBLEM = {"problem": "problem", "answer": "answer"}
+_QUESTION = {"problem": "question", "answer": "answer"}
+_SETS: Mapping[str, _Set] = {
+    "gsm8k": _Set(
+        ("gsm8k_test.jsonl",),
+        "the test set of openai/gsm8k, with the text after #### as the answer",
+        HubSet("openai/gsm8k", _QUESTION, config="main"),
+    ),
+    "math500": _Set(
+        ("math500.jsonl",),
+        "the test set of HuggingFaceH4/MATH-500",
+        HubSet("HuggingFaceH4/MATH-500", _PROBLEM),
+    ),
+    "aime24": _Set(
+        ("aime24.jsonl",), "the 30 problems of AIME 2024", HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train")
+    ),
+    "aime25": _Set(("aime25.jsonl",), "the 30 problems of AIME 2025", HubSet("math-ai/aime25", _PROBLEM)),
+    "amc23": _Set(
+        ("amc23.jsonl",), "the 40 problems of AMC 2023 with whole-number answers", HubSet("math-ai/amc23", _QUESTION)
+    ),
+    "olympiadbench": _Set(
+        ("olympiadbench.jsonl",),
+        "the 675 open-ended English text problems of OlympiadBench (Hothan/OlympiadBench)",
+        HubSet(
+            "Hothan/OlympiadBench",
+            {"id": "id", "problem": "question", "answer": "final_answer"},
+            split="train",
+            config="OE_TO_maths_en_COMP",
+        ),
+        {
+            "olympiadbench-1782": "the gold answer m_max = n^2 - n - 1 equals no n^2 - n - 1 for math-verify",
+            "olympiadbench-2045": "the gold answer t(0,4] is no interval",
+        },
+    ),
+}
+_CALLS = 4  # default limit on Python calls
+_BEFORE_ANSWER = "####"  # in GSM8K's published rows, between solution and answer
+
+
+def math(context: BenchmarkContext) -> Benchmark:
+    """Every set twice: without tools (math/gsm8k), and with Python calls (math/gsm8k_python)."""
+    plain = EpisodeConfig("math", uses_tools=False)
+    calls = _CALLS if context.max_tool_calls is None else context.max_tool_calls
+    python = EpisodeConfig("math", env="tool", tools=("python",), max_tool_calls=calls)
+    categories = [
+        Category(f"math/{name}{suffix}", partial(_tasks, context, name, asked), episode)
+        for suffix, asked, episode in (("", _PLAIN, plain), ("_python", _PYTHON, python))
+        for name in _SETS
+    ]
+    faulty = [f"excluded: {row}, {why}" for each in _SETS.values() for row, why in each.faulty.items()]
+    few = "sets of 30 or 40 problems: one answer is worth 2.5 to 3.3 points; average several rollouts of each (n)"
+    return Benchmark("math", tuple(categories), notes=(*faulty, few))
+
+
+def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
+    one = _SETS[name]
+    hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
+    rows = rows_of(context, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
+    return [
+        Task(
+            row["id"],
+            (Message("system", asked), Message("user", row["problem"])),
+            ", ".join(answer_texts(_short(row["answer"]), place, "answer")),
+            name,
+        )
+        for place, row in rows
+        if row["id"] not in one.faulty
+    ]
+
+
+def _short(answer: str | list[str]) -> str | list[str]:
+    """A gold answer without the preceding solution."""
+    return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer

@@ -1,0 +1,1 @@
+"""toolrl replay: a recorded training step again, bit for bit."""

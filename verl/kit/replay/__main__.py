@@ -1,0 +1,73 @@
+"""Replay a recorded training step: python -m verl.kit.replay RUN --step N
+
+RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. Weights are loaded
+from the newest checkpoint before the step, or from the initial model; the recorded updates from there to the step are
+replayed, and the step's metrics are compared (docs/replay.md).
+Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.config.schema import Config
+from verl.errors import ConfigError
+from verl.trainer.cli import CliArgs, run_cli
+
+_SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        Console(highlight=False, emoji=False).print(__doc__, markup=False)
+        return 0
+
+    def run(_: CliArgs, console: Console) -> int:
+        folder, step = parse_args(argv)
+        return show(folder, step, console)
+
+    return run_cli([], "", Config, run)
+
+
+def parse_args(argv: Sequence[str]) -> tuple[Path, int]:
+    """(run folder, step). Raises ConfigError for invalid arguments and for a missing folder."""
+    rest = list(argv)
+    if "--step" in rest[:-1]:
+        place = rest.index("--step")
+        number = rest[place + 1]
+        del rest[place : place + 2]
+        if len(rest) == 1 and number.isascii() and number.isdigit() and int(number) > 0:
+            folder = Path(rest[0])
+            if not folder.is_dir():
+                raise ConfigError(f"there is no folder {rest[0]!r}")
+            return folder.resolve(), int(number)
+    raise ConfigError(f"expected RUN --step N with a whole number from 1 on, got {' '.join(argv) or 'nothing'!r}")
+
+
+def show(folder: Path, step: int, console: Console) -> int:
+    """Replay and print the result. Heavy imports are done here."""
+    from verl.kit.replay.replay import replay
+
+    result = replay(folder, step)
+    differing = result.differing()
+    table = Table("metric", "recorded", "replayed", "", title=f"Step {step}")
+    for name in dict.fromkeys((*(name for name in _SHOWN if name in result.replayed), *differing)):
+        recorded = repr(result.recorded[name]) if name in result.recorded else ""
+        same = "differs" if name in differing else "same"
+        table.add_row(name, recorded, repr(result.replayed[name]), same)
+    console.print(table)
+    if differing:
+        console.print(f"{len(differing)} of {len(result.replayed)} metrics of the update differ", soft_wrap=True)
+        return 1
+    console.print(f"all {len(result.replayed)} metrics of the update are the same, bit for bit", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Replay of a training step from its record: no engine, tasks or reward; the same ranks, weights and arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.manifest import verify
+from verl.config.load import restored_config
+from verl.config.schema import Config
+from verl.errors import DataError
+from verl.kit.replay.record import Record, made_by, read_record, record_path, recorded_steps
+from verl.single_controller.ray import Cluster
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.run import build_learner
+from verl.trainer.builders.workers import start_ranks
+from verl.trainer.learner import Learner
+from verl.workers.rank import TrainingRank
+
+_ARITHMETIC_KEYS = (
+    "actor.",
+    "critic.",
+    "model.",
+    "algorithm.",
+    "rollout.temperature",
+    "data.train_batch_size",
+    "rollout.max_staleness",
+    "data.max_response_length",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.critic_warmup",
+    "trainer.seed",
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The metrics of a step, recorded and replayed."""
+
+    recorded: Mapping[str, float]
+    replayed: Mapping[str, float]
+
+    def differing(self) -> list[str]:
+        """Names of the metrics that are not bit-equal; NaN equals NaN."""
+        return [name for name, value in self.replayed.items() if not _same(value, self.recorded.get(name))]
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How to reach a step: the checkpoint to start from (None: the initial model), and the records after it."""
+
+    start: Path | None
+    records: Sequence[Path]  # the last is that of the step itself
+
+
+def plan_replay(folder: Path, step: int) -> ReplayPlan:
+    """The shortest replay of a step of the run in `folder`. Raises DataError if it needs a missing record."""
+    recorded = recorded_steps(folder)
+    if step not in recorded:
+        known = _ranges(recorded) if recorded else "none; trainer.record=true writes them"
+        raise DataError(f"has no record of step {step}", f"one of the recorded steps: {known}", file=str(folder))
+    first, start = 0, None
+    for path in sorted((folder / "checkpoints").glob("step-*"), reverse=True):
+        after = int(path.name.removeprefix("step-"))
+        if after >= step:
+            continue
+        try:
+            verify(path, hashes=True)
+        except DataError as error:
+            _log.warning("checkpoint skipped: %s", error)
+        else:
+            first, start = after, path
+            break
+    if missing := sorted(set(range(first + 1, step)) - set(recorded)):
+        nearest = "the initial model" if start is None else start.name
+        raise DataError(
+            f"cannot replay step {step}: the nearest start is {nearest}, and there is no record of step "
+            f"{_ranges(missing)}",
+            hint="Keep more checkpoints (trainer.save_freq, trainer.keep_last), or record from the first step on",
+            file=str(folder),
+        )
+    return ReplayPlan(start, [record_path(folder, each) for each in range(first + 1, step + 1)])
+
+
+def replay(folder: Path, step: int) -> Replay:
+    """Replay a recorded step in new processes. Raises DataError or ConfigError if that is impossible."""
+    plan = plan_replay(folder, step)
+    target = read_record(plan.records[-1])
+    config = restored_config(target.settings)
+    run, join = config.trainer, config.trainer.nnodes > 1
+    with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
+        return replay_from(plan, target, config, cluster)
+
+
+def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:
+    """Start the ranks and replay the records one after the other.
+
+    target: the last record. Logs a warning if the others have different settings, or if this machine and code differ
+    from those that made it: rounding may then differ.
+    """
+    device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
+    _log_differences("here", made_by(config, device, total_steps), target.made_by)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
+    try:
+        if plan.start is not None:
+            ranks.call(TrainingRank.load, plan.start)
+        learner = build_learner(config, algorithm, ranks)
+        for path in plan.records[:-1]:
+            record = read_record(path)
+            _log_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(target))
+            replay_step(learner, record)
+        return Replay(target.metrics, replay_step(learner, target))
+    finally:
+        ranks.close()
+
+
+def replay_step(learner: Learner, record: Record) -> dict[str, float]:
+    """Replay the step on the current weights. Returns its metrics."""
+    if learner.kl_control is not None and record.train_batch.kl_coefficient is not None:
+        learner.kl_control.coefficient = record.train_batch.kl_coefficient
+    learner.timer.start()
+    learned, _ = learner.learn(record.train_batch, record.step - 1)
+    return learned
+
+
+def _arithmetic(record: Record) -> dict[str, Any]:
+    """Settings that affect how a step is computed."""
+    chosen = {key: value for key, value in record.settings.items() if key.startswith(_ARITHMETIC_KEYS)}
+    return {**chosen, **record.made_by}
+
+
+def _log_differences(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    differences = [
+        f"{key} is {found.get(key)} {where}, but {wanted.get(key)} in the record"
+        for key in sorted({*found, *wanted})
+        if found.get(key) != wanted.get(key)
+    ]
+    if differences:
+        _log.warning("%s: the result may differ", "; ".join(differences))
+
+
+def _same(one: float, other: float | None) -> bool:
+    return one == other or (other is not None and math.isnan(one) and math.isnan(other))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    return ", ".join("-".join(map(str, run)) for run in runs)

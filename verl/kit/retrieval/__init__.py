@@ -1,0 +1,1 @@
+"""Search tools: BM25 in memory, a retrieval server and its client."""

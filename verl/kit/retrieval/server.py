@@ -1,0 +1,75 @@
+"""Serves a corpus with Search-R1's protocol: `python -m verl.kit.retrieval.server --corpus FILE [--port 8000]`.
+
+POST /retrieve takes `{"queries": [..]}` or `{"query": ".."}`, and `topk` and `return_scores` with either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, Field
+
+from verl.errors import VerlError
+from verl.kit.retrieval.bm25 import Bm25Retriever
+from verl.kit.retrieval.search import MAX_QUERY_CHARS, Retriever
+from verl.net.serving import add_serving_arguments, new_app, positive_int, serve, serving_config
+
+MAX_QUERIES = 1024
+Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+
+
+class RetrieveRequest(BaseModel):
+    """The request body; SkyRL-gym's client sends a single `query`."""
+
+    queries: list[Query] = Field([], max_length=MAX_QUERIES)
+    query: Query | None = None
+    topk: int | None = Field(None, ge=1, le=1000)
+    return_scores: bool = False
+
+
+def application(retriever: Retriever, topk: int) -> FastAPI:
+    """The service; `topk` is the default for requests without one."""
+    app = new_app("retrieval")
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> dict[str, Any]:
+        queries = request.queries if request.query is None else [request.query]
+        if not queries:
+            raise HTTPException(422, 'expected "queries", a list of texts, or "query", a text')
+        result: list[list[dict[str, Any]]] = []
+        for query in queries:  # sequentially, so that the rest can be canceled
+            (passages,) = await retriever.search([query], request.topk or topk)
+            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
+            scored = zip(documents, passages, strict=True)
+            with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
+            result.append(with_scores if request.return_scores else documents)
+        return {"result": result}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if the corpus is unreadable or the address unavailable."""
+    parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
+    parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
+    add_serving_arguments(parser, port=8000, max_body_mib=1)
+    parser.add_argument("--topk", type=positive_int, default=3, help="default for requests without topk")
+    arguments = parser.parse_args(argv)
+    try:
+        retriever = Bm25Retriever(arguments.corpus)
+    except VerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return serve(application(retriever, arguments.topk), serving_config(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The code sandbox, its server and client, and the tools that run code in it."""

@@ -1,0 +1,244 @@
+"""A remote sandbox: one or more servers with SandboxFusion's HTTP protocol, ours or the original.
+
+Each request goes to the server with the fewest requests in flight. A server that fails is skipped with exponential
+backoff and must pass a health check before it gets requests again; its request is retried on another server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from verl.envs.sandbox import Execution, Limits, Status
+from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.kit.sandbox.inside import frames
+from verl.kit.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
+from verl.net.health import HealthWatch
+from verl.net.services import check_urls, service_headers
+
+MIN_BACKOFF_S = 0.2  # after a failure; doubles with each consecutive one
+MAX_BACKOFF_S = 30.0
+HEALTH_S = 5.0
+CONNECT_S = 5.0
+JSON = {"Content-Type": "application/json"}
+REFUSED = (400, 404, 422)  # a retry would not help
+TOO_LARGE = 413
+DEFAULT_LIMITS = Limits()
+Answer = TypeVar("Answer", RunCodeResponse, RunJupyterResponse)
+log = logging.getLogger(__name__)
+
+
+class TooLargeError(DataError):
+    """Code and files exceed the server's size limit."""
+
+
+@dataclass
+class Server:
+    """The state of one server."""
+
+    url: str
+    watch: HealthWatch
+    in_flight: int = 0
+    failures: int = 0  # consecutive
+    skipped_until: float = 0.0
+    problem: str = ""
+
+    def failed(self, problem: str) -> None:
+        """Start or extend the backoff."""
+        self.failures += 1
+        self.problem = problem
+        self.skipped_until = time.monotonic() + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (self.failures - 1))
+        log.warning("sandbox server %s: %s", self.url, problem)
+
+
+class RemoteSandbox:
+    """Load-balances over sandbox servers.
+
+    urls:         such as http://host:8080
+    max_requests: in flight, over all servers; further ones are queued
+    patience_s:   retry period before a ServiceDownError that lists the servers with their problems
+    queue_s:      maximum queueing time on a server, in addition to the code's own limit
+    health_timeout_s: time without any response, to /v1/ping too, after which a server's requests go to another
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        max_requests: int = 64,
+        patience_s: float = 30.0,
+        queue_s: float = 60.0,
+        limits: Limits = DEFAULT_LIMITS,
+        health_timeout_s: float = 30.0,
+    ) -> None:
+        if not urls:
+            raise ConfigError("sandbox.urls is empty: give at least one, such as http://127.0.0.1:8080")
+        self.limits = limits
+        self._slots = asyncio.Semaphore(max_requests)
+        self._patience_s = patience_s
+        self._queue_s = queue_s
+        self._http = httpx2.AsyncClient(
+            limits=httpx2.Limits(max_connections=max_requests + 2 * len(urls)),  # plus connections for health checks
+            trust_env=False,  # ignore proxy settings of the environment
+            headers=service_headers(),
+        )
+        self._servers = [self._server(url.rstrip("/"), health_timeout_s) for url in urls]
+
+    def _server(self, url: str, health_timeout_s: float) -> Server:
+        return Server(url, HealthWatch(f"sandbox server {url}", f"{url}/v1/ping", health_timeout_s, self._http))
+
+    async def run(
+        self,
+        code: str,
+        language: str = "python",
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        fetch: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> Execution:
+        """Run code on the least busy server. Of the limits, only time and memory are sent."""
+        bounds = limits or self.limits
+        request = RunCodeRequest(
+            code=code,
+            language=language,
+            run_timeout=bounds.wall_s,
+            memory_limit_MB=bounds.memory_mib,
+            stdin=stdin,
+            files=dict(frames.pack_files(files or {})),
+            fetch_files=list(fetch),
+        )
+        try:
+            answer = await self._ask("/run_code", request, RunCodeResponse, bounds.wall_s)
+        except TooLargeError as error:  # usually files that code has written
+            return Execution(Status.ERROR, "", f"not run: {error}\n", None, 0.0)
+        result = answer.run_result
+        if result is None or result.status not in STATUS_OF:
+            raise ServiceDownError("sandbox", f"an answer without a result: {answer.model_dump_json()[:300]}")
+        return Execution(
+            status=STATUS_OF[result.status],
+            stdout=result.stdout or "",
+            stderr=result.stderr or "",
+            return_code=result.return_code,
+            seconds=result.execution_time or 0.0,
+            files=frames.unpack_files(answer.files),
+        )
+
+    async def session(self) -> RemoteSession:
+        """Cells that share variables; see `RemoteSession`."""
+        return RemoteSession(self)
+
+    async def check_services(self) -> None:
+        """Raises ServiceDownError if no server answers."""
+        urls = [f"{server.url}/health" for server in self._servers]
+        hint = "Start one with python -m verl.kit.sandbox.server, or correct sandbox.urls"
+        await check_urls("sandbox", urls, hint, trust_env=False, headers=service_headers())
+
+    async def close(self) -> None:
+        """Close the connections; the servers keep running."""
+        for server in self._servers:
+            server.watch.close()
+        await self._http.aclose()
+
+    async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
+        """Run all cells in one fresh interpreter, each with the wall time of `limits`."""
+        total_s = limits.wall_s * len(cells)
+        request = RunJupyterRequest(
+            cells=list(cells), cell_timeout=limits.wall_s, total_timeout=total_s, memory_limit_MB=limits.memory_mib
+        )
+        return await self._ask("/run_jupyter", request, RunJupyterResponse, total_s)
+
+    async def _ask(self, path: str, request: BaseModel, kind: type[Answer], wall_s: float) -> Answer:
+        timeout = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S)
+        async with self._slots:
+            deadline = time.monotonic() + self._patience_s
+            while True:
+                server = await self._choose(deadline)
+                server.in_flight += 1
+                try:
+                    async with server.watch.guard():
+                        response = await self._http.post(
+                            server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
+                        )
+                    if response.status_code == TOO_LARGE:
+                        raise TooLargeError(f"{server.url} rejected a request: {response.text[:300]}")
+                    if response.status_code in REFUSED:
+                        raise DataError(f"{server.url} rejected a request: {response.text[:300]}", "what it supports")
+                    answer = kind.model_validate_json(response.raise_for_status().content)
+                    if answer.status != "SandboxError":
+                        server.failures = 0
+                        return answer
+                    server.failed(f"SandboxError: {answer.message}")
+                except ServiceDownError as error:
+                    server.failed(error.problem)
+                except (httpx2.HTTPError, ValidationError) as error:
+                    server.failed(f"{type(error).__name__}: {error}")
+                finally:
+                    server.in_flight -= 1
+
+    async def _choose(self, deadline: float) -> Server:
+        """The server with the fewest requests in flight; waits for the end of a backoff if all are skipped."""
+        while True:
+            now = time.monotonic()
+            for server in sorted(self._servers, key=lambda each: each.in_flight):
+                if server.skipped_until <= now and (server.failures == 0 or await self._is_healthy(server)):
+                    return server
+            next_s = min(server.skipped_until for server in self._servers) - time.monotonic()
+            if time.monotonic() + next_s > deadline:
+                problems = "; ".join(f"{server.url}: {server.problem}" for server in self._servers)
+                raise ServiceDownError("sandbox", f"no server works. {problems}")
+            await asyncio.sleep(max(0.0, next_s))
+
+    async def _is_healthy(self, server: Server) -> bool:
+        """Whether it answers; a 404 of a server without /health counts."""
+        if server.watch.problem:
+            server.failed(server.watch.problem)
+            return False
+        try:
+            response = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
+        except httpx2.HTTPError as error:
+            server.failed(f"{type(error).__name__}: {error}")
+            return False
+        if response.status_code >= 500:
+            server.failed(f"/health returned {response.status_code}: {response.text[:300]}")
+            return False
+        return True
+
+
+class RemoteSession:
+    """Sessions over a stateless protocol: every call replays all earlier cells in a fresh interpreter.
+
+    So cells must be repeatable, and the n-th costs as much as all n together; the output of earlier cells is dropped.
+    After a cell is killed, all cells are dropped, as a local session loses its variables.
+    """
+
+    def __init__(self, sandbox: RemoteSandbox) -> None:
+        self._sandbox = sandbox
+        self._cells: list[str] = []
+
+    async def run(self, code: str, limits: Limits | None = None) -> Execution:
+        """Run the next cell, after a replay of all earlier ones."""
+        cells = [*self._cells, code]
+        started = time.monotonic()
+        answer = await self._sandbox.run_cells(cells, limits or self._sandbox.limits)
+        seconds = time.monotonic() - started
+        if not answer.cells or len(answer.cells) < len(cells):  # an earlier cell timed out in the replay
+            self._cells = []
+            return Execution(Status.TIMEOUT, "", "killed: the replay of an earlier cell timed out\n", None, seconds)
+        last = answer.cells[-1]
+        stdout = last.stdout + "".join(f"{shown.get('data', {}).get('text/plain', '')}\n" for shown in last.display)
+        timed_out = answer.driver is not None and answer.driver.status == "TimeLimitExceeded"
+        killed = answer.status != "Success" and (timed_out or not last.error)
+        status = Status.TIMEOUT if timed_out else Status.ERROR if killed or last.error else Status.FINISHED
+        self._cells = [] if killed else cells
+        stderr = last.stderr or "".join(f"{error.get('ename')}: {error.get('evalue')}\n" for error in last.error)
+        return Execution(status, stdout, stderr, None if killed else int(status is not Status.FINISHED), seconds)
+
+    async def close(self) -> None:
+        """Drop the cells."""
+        self._cells = []

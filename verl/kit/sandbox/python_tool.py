@@ -1,0 +1,137 @@
+"""Python as a tool, in a sandbox: a fresh process per call, or one interpreter per episode."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from verl.envs.sandbox import Execution, Limits, Sandbox, Session, Status
+from verl.envs.tools.base import ToolError, ToolTimeoutError
+from verl.errors import ConfigError
+from verl.types import Task, ToolSpec
+
+MAX_PARSED_CHARS = 20_000  # longer code runs unchanged: its last line is not printed
+
+CODE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "Python code."}},
+    "required": ["code"],
+    "additionalProperties": False,
+}
+
+
+class PythonTool:
+    """Runs code in a fresh process and returns its output; for an exception, the traceback.
+
+    print_last: also print the value of the last line, if that is an expression whose value is not None
+    limits:     fields of verl.envs.sandbox.Limits; default: the sandbox's. `wall_s` should be below the deadline of
+                calls, so that partial output is returned
+
+    Raises ConfigError for unknown limits.
+    """
+
+    def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
+        self.spec = ToolSpec("python", f"Runs Python code. Answers {_output_description(print_last)}.", CODE)
+        self._sandbox = sandbox
+        self._print_last = print_last
+        self._limits = limits_of(limits)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
+        return answer(await self._sandbox.run(code, limits=self._limits))
+
+    async def close(self) -> None:
+        """No-op: the sandbox belongs to the run."""
+
+
+class PythonSessions:
+    """Runs code in one interpreter per episode, which keeps variables. Options as in PythonTool."""
+
+    def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
+        description = f"Runs Python code; variables are kept between calls. Answers {_output_description(print_last)}."
+        self.spec = ToolSpec("python", description, CODE)
+        self._sandbox = sandbox
+        self._print_last = print_last
+        self._limits = limits_of(limits)
+
+    async def open(self, task: Task) -> PythonSession:
+        return PythonSession(self.spec, self._sandbox, self._print_last, self._limits)
+
+    async def close(self) -> None:
+        """No-op: the sandbox belongs to the run."""
+
+
+class PythonSession:
+    """One episode's interpreter, started by its first call."""
+
+    def __init__(self, spec: ToolSpec, sandbox: Sandbox, print_last: bool, limits: Limits | None) -> None:
+        self.spec = spec
+        self._sandbox = sandbox
+        self._print_last = print_last
+        self._limits = limits
+        self._session: Session | None = None
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
+        if self._session is None:
+            self._session = await self._sandbox.session()
+        try:
+            return answer(await self._session.run(code, self._limits))
+        except asyncio.CancelledError:  # past its deadline: the next call gets a fresh interpreter, not this busy one
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
+    """Limits with these fields; None for the sandbox's. Raises ConfigError for an invalid limit."""
+    if fields is None:
+        return None
+    known = ", ".join(Limits.__slots__)
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"limits of code must be {{name: number}}, not {fields!r}; there are {known}")
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"limits of code: {name} must be a positive number, not {value!r}")
+    try:
+        return Limits(**fields)
+    except TypeError as error:
+        raise ConfigError(f"limits of code: {error}; there are {known}") from error
+
+
+def answer(execution: Execution) -> str:
+    """The printed output. Raises ToolError with the error message, ToolTimeoutError after a timeout."""
+    if execution.status is Status.FINISHED:
+        return execution.stdout
+    printed = "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip()) if part)
+    if execution.status is Status.TIMEOUT:
+        raise ToolTimeoutError(f"{printed}\nThe code was stopped after {execution.seconds:.1f} s.".lstrip())
+    raise ToolError(printed or f"The code ended with exit code {execution.return_code}.")
+
+
+def printing_last(code: str) -> str:
+    """The code with its last expression printed; line numbers in tracebacks stay correct."""
+    try:
+        body = ast.parse(code).body if len(code) <= MAX_PARSED_CHARS else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deep nesting
+        return code
+    last = body[-1] if body else None
+    if not isinstance(last, ast.Expr):
+        return code
+    lines = code.encode().splitlines(keepends=True)  # offsets count bytes
+    value = last.value
+    start = sum(map(len, lines[: value.lineno - 1])) + value.col_offset
+    assert value.end_lineno is not None and value.end_col_offset is not None
+    end = sum(map(len, lines[: value.end_lineno - 1])) + value.end_col_offset
+    parts = (code.encode()[:start], b"__last__ = (", code.encode()[start:end], b")", code.encode()[end:])
+    return b"".join(parts).decode() + "\nif __last__ is not None:\n    print(__last__)\n"
+
+
+def _output_description(print_last: bool) -> str:
+    return "what it printed and the value of its last line" if print_last else "what it printed"

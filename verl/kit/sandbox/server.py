@@ -1,0 +1,173 @@
+"""`python -m verl.kit.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
+
+Any client that reaches the port can run code: by default it listens on localhost only; on other interfaces a token is
+required.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from verl.envs.sandbox import Execution, Limits, Status
+from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.kit.sandbox.inside import frames
+from verl.kit.sandbox.local import LANGUAGES, LocalSandbox
+from verl.kit.sandbox.protocol import (
+    CellResult,
+    CommandRunResult,
+    RunCodeRequest,
+    RunCodeResponse,
+    RunJupyterRequest,
+    RunJupyterResponse,
+    limits_of,
+    run_result,
+)
+from verl.net.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+
+log = logging.getLogger(__name__)
+
+
+LARGEST = Limits(wall_s=300.0, memory_mib=4096)
+
+
+def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
+    """The server's application; its shutdown closes the sandbox.
+
+    largest: maximum wall time and memory of a request
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await sandbox.close()
+
+    app = new_app("sandbox", lifespan)
+
+    @app.exception_handler(DataError)
+    async def refuse(_: Request, error: DataError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=400)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Runs a line of code: "ok" means that executions work."""
+        try:
+            done = await sandbox.run("print('ok')")
+        except ServiceDownError as error:
+            raise HTTPException(503, str(error)) from error
+        return {"status": done.stdout.strip()}
+
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        """Liveness, independent of the load on the workers."""
+        return "pong"
+
+    @app.post("/run_code")
+    async def run_code(request: RunCodeRequest) -> RunCodeResponse:
+        """Run one program."""
+        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
+        try:
+            done = await sandbox.run(
+                request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
+            )
+        except ServiceDownError as error:
+            return RunCodeResponse(status="SandboxError", message=str(error))
+        return RunCodeResponse(
+            status="Success" if done.status is Status.FINISHED else "Failed",
+            run_result=run_result(done),
+            files=frames.pack_files(done.files),
+        )
+
+    @app.post("/run_jupyter")
+    async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
+        """Run cells in one interpreter, in order. A failed cell does not stop the next ones."""
+        try:
+            return await _run_cells(sandbox, request, largest)
+        except ServiceDownError as error:
+            return RunJupyterResponse(status="SandboxError", message=str(error))
+
+    return app
+
+
+async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest: Limits) -> RunJupyterResponse:
+    """largest: maximum per cell; the total time limit is that times the number of cells."""
+    started = time.monotonic()
+    of_all = replace(largest, wall_s=largest.wall_s * len(request.cells))
+    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
+    session = await sandbox.session(_files(request.files))
+    results: list[Execution] = []
+    left_s = request.total_timeout
+    try:
+        for code in request.cells:
+            wall_s = min(left_s, request.cell_timeout or left_s, largest.wall_s)
+            results.append(await session.run(code, replace(limits, wall_s=wall_s, cpu_s=wall_s)))
+            left_s -= results[-1].seconds
+            if results[-1].return_code is None or left_s <= 0:  # killed, so the variables are lost
+                break
+        files = await session.fetch(request.fetch_files)
+    finally:
+        await session.close()
+    ended = len(results) == len(request.cells) and all(done.return_code is not None for done in results)
+    timed_out = any(done.status is Status.TIMEOUT for done in results) or left_s <= 0
+    status = "Finished" if ended else "TimeLimitExceeded" if timed_out else "Error"
+    return RunJupyterResponse(
+        status="Success" if ended else "Failed",
+        driver=CommandRunResult(status=status, execution_time=time.monotonic() - started),
+        cells=[_cell(done) for done in results],
+        files=frames.pack_files(files),
+    )
+
+
+def _cell(done: Execution) -> CellResult:
+    """A cell's result; a traceback goes to stderr and to `error`, for programs and for notebooks."""
+    failed = done.status is not Status.FINISHED
+    last = done.stderr.strip().rpartition("\n")[2]
+    name, _, value = last.partition(": ")
+    error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
+    return CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
+
+
+def _files(files: dict[str, str | None]) -> dict[str, bytes]:
+    try:
+        return frames.unpack_files({path: data or "" for path, data in files.items()})
+    except ValueError as error:
+        raise DataError("a file is not valid base64", "base64", field="files") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if the isolation or the address is not available."""
+    parser = argparse.ArgumentParser(prog="python -m verl.kit.sandbox.server", description=__doc__)
+    add_serving_arguments(parser, port=8080, max_body_mib=32)
+    parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
+    parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
+    parser.add_argument(
+        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit of an execution"
+    )
+    parser.add_argument("--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="maximum of a request")
+    parser.add_argument("--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="maximum of a request")
+    parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
+    limits = Limits(memory_mib=options.memory_mib)
+    try:
+        sandbox = LocalSandbox(options.workers, options.isolation, limits=limits, require_cgroup=options.require_cgroup)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    log.info("%s, %d workers", " and ".join(LANGUAGES), options.workers)
+    log.info("limits are enforced by %s", sandbox.cgroups or "polling: cannot create a cgroup here")
+    largest = Limits(wall_s=options.max_timeout_s, memory_mib=max(options.memory_mib, options.max_memory_mib))
+    return serve(make_app(sandbox, largest), serving_config(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""tau2: customer service with simulated users."""

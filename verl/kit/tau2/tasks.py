@@ -1,0 +1,127 @@
+"""tau2-bench's tasks: policy.md, tasks.json, split_tasks.json and db.json(.gz) of retail/ and airline/."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from verl.envs.rows import check_row
+from verl.errors import ConfigError, DataError
+from verl.kit.tau2.users import scripted_opening
+from verl.types import Message, Task
+
+DOMAINS = ("retail", "airline")
+
+
+class Instructions(BaseModel):
+    """The user's knowledge and goals."""
+
+    reason_for_call: str | None
+    known_info: str | None
+    task_instructions: str | None
+
+
+class Extra(BaseModel):
+    """Task.extra."""
+
+    domain: Literal["retail", "airline"]
+    instructions: Instructions
+
+
+class Action(BaseModel):
+    """A gold call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Gold(BaseModel):
+    """Task.answer as JSON: the gold actions and the information to communicate."""
+
+    actions: list[Action]
+    communicate: list[str]
+
+
+def tau2_tasks(
+    data: str, domain: Literal["retail", "airline"] = "retail", split: Literal["train", "test", "all"] = "train"
+) -> list[Task]:
+    """The tasks of a domain. Task.prompt: its policy, and the first message of the scripted user.
+
+    Task.answer is JSON: the gold `actions` and the information to `communicate`.
+    Raises ConfigError if the folder lacks a file, DataError with row and field for invalid data.
+    """
+    if domain not in DOMAINS or split not in ("train", "test", "all"):
+        raise ConfigError(f"tau2 has no domain {domain!r} with split {split!r}; domains: {', '.join(DOMAINS)}")
+    folder = Path(data) / domain
+    policy = read_file(folder / "policy.md")
+    try:
+        rows = json.loads(read_file(folder / "tasks.json"))
+        chosen = {row["id"] for row in rows}
+        if split != "all":
+            wanted = set(json.loads(read_file(folder / "split_tasks.json"))[split])
+            if wanted - chosen:
+                raise ValueError(f"there is no task {min(wanted - chosen, key=str)!r}, which split {split!r} names")
+            chosen = wanted
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"tasks.json or split_tasks.json cannot be read ({error!r})",
+            "a list of objects with ids, and lists of these ids by split",
+            file=str(folder),
+        ) from error
+    path = str(folder / "tasks.json")
+    return [_checked(row, domain, policy, path, number) for number, row in enumerate(rows) if row["id"] in chosen]
+
+
+def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number: int) -> Task:
+    try:
+        return _task(row, domain, policy)
+    except (KeyError, TypeError) as error:
+        field = str(error.args[0]) if isinstance(error, KeyError) else ""
+        problem = "is missing" if field else f"is not a task ({error})"
+        raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
+
+
+def check_task(task: Task) -> None:
+    """Raises DataError for any other task."""
+    check_row("tau2", task, Extra, Gold)
+
+
+def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
+    """Tables of records by id, from db.json or db.json.gz."""
+    path = Path(data) / domain / "db.json"
+    packed = path.with_suffix(".json.gz")
+    text = gzip.decompress(packed.read_bytes()) if packed.is_file() else read_file(path)
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def read_file(path: Path) -> str:
+    """A file of the data folder. Raises ConfigError if it is missing."""
+    if not path.is_file():
+        raise ConfigError(
+            f"environment 'tau2': there is no file {path}; option `data` must be a folder like tau2-bench's "
+            "data/tau2/domains"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _task(row: Mapping[str, Any], domain: str, policy: str) -> Task:
+    instructions = row["user_scenario"]["instructions"]
+    criteria = row["evaluation_criteria"]
+    gold = {
+        "actions": [{"name": action["name"], "arguments": action["arguments"]} for action in criteria["actions"]],
+        "communicate": criteria["communicate_info"],
+    }
+    return Task(
+        id=f"tau2_{domain}#{row['id']}",
+        prompt=(Message("system", policy), Message("user", scripted_opening(instructions))),
+        answer=json.dumps(gold),
+        data_source=f"tau2_{domain}_scripted_user",
+        env="tau2",
+        extra={"domain": domain, "instructions": instructions},
+    )

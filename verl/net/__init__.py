@@ -1,0 +1,1 @@
+"""HTTP: servers with limits, health checks of services."""

@@ -1,0 +1,402 @@
+"""HTTP serving with access control, size and concurrency limits, and timeouts.
+
+`Gate` accepts or rejects a request before it reaches the application, and cancels the application's work when the
+client disconnects. `BoundedProtocol` closes stalled connections. `serve` wraps an application in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import math
+import os
+import resource
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from verl.errors import ConfigError
+from verl.net.services import TOKEN_VARIABLE, checked_token, service_token
+from verl.system.daemon import run_async
+
+HEADER_S = 10.0  # timeout for receiving the headers of a request
+BODY_S = 60.0  # timeout for receiving the body
+WRITE_S = 60.0  # timeout for a client to read the response
+SHUTDOWN_S = 10  # grace period for running requests at shutdown
+MAX_VALUES = 2_000_000  # JSON values in a body: each blocks the event loop for a microsecond and takes 64 bytes
+BODIES_HELD = 8  # memory limit for request bodies, in bodies of the maximum size
+NUM_DESCRIPTORS = 8192
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Access control and limits of a server.
+
+    token_file:   file with the token; created (mode 0600) if missing
+    no_token:     accept requests without a token
+    allow_hosts:  accepted Host headers, besides localhost, this machine's name and any IP address
+    max_requests: concurrent requests; more are rejected with status 429
+    """
+
+    host: str
+    port: int
+    token_file: Path | None = None
+    no_token: bool = False
+    allow_hosts: tuple[str, ...] = ()
+    max_body_mib: int = 32
+    max_requests: int = 1024
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_mib: int) -> None:
+    """Add the options that all servers have."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=port)
+    parser.add_argument(
+        "--token-file", type=Path, help=f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
+    )
+    parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="accepted Host header")
+    parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
+    parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
+
+
+def positive_int(text: str) -> int:
+    """argparse type for an integer of at least 1."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """argparse type for a positive finite number."""
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)) and number > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+
+
+def serving_config(options: argparse.Namespace) -> ServingConfig:
+    """The parsed options as a ServingConfig."""
+    return ServingConfig(
+        options.host,
+        options.port,
+        options.token_file,
+        options.no_token,
+        tuple(options.allow_host),
+        options.max_body_mib,
+        options.max_requests,
+    )
+
+
+def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None) -> FastAPI:
+    """An application whose validation errors never echo the input, which may be huge or contain NaN."""
+    app = FastAPI(title=title, lifespan=lifespan)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [{key: each[key] for key in ("type", "loc", "msg")} for each in error.errors()[:20]]
+        return JSONResponse({"detail": problems}, status_code=422)
+
+    return app
+
+
+class Gate:
+    """ASGI middleware: checks token, Host header, body size and concurrency; cancels abandoned requests."""
+
+    def __init__(self, app: ASGIApp, config: ServingConfig, token: str | None) -> None:
+        self._app = app
+        self._token = token
+        self._hosts = {name.lower() for name in ("localhost", socket.gethostname(), config.host, *config.allow_hosts)}
+        self._max_bytes = config.max_body_mib * MIB
+        self._max_requests = config.max_requests
+        self._num_bytes = 0  # total size of the bodies in memory
+        self._num_requests = 0  # requests in progress
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # lifespan events
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(Headers(scope=scope))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        async with self._body(receive) as body:
+            if isinstance(body, JSONResponse):
+                await body(scope, receive, send)
+            elif body is not None:
+                await self._answer(body, scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> JSONResponse | None:
+        host = headers.get("host", "")
+        if not self._is_allowed(host):
+            return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
+        if self._token is not None:
+            given = headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
+                return _refused(401, problem, {"www-authenticate": "Bearer"})
+        if "transfer-encoding" in headers and "content-length" in headers:
+            problem = "both a transfer encoding and a length: the end of the body is ambiguous"
+            return _refused(400, problem, {"connection": "close"})
+        length = headers.get("content-length", "0")
+        return self._too_large() if int(length) > self._max_bytes else None
+
+    def _is_allowed(self, header: str) -> bool:
+        """Protects against DNS rebinding: accepts our own names and any IP address, which cannot be rebound."""
+        try:
+            host = urlsplit(f"//{header}").hostname or ""
+        except ValueError:
+            return False
+        return host in self._hosts or _is_address(host)
+
+    def _too_large(self) -> JSONResponse:
+        return _refused(413, f"the body has more than {self._max_bytes // MIB} MiB; --max-body-mib sets the limit")
+
+    @asynccontextmanager
+    async def _body(self, receive: Receive) -> AsyncIterator[bytes | JSONResponse | None]:
+        """The body, or a rejection; None if the client disconnected. Its size is counted while it is in memory."""
+        body, more = bytearray(), True
+        refused: JSONResponse | None = None
+        try:
+            while more and refused is None:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    yield None
+                    return
+                part, more = message.get("body", b""), message.get("more_body", False)
+                body += part
+                self._num_bytes += len(part)
+                if len(body) > self._max_bytes:
+                    refused = self._too_large()
+                elif self._num_bytes > BODIES_HELD * self._max_bytes:
+                    refused = _busy("too many large requests at a time")
+            if (
+                refused is None and sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES
+            ):  # an upper bound of the number of values
+                refused = _refused(413, f"the body has more than {MAX_VALUES} values")
+            yield refused or bytes(body)
+        finally:
+            self._num_bytes -= len(body)
+
+    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_requests >= self._max_requests:
+            await _busy(f"{self._max_requests} requests are in progress")(scope, receive, send)
+            return
+        self._num_requests += 1
+        try:
+            await _until_gone(self._app, body, scope, receive, send)
+        finally:
+            self._num_requests -= 1
+
+
+async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run the application; cancel it when the client disconnects (or has the complete response)."""
+    bodies = [body]
+
+    async def replay() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await gone
+        return {"type": "http.disconnect"}
+
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def work() -> None:
+        await app(scope, replay, send)
+
+    gone = asyncio.create_task(hang_up())
+    working = asyncio.create_task(work())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
+        gone.cancel()
+    if not working.cancelled():
+        working.result()
+
+
+def _refused(status: int, problem: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": problem}, status_code=status, headers=headers)
+
+
+def _busy(problem: str) -> JSONResponse:
+    return _refused(429, problem, {"retry-after": "1"})
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 with timeouts for sending a request and for reading its response.
+
+    If connections use half of the process's file descriptors, the oldest one without a complete request is closed.
+    """
+
+    _request_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _seen: object = None  # the client's state at the last check
+    _since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._bound_request()
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            waiting = [each for each in self.connections if isinstance(each, BoundedProtocol) and each.waits]
+            min(waiting, key=lambda each: each._since).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._bound_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # also reads a pipelined request
+        self._bound_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_timer = _restart(self._request_timer)
+        self._write_timer = _restart(self._write_timer)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = _restart(self._write_timer, self.loop.call_later(WRITE_S, self.transport.abort))
+
+    def resume_writing(self) -> None:
+        self._write_timer = _restart(self._write_timer)
+        super().resume_writing()
+
+    def handle_events(self) -> None:
+        """Rejects headers with bare LF line endings, which h11 accepts but a proxy may parse differently."""
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
+            if head.count(b"\n") > head.count(b"\r\n"):
+                self.send_400_response("Lines of a request end in CR and LF.")
+                return
+        super().handle_events()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no complete request yet."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _bound_request(self) -> None:
+        """Headers and body have separate timeouts, however many pieces they arrive in."""
+        state = self.conn.their_state
+        if state is self._seen:
+            return
+        self._seen = state
+        limit_s = HEADER_S if state is h11.IDLE else BODY_S
+        timer = self.loop.call_later(limit_s, self.transport.abort) if self.waits else None
+        self._request_timer = _restart(self._request_timer, timer)
+
+
+def _restart(timer: asyncio.TimerHandle | None, new: asyncio.TimerHandle | None = None) -> asyncio.TimerHandle | None:
+    if timer is not None:
+        timer.cancel()
+    return new
+
+
+def serve(app: ASGIApp, config: ServingConfig) -> int:
+    """Serve an ASGI application until interrupted. Returns 2, after an error on stderr, if it cannot start."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listening = socket.create_server((config.host, config.port), family=family)
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: an invalid host name
+        where = f"{config.host} port {config.port}"
+        sys.stderr.write(f"error: cannot listen on {where} ({error}); choose another --host or --port\n")
+        return 2
+    with listening, suppress(KeyboardInterrupt):
+        try:
+            token = find_token(config)
+        except ConfigError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+        _raise_descriptor_limit()
+        settings = uvicorn.Config(
+            Gate(app, config, token),
+            http=BoundedProtocol,
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        run_async(uvicorn.Server(settings).serve(sockets=[listening]), settings.get_loop_factory())
+    return 0
+
+
+def find_token(config: ServingConfig) -> str | None:
+    """The token that clients must send: from the file, from the environment or, beyond loopback, a new one.
+
+    Raises ConfigError if the file is unusable.
+    """
+    if config.no_token:
+        return None
+    if config.token_file is not None:
+        return _token_in(config.token_file)
+    if (given := service_token()) is not None:
+        return given
+    if _is_loopback(config.host):
+        return None
+    token = secrets.token_urlsafe(32)
+    sys.stderr.write(f"clients of this server need {TOKEN_VARIABLE}={token}\n")
+    return token
+
+
+def _token_in(file: Path) -> str:
+    try:
+        if not file.exists():
+            _make_token(file)
+        return checked_token(file.read_text().strip(), f"--token-file {file}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file} cannot be used ({error}); name another file") from error
+
+
+def _make_token(file: Path) -> None:
+    """Created atomically; if another server creates it at the same time, that one's token is used."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as new:
+            new.write(secrets.token_urlsafe(32) + "\n")
+        with suppress(FileExistsError):
+            file.hardlink_to(unfinished)
+    finally:
+        unfinished.unlink()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit, which is 1,024 on many systems."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

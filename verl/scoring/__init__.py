@@ -1,0 +1,1 @@
+"""Rewards in worker processes."""

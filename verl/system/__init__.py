@@ -1,0 +1,1 @@
+"""Processes, files and signals of this machine."""

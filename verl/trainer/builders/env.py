@@ -1,0 +1,262 @@
+"""Builds the environment side of rollouts: tool-call format, environment, tools, sandbox."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from verl.chat.observations import Cut, ObservationTokenizer
+from verl.chat.template import ChatTemplate
+from verl.config.schema import EnvConfig, SandboxConfig
+from verl.data.lengths import PromptIds
+from verl.envs.base import EnvFactory
+from verl.envs.registry import ENVS, build_env_factory
+from verl.envs.sandbox import Limits, Sandbox
+from verl.envs.task_envs import TaskEnvs
+from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.base import EpisodeTool, Tool
+from verl.envs.tools.build import TOOLS, build_tools, tool_name
+from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.errors import ConfigError, DataError
+from verl.formats.base import ToolCallFormat, build_tool_call_format
+from verl.formats.inline import InlineFormat
+from verl.formats.prompt import PromptTemplateMixin
+from verl.formats.turns import TurnFormat
+from verl.registry import resolve
+from verl.types import Message, Task, ToolSpec
+from verl.utils.reward_score.rewards import Rewards
+
+# Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
+_HEALTH_SHARE = 0.8
+_ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
+
+# Assistant turns without a call in environments with a simulated user: the maximum of the BFCL scenarios.
+_TURNS_WITHOUT_CALL = 8
+
+
+def build_episode_runner(
+    env: EnvConfig,
+    sandbox: SandboxConfig,
+    chat: ChatTemplate,
+    max_prompt_length: int,
+    max_response_length: int,
+    prompt_template: str | None,
+    health_timeout_s: float = 30.0,
+) -> EpisodeRunner | None:
+    """The runner of multi-turn episodes; None for single-turn ones: a prompt and one response.
+
+    health_timeout_s: time without answer after which a sandbox or environment server counts as dead
+
+    Raises ConfigError for invalid names and options. Close it in the event loop that uses it.
+    """
+    if env.tool_call_format is None:
+        return None
+    tool_call_format = _build_format(env, prompt_template)
+    if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
+        tool_call_format = replace(tool_call_format, in_thought=True)
+    sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
+    pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
+    if pool is None and sandbox != SandboxConfig():
+        raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
+    max_runs = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
+    envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s)
+    observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
+    # Fails early if the chat template has no tool turns.
+    observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
+    if isinstance(envs, ToolEnvFactory):
+        check_tools(chat, tool_call_format, envs.specs)
+    return EpisodeRunner(
+        TaskEnvs(env.name, envs),
+        observations,
+        EpisodeLimits(
+            max_turns=turn_limit(env, tool_call_format),
+            max_tool_calls=env.max_tool_calls,
+            max_tokens=max_response_length,
+            max_prompt_tokens=max_prompt_length,
+            max_turn_tokens=env.max_turn_tokens,
+            turn_s=env.turn_timeout_s,
+            episode_s=env.episode_timeout_s,
+            judge_s=env.judge_timeout_s,
+            retries=env.retries,
+            feedback_on_parse_error=env.on_parse_error == "feedback",
+        ),
+        pool,
+    )
+
+
+def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
+    """Raises ConfigError if the format needs a chat template that lists the tools, but this one does not."""
+    if tool_call_format.template_tools:
+        chat.check_tools((Message("user", "a"),), tools)
+
+
+def check_names(env: EnvConfig, prompt_template: str | None) -> None:
+    """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
+    if env.tool_call_format is None:
+        return
+    turn_limit(env, _build_format(env, prompt_template))
+    if env.name != "tool":
+        resolve("environment", env.name, ENVS)
+    for each in env.tools:
+        resolve("tool", tool_name(each), TOOLS)
+
+
+def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
+    """Max assistant turns of an episode: env.max_turns, or those needed for env.max_tool_calls.
+
+    Raises ConfigError if env.max_turns is too small for env.max_tool_calls.
+    """
+    in_sequence = env.max_tool_calls * tool_call_format.turns_per_call
+    if env.max_turns is None:
+        return in_sequence + (1 if env.name in ("tool", "single_turn") else _TURNS_WITHOUT_CALL)
+    at_once = min(env.max_tool_calls, 1) * tool_call_format.turns_per_call
+    needed = (at_once if tool_call_format.parallel_calls else in_sequence) + 1
+    if env.max_turns < needed:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
+            f"env.tool_call_format={env.tool_call_format} they need {needed} assistant turns, including the answer; "
+            "unset env.max_turns, or lower env.max_tool_calls"
+        )
+    return env.max_turns
+
+
+def _build_format(env: EnvConfig, prompt_template: str | None) -> ToolCallFormat:
+    assert env.tool_call_format is not None
+    template = {} if prompt_template is None else {"prompt_template": prompt_template}
+    return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **template})
+
+
+def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
+    """The function task -> tokens of its initial observation, or of its messages if that needs a started episode.
+
+    It raises DataError for a task that its environment or prompt template cannot represent; ConfigError if the tools
+    would not be listed.
+
+    reward: name of the default reward, for tasks that are scored
+    """
+    if episode_runner is None:
+        return partial(_single_turn_prompt, chat)
+    envs, observations = episode_runner.envs, episode_runner.observations
+    assert isinstance(envs, TaskEnvs)
+
+    def prompt_ids(task: Task) -> Sequence[int]:
+        if task.tools and isinstance(observations.tool_call_format, InlineFormat):
+            raise DataError("cannot be listed: env.tool_call_format supports one tool only", field="tools")
+        envs.check_judged(task, reward)
+        known = envs.known_initial_observation(task)
+        return chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
+
+    return prompt_ids
+
+
+def truncating(
+    truncation: str, max_prompt_length: int, chat: ChatTemplate, episode_runner: EpisodeRunner | None
+) -> tuple[ChatTemplate, EpisodeRunner | None]:
+    """Both with prompt truncation: truncation=left cuts prompts to the last `max_prompt_length` tokens."""
+    if truncation != "left":
+        return chat, episode_runner
+    chat = replace(chat, max_prompt_tokens=max_prompt_length)
+    if episode_runner is not None:
+        episode_runner = replace(episode_runner, observations=replace(episode_runner.observations, chat=chat))
+    return chat, episode_runner
+
+
+def _single_turn_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
+    """The prompt tokens of a single-turn episode."""
+    if task.env not in (None, "single_turn"):
+        raise DataError(
+            f"{task.env!r} needs env.tool_call_format",
+            hint="Set env.tool_call_format (docs/tool_call_formats.md)",
+            field="env",
+        )
+    if task.reward == "env":
+        raise DataError("needs an environment that judges", "the column env, and env.tool_call_format", field="reward")
+    return chat.task_prompt_ids(task)
+
+
+def services_of_rows(episode_runner: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
+    """Environments and rewards named in data rows, which may need more services than the run's own."""
+    envs = episode_runner.envs.named if episode_runner and isinstance(episode_runner.envs, TaskEnvs) else ()
+    return [*envs, *rewards.all_of(tasks)[1:]]
+
+
+def prompt_record(episode_runner: EpisodeRunner | None) -> dict[str, str]:
+    """The hash of the prompt template for the run record; empty if there is none."""
+    tool_call_format = episode_runner.observations.tool_call_format if episode_runner else None
+    prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
+    return {"prompt_sha256": prompt.sha256} if prompt else {}
+
+
+def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sandbox:
+    """A client of remote servers if URLs are set, else a local pool.
+
+    health_timeout_s: time without answer after which a server counts as dead; below the deadline of a call
+    """
+    limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
+    if config.urls:
+        from verl.kit.sandbox.client import RemoteSandbox
+
+        return RemoteSandbox(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
+    from verl.kit.sandbox.local import LocalSandbox
+
+    return LocalSandbox(
+        _workers(config),
+        config.isolation,  # type: ignore[arg-type]  # validated by SandboxConfig
+        limits=limits,
+        require_cgroup=config.require_cgroup,
+    )
+
+
+def _workers(config: SandboxConfig) -> int:
+    return config.num_workers or len(os.sched_getaffinity(0))
+
+
+def _runs_code(tool: str | Mapping[str, Any]) -> bool:
+    found = resolve("tool", tool_name(tool), TOOLS)
+    return isinstance(found, type) and "sandbox" in signature(found).parameters
+
+
+def _build_envs(
+    env: EnvConfig, tool_call_format: ToolCallFormat, sandbox: Sandbox | None, max_runs: int, health_timeout_s: float
+) -> EnvFactory:
+    """max_runs: concurrent sandbox executions"""
+    if env.name != "tool":
+        if env.tools:
+            raise ConfigError(f"env.tools needs env.name=tool; env.name={env.name} has its own tools")
+        defaults = {"health_timeout_s": health_timeout_s} if env.name == "remote" else {}
+        return build_env_factory(env.name, {**defaults, **env.options})
+    if env.options:
+        raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")
+    if not env.tools:
+        raise ConfigError(f"env.tools is empty: env.name=tool needs at least one; known: {', '.join(sorted(TOOLS))}")
+    limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
+    # Waiting for a free sandbox does not count against the deadline of a call.
+    code_limits = replace(limits, max_concurrent=min(limits.max_concurrent, max_runs))
+    tools: list[Tool | EpisodeTool] = []
+    tool_limits: dict[str, ToolLimits] = {}
+    for each in env.tools:
+        built = build_tools([each], sandbox)
+        tools += built
+        tool_limits |= {tool.spec.name: code_limits for tool in built} if _runs_code(each) else {}
+    if isinstance(tool_call_format, InlineFormat):
+        _check_inline_tool(tool_call_format, env.tool_call_format, tools)
+    return ToolEnvFactory(tools, ToolRunner(limits, tool_limits))
+
+
+def _check_inline_tool(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
+    """Raises ConfigError if the one tool that the format can call is missing."""
+    for tool in tools:
+        if tool.spec.name == tool_call_format.tool and tool_call_format.argument in tool.spec.parameters.get(
+            "properties", {}
+        ):
+            return
+    offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
+    raise ConfigError(
+        f"env.tool_call_format={name} calls only {tool_call_format.tool}({tool_call_format.argument}), but env.tools "
+        f"offers {offered}; add it, or select another with env.tool_call_format_options={{tool: .., argument: ..}}"
+    )

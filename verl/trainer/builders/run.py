@@ -1,0 +1,387 @@
+"""Builds a run from its configuration. Only the build_* modules name concrete classes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from verl.algorithms.algorithm import Algorithm
+from verl.chat.template import ChatTemplate
+from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.crash import crash_reported
+from verl.checkpoint.deadline import start_shutdown_timer
+from verl.checkpoint.state import find_saved, resume_config
+from verl.config.load import flattened
+from verl.config.schema import Config, ModelConfig, RunConfig
+from verl.data.lengths import PromptIds, RowPolicy, read_tasks
+from verl.data.overlap import TrainTasks, check_overlap
+from verl.data.report import RowReport
+from verl.data.tasks import TaskCursor, TaskStream
+from verl.episodes.episode import EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.episodes.manager import RolloutManager, RolloutManagerConfig
+from verl.errors import ConfigError
+from verl.kit.collapse.collapse import CollapseWatch, rules_for
+from verl.kit.evaluation.online import OnlineEvaluator, build_online_eval
+from verl.kit.replay.record import Recorder, made_by
+from verl.net.services import check_services
+from verl.pretrained import read_tokenizer
+from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
+from verl.rollout.pool import EnginePool, OnWeightSync
+from verl.scoring.pool import Scorer
+from verl.single_controller.group import WorkerGroup, WorkerView
+from verl.single_controller.ray import Cluster
+from verl.system.daemon import run_async
+from verl.tracking.console import Display
+from verl.tracking.flops import DecoderShape, peak_flops
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, Trackers, build_trackers
+from verl.tracking.transcripts import Transcripts
+from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
+from verl.trainer.builders.scorer import build_scorer
+from verl.trainer.builders.workers import (
+    DTYPES,
+    Workers,
+    abs_paths,
+    choose_device,
+    connect,
+    engine_dtype,
+    start_workers,
+)
+from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
+from verl.trainer.metrics import Meter
+from verl.trainer.policy import Critic, PackSettings, Policy
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.validate import Validator
+from verl.trainer.weight_sync import WeightSync
+from verl.transfer.bucket import BucketLayout
+from verl.types import Task
+from verl.utils.reward_score.rewards import build_rewards
+from verl.utils.reward_score.rlla import TOGGLES
+from verl.workers.rank import ModelInfo, TrainingRank
+
+_log = logging.getLogger(__name__)
+_NUM_PROBES = 2
+_PROBE_PROMPT_TOKENS = 64  # per prompt; stale weights show on any text
+_PROBE_TOKENS = 8
+# Tolerance on mean abs(logp_engine - logp_trainer) in nats. bf16 on either side gives 0.03 to 0.05, float32 1e-5.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The output folder of a run. Raises ConfigError if it holds a run that must not be resumed."""
+    folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers have another cwd
+    if config.resume_mode == "disable" and (folder / "checkpoints").exists():
+        raise ConfigError(
+            f"{folder} already holds a run, and trainer.resume_mode=disable forbids resuming it; "
+            "choose another trainer.experiment_name, or trainer.resume_mode=auto"
+        )
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of a run, read before any process starts."""
+
+    chat: ChatTemplate
+    episode_runner: EpisodeRunner | None  # close it in the event loop that uses it
+    train: list[Sequence[Task]]
+    val: dict[str, Sequence[Task]]
+    online_eval: OnlineEvaluator
+    reports: list[RowReport]  # one per data file
+    train_tasks: TrainTasks
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Load tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid ones.
+
+    Raises ServiceDownError for unreachable services, before an engine has started and waits for them.
+    """
+    chat = load_chat_template(config.model)
+    episode_runner = episode_runner_of(config, chat)
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    run_async(check_services([episode_runner, rewards.default]))
+    train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
+    run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
+    train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
+    online_eval = build_online_eval(config, chat)
+    eval_tasks = [(each.category, each.tasks) for each in online_eval.eval_tasks]
+    allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
+    for note in check_overlap(train_tasks, eval_tasks, "this run", allow):
+        _log.warning("%s", note)
+    chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
+    return Inputs(chat, episode_runner, train, val, online_eval, reports, train_tasks)
+
+
+def episode_runner_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
+    """The episode runner of a training, see `build_episode_runner`."""
+    data = config.data
+    lengths = (data.max_prompt_length, data.max_response_length)
+    timeout_s = config.trainer.health_timeout_s
+    return build_episode_runner(config.env, config.sandbox, chat, *lengths, data.prompt_template, timeout_s)
+
+
+@contextmanager
+def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
+    """Start all components of a run; they are shut down at the end of the block."""
+    store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
+    settings = resume_config(asdict(config))
+    saved = find_saved(store, COMMAND, settings)
+    cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
+    stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor, config.data.shuffle)
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
+        1, len(stream) // config.data.train_batch_size
+    )
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    for reward in rewards.all_of(chain(*inputs.train)):
+        check_algorithm(algorithm, config, reward)
+    display = Display(total_steps, console)
+    run_config = {**asdict(config), **prompt_record(inputs.episode_runner)}
+    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
+    trackers = build_trackers(config.trainer.logger, run, display)
+    environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
+    slots = 2 * config.num_ranks + config.num_engines
+    join = config.trainer.nnodes > 1
+    with (
+        Cluster.start(
+            slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
+        ) as cluster,
+        crash_reported(folder),
+        build_scorer(config.reward, config.trainer.health_timeout_s) as scorer,
+    ):
+        device = choose_device(config.trainer, cluster.num_gpus)
+        workers = start_workers(config, cluster, algorithm, device, total_steps)
+        with closing_run(folder, trackers, workers):
+            trainer = build_trainer(
+                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
+            )
+            trainer.learner.timer = PhaseTimer(display.phase)
+            trainer.meter = build_meter(workers.trainer, device)
+            rollout = trainer.rollouts.rollout
+            val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
+            num_shown = config.trainer.num_transcripts_shown
+            recorder = Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
+            yield TrainingRun(
+                TrainingRunConfig(
+                    total_steps,
+                    config.trainer.test_freq,
+                    config.trainer.save_freq,
+                    config.trainer.val_before_train,
+                    config.trainer.on_collapse,
+                    config.trainer.save_on_signal,
+                ),
+                trainer,
+                Validator(
+                    inputs.val,
+                    val_rollout,
+                    rewards,
+                    config.rollout.val_kwargs.n,
+                    rollout_settings(config).seed,
+                ),
+                inputs.online_eval,
+                workers.trainer,
+                store,
+                trackers,
+                Transcripts(folder, console if num_shown else None, num_shown),
+                display,
+                settings,
+                folder,
+                saved,
+                CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated)),
+                recorder if config.trainer.record else None,
+                train_tasks=inputs.train_tasks,
+            )
+
+
+@contextmanager
+def closing_run(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup) -> Iterator[None]:
+    """Close both after the block. The shutdown deadline starts at an error, or once the trackers are closed."""
+    with closing(workers):
+        with closing(trackers), crash_reported(folder):
+            yield
+        start_shutdown_timer(0, regular=True)
+
+
+def build_trainer(
+    config: Config,
+    algorithm: Algorithm,
+    stream: TaskStream,
+    workers: Workers,
+    chat: ChatTemplate,
+    scorer: Scorer,
+    probe_tasks: Sequence[Task],
+    episode_runner: EpisodeRunner | None,
+) -> PPOTrainer:
+    """The trainer over running workers.
+
+    probe_tasks: tasks whose prompts are used by the weight sync check
+    episode_runner: None for single-turn episodes without an environment
+    """
+    engine = EnginePool(
+        workers.engines,
+        workers.transport.sources,
+        on_weight_sync_mode(config),
+        chat.tokenizer.decode,
+        workers.restart_engine,
+    )
+    sampling = train_sampling(config, chat.stop_token_ids)
+    learner = build_learner(config, algorithm, workers.trainer)
+    layouts = connect(config, learner.policy, workers)
+    rollouts = RolloutManager(
+        rollout_settings(config),
+        algorithm,
+        stream,
+        GroupRollout(engine, chat, scorer, sampling, episode_runner),
+        build_rewards(config.reward.name, config.reward.options),
+    )
+    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, probe_tasks, sampling)
+    engine.restore = weight_sync.restore
+    return PPOTrainer(rollouts, learner, weight_sync)
+
+
+def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Sampling parameters of training rollouts."""
+    rollout = config.rollout
+    if rollout.truncated:
+        _log.warning(
+            "rollout.top_p, top_k, min_p or repetition_penalty: responses are sampled off-policy, from a truncated "
+            "distribution, but the update uses the log-probs of the full one. engine/kl measures this bias: the KL "
+            "divergence of the sampled distribution from the policy, plus the engine's rounding"
+        )
+    return Sampling(
+        config.data.max_response_length,
+        rollout.temperature,
+        stop_token_ids=stop_token_ids,
+        **{name: getattr(rollout, name) for name in TRUNCATION},
+    )
+
+
+def val_sampling(config: Config, training: Sampling) -> Sampling:
+    """Sampling parameters of validation, independent of those of training except for the stop tokens and the length."""
+    val, whole = config.rollout.val_kwargs, training.whole()
+    if val.greedy:
+        return replace(whole, temperature=0.0)
+    return replace(whole, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+
+
+def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
+    """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
+    packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
+    return Learner(
+        step_settings(config),
+        algorithm,
+        Policy(WorkerView(ranks, "policy"), packing),
+        Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
+        Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
+        build_kl_control(config.algorithm, algorithm),
+    )
+
+
+def load_chat_template(config: ModelConfig) -> ChatTemplate:
+    """The tokenizer with its chat template, and all end-of-turn tokens of the model."""
+    assert config.path is not None
+    key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
+    tokenizer = read_tokenizer(config.tokenizer_path or config.path, key)
+    return ChatTemplate(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
+
+
+def end_tokens(model: str) -> tuple[int, ...]:
+    """The eos_token_id entries of a model's generation config; empty if it has none.
+
+    Raises ConfigError for an unreadable generation config.
+    """
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except Exception as error:  # a damaged file may raise anything
+        if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
+            return ()
+        raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
+    return (found,) if isinstance(found, int) else tuple(found or ())
+
+
+def load_tasks(
+    config: Config, prompt_ids: PromptIds
+) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
+    """(training sets, validation sets by name, row report per file).
+
+    prompt_ids: task -> prompt tokens before truncation
+    """
+    data = config.data
+    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
+    names = [Path(source).stem for source in data.val_files]
+    if len(set(names)) < len(names):
+        names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
+    read = [read_tasks(source, prompt_ids, policy) for source in (*data.train_files, *data.val_files)]
+    sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
+    num_train = len(data.train_files)
+    return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
+
+
+def step_settings(config: Config) -> StepSettings:
+    """Hyperparameters of the training step."""
+    return StepSettings(
+        minibatches_per_step=config.minibatches_per_step,
+        epochs=config.actor.ppo_epochs,
+        critic_warmup=config.trainer.critic_warmup,
+        train_on_observations=config.env.train_on_observations,
+        seed=config.trainer.seed,
+    )
+
+
+def on_weight_sync_mode(config: Config) -> OnWeightSync | None:
+    """What a weight sync does to responses in flight; None if there are never any (on-policy)."""
+    return OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None
+
+
+def rollout_settings(config: Config) -> RolloutManagerConfig:
+    """Batch size, group size and staleness limits of rollouts."""
+    return RolloutManagerConfig(
+        prompts_per_step=config.data.train_batch_size,
+        rollouts_per_prompt=config.rollout.n,
+        max_staleness=config.rollout.max_staleness,
+        max_reuse=config.rollout.max_reuse,
+        max_fault_share=config.reward.max_fault_share,
+        # vLLM samples seeded rows one by one in a Python loop, and results depend on the batch composition anyway.
+        seed=config.trainer.seed if config.rollout.name == "hf" else None,
+    )
+
+
+def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
+    """The MFU meter; None on CPU, whose peak FLOP/s is unknown."""
+    if device == "cpu":
+        return None
+    info: ModelInfo = workers.call(TrainingRank.model_info)[0]
+    shape = DecoderShape(info.parameters, info.layers, info.attention_width, info.head_parameters)
+    return Meter(shape, peak_flops(info.device), workers.size)
+
+
+def build_weight_sync(
+    config: Config,
+    policy: Policy,
+    engine: RolloutEngine,
+    layouts: Sequence[BucketLayout],
+    chat: ChatTemplate,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+) -> WeightSync:
+    """Weight sync, checked on the first tokens of the first training prompts."""
+    dtype = DTYPES[engine_dtype(config)]
+    precision = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
+    prompts = (chat.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
+    probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
+    max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
+    probe_sampling = replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed)
+    return WeightSync(policy, engine, layouts, probes, probe_sampling, _TOLERANCE[precision])

@@ -1,0 +1,110 @@
+"""Builds an SFT run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from verl.batch.demonstrations import Demonstration, read_demonstrations, to_samples
+from verl.chat.template import ChatTemplate
+from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.crash import crash_reported
+from verl.checkpoint.state import find_saved, resume_config
+from verl.config.schema import SFTConfig
+from verl.data.overlap import TrainTasks
+from verl.data.report import RowReport
+from verl.errors import ConfigError
+from verl.single_controller.group import WorkerView
+from verl.single_controller.ray import Bundle, Cluster
+from verl.tracking.console import Display
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, build_trackers
+from verl.trainer.builders.run import closing_run, load_chat_template
+from verl.trainer.builders.threads import num_threads
+from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
+from verl.types import Sample, Task
+from verl.workers.parity import check_packs
+from verl.workers.rank import RankSpec, build_rank
+
+
+@contextmanager
+def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
+    """Start all components of an SFT run; they are shut down at the end of the block."""
+    check_device(config.trainer)
+    chat, trainer = load_chat_template(config.model), config.trainer
+    train, demonstrations = _load(config, config.data.train_files, chat, console)
+    val, _ = _load(config, config.data.val_files, chat, console)
+    train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
+    store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
+    resumable = resume_config(asdict(config))
+    saved = find_saved(store, COMMAND, resumable)
+    batch_size = config.data.train_batch_size
+    if batch_size > len(train):
+        raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {len(train)} responses of the training data")
+    total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
+    assert config.model.path is not None
+    check_packs(config.model.path, config.data.max_length)
+    spec = RankSpec(
+        model_path=config.model.path,
+        tokenizer_path=config.model.tokenizer_path,
+        compute_dtype=DTYPES[config.model.compute_dtype],
+        temperature=1.0,
+        optimizer=optimizer_settings(config.optim, config.grad_clip, total_steps),
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        ranks_per_node=trainer.n_gpus_per_node,
+        num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
+        seed=trainer.seed,
+        timeout_s=trainer.call_timeout_s,
+    )
+    num_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    display = Display(total_steps, console)
+    run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
+    trackers = build_trackers(trainer.logger, run, display)
+    join = trainer.nnodes > 1
+    with (
+        Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster,
+        crash_reported(folder),
+    ):
+        device = choose_device(trainer, cluster.num_gpus)
+        spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
+        workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
+        policy = Policy(WorkerView(workers, "policy"), PackSettings(config.max_tokens_per_pack))
+        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
+        timer = PhaseTimer(display.phase)
+        with closing_run(folder, trackers, workers):
+            sft_run = SFTRun(
+                settings, train, val, policy, workers, store, trackers, timer, resumable, saved, train_tasks=train_tasks
+            )
+            with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
+                yield sft_run
+
+
+def _load(
+    config: SFTConfig, files: list[str], chat: ChatTemplate, console: Console
+) -> tuple[list[Sample], list[Demonstration]]:
+    """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
+    samples: list[Sample] = []
+    demonstrations: list[Demonstration] = []
+    max_length, max_bad_share = config.data.max_length, config.data.max_bad_share
+    for source in files:
+        report = RowReport(source)
+        found = read_demonstrations(source, max_bad_share, report)
+        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
+        demonstrations += found
+        console.print(str(report), markup=False, soft_wrap=True)
+    return samples, demonstrations
+
+
+def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
+    """Every trained response as a task: the messages before it are the prompt."""
+    for each in demonstrations:
+        for place, message in enumerate(each.messages):
+            if message.role == "assistant" and place >= each.first:
+                yield Task(each.id, each.messages[:place], message.content, "demonstrations")

@@ -1,0 +1,287 @@
+"""Builds the worker processes: trainer ranks and rollout engines, with their placement and weight transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from verl.algorithms.algorithm import Algorithm
+from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
+from verl.errors import ConfigError, EngineError
+from verl.pretrained import read_model_config, read_tokenizer
+from verl.rollout.engine import RolloutEngine
+from verl.rollout.pool import close_engine, join_broadcast
+from verl.single_controller.group import WorkerContext, WorkerError
+from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
+from verl.system.daemon import run_async, run_in_daemon_thread
+from verl.trainer.builders.algorithm import needs_reference
+from verl.trainer.builders.threads import threads_of
+from verl.trainer.policy import Policy
+from verl.transfer.bucket import BucketLayout, OpenSender
+from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
+from verl.transfer.shared_memory import ByReference, SharedMemory
+from verl.workers.offload import Offload
+from verl.workers.optim import OptimizerSettings
+from verl.workers.rank import RankSpec, build_rank
+
+_CLOSE_S = 20.0
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """How weights get from the trainer ranks to the engines."""
+
+    senders: Sequence[OpenSender]  # per trainer rank
+    sources: Sequence[Sequence[int]]  # per engine: the ranks that send to it
+    rendezvous: Rendezvous | None = None  # where rank 0 waits for the engines (NCCL only)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The worker processes of a run."""
+
+    trainer: RayGroup
+    engines: RayGroup
+    transport: WeightTransport
+
+    async def restart_engine(self, rank: int) -> None:
+        """Replace a dead engine. Raises EngineError where a new one could not receive weights: the NCCL group of
+        ranks and engines ends with any of its members."""
+        if self.transport.rendezvous is not None:
+            raise EngineError(
+                f"rollout engine {rank} died, and engines on dedicated GPUs cannot be replaced one by one. "
+                "Run the same command to resume from the newest checkpoint"
+            )
+        await self._close_engine(rank)
+        await self.engines.remake(rank)
+
+    async def close_engines(self) -> None:
+        """Let the engines shut down their subprocesses, for at most _CLOSE_S seconds."""
+        await asyncio.gather(*(self._close_engine(rank) for rank in range(self.engines.size)))
+
+    async def _close_engine(self, rank: int) -> None:
+        with suppress(TimeoutError, WorkerError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self.engines.submit(rank, close_engine)
+
+    def close(self) -> None:
+        """Shut down all workers. Ranks first: a running update would take cores from the shutdown of the engines."""
+        self.trainer.close()
+        run_async(self.close_engines())
+        self.engines.close()
+
+
+def choose_device(config: RunConfig, num_gpus: float | None = None) -> str:
+    """cuda if a GPU is available and cpu is not requested. Raises ConfigError if CUDA is requested but unavailable.
+
+    num_gpus: GPUs of the joined Ray cluster, which need not be on this machine; None: use those of this machine
+    """
+    available = torch.cuda.is_available() if num_gpus is None else num_gpus > 0
+    if config.device == "cuda" and not available:
+        where = "torch sees no GPU" if num_gpus is None else "the Ray cluster has no GPU"
+        raise ConfigError(f"trainer.device=cuda, but {where}; see `python -m verl.kit.doctor`")
+    return "cuda" if available and config.device != "cpu" else "cpu"
+
+
+def check_device(config: RunConfig) -> None:
+    """Raises as `choose_device` does, before anything starts, if the workers will run on this machine."""
+    if not joins(config.nnodes > 1):
+        choose_device(config)
+
+
+def sees_gpu(config: RunConfig) -> bool:
+    """Whether this machine has a GPU and may use it; a joined cluster may have others."""
+    return torch.cuda.is_available() and config.device != "cpu"
+
+
+def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
+    """total_steps: optimizer steps of the whole run: end of the cosine schedule and base of warmup_ratio"""
+    return OptimizerSettings(
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        weight_decay=config.weight_decay,
+        max_grad_norm=grad_clip,
+        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
+        schedule="cosine" if config.schedule == "cosine" else "constant",
+        total_steps=total_steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
+
+
+def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: int) -> RankSpec:
+    """The specification from which every trainer rank builds its models and optimizers."""
+    assert config.model.path is not None
+    critic_updates = total_steps * config.updates_per_step
+    policy_updates = (total_steps - config.trainer.critic_warmup) * config.updates_per_step
+    critic = config.critic
+    return RankSpec(
+        model_path=config.model.path,
+        tokenizer_path=config.model.tokenizer_path,
+        compute_dtype=DTYPES[config.model.compute_dtype],
+        temperature=config.rollout.temperature,
+        optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, policy_updates),
+        with_reference=needs_reference(algorithm),
+        critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
+        critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, critic_updates),
+        cliprange_value=critic.cliprange_value,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
+        reference_offload=Offload(config.ref.offload_params),
+        critic_offload=Offload(critic.offload_params, critic.offload_optimizer),
+        device=device,
+        ranks_per_node=config.trainer.n_gpus_per_node,
+        num_threads=threads_of(config),
+        seed=config.trainer.seed,
+        timeout_s=config.trainer.call_timeout_s,
+    )
+
+
+def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
+    """Trainer ranks and rollout engines, colocated or in placement groups of their own."""
+    sequence_length(config)
+    config = abs_paths(config)
+    gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
+    colocated = config.rollout.colocated
+    trainer, pool, nodes = start_ranks(config, cluster, algorithm, device, total_steps)
+    make = partial(start_engine, config, device)
+    if colocated:
+        shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
+        places = [nodes[ranks[0]] for ranks in shared]
+        devices = [tuple(gpu for rank in ranks for gpu in trainer.gpus[rank]) for ranks in shared]
+        engines = cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices)
+    else:
+        bundle = Bundle(1.0, gpus * parallel)
+        engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle)
+    on_gpus = device == "cuda" and config.rollout.name == "vllm"
+    transport = gpu_transport(config, trainer) if on_gpus else cpu_transport(trainer.nodes, engines.nodes)
+    return Workers(trainer, engines, transport)
+
+
+def start_ranks(
+    config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int
+) -> tuple[RayGroup, PlacementGroup, list[int]]:
+    """(trainer ranks, their placement group with slots for colocated engines, each rank's bundle index in it)."""
+    gpus, per_node = (1.0 if device == "cuda" else 0.0), config.trainer.n_gpus_per_node
+    slots = 2.0 if config.rollout.colocated else 1.0
+    node = Bundle(per_node * slots, per_node * gpus)
+    pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
+    spec = rank_spec(abs_paths(config), algorithm, device, total_steps)
+    nodes = [rank // per_node for rank in range(config.num_ranks)]
+    return cluster.group("trainer", partial(build_rank, spec), pool, Bundle(1.0, gpus), nodes), pool, nodes
+
+
+def cpu_transport(rank_nodes: Sequence[str], engine_nodes: Sequence[str]) -> WeightTransport:
+    """Shared memory, written by the first rank of each node, if every engine has a rank on its node; else Ray's
+    object store, written by rank 0. Both arguments are node names."""
+    if not set(engine_nodes) <= set(rank_nodes):
+        return WeightTransport([ByReference, *[None] * (len(rank_nodes) - 1)], [[0]] * len(engine_nodes))
+    sources = [rank_nodes.index(node) for node in engine_nodes]
+    senders: list[OpenSender] = [SharedMemory if rank in sources else None for rank in range(len(rank_nodes))]
+    return WeightTransport(senders, [[rank] for rank in sources])
+
+
+def gpu_transport(config: Config, trainer: RayGroup) -> WeightTransport:
+    """CUDA IPC if colocated, since every rank holds the whole gathered bucket; else NCCL broadcast from rank 0."""
+    ranks, parallel = config.num_ranks, config.rollout.tensor_model_parallel_size
+    if config.rollout.colocated:
+        sources = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
+        return WeightTransport(
+            [CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources
+        )
+    host, port = trainer.addresses()[0]
+    rendezvous = Rendezvous(host, port, 1 + config.num_engines * parallel)
+    return WeightTransport(
+        [partial(NcclBroadcast, rendezvous), *[None] * (ranks - 1)], [[0]] * config.num_engines, rendezvous
+    )
+
+
+def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayout]:
+    """Connect ranks and engines for weight sync; returns the bucket layouts. NCCL engines join concurrently."""
+    dtype, size = DTYPES[engine_dtype(config)], config.rollout.bucket_mib * 2**20
+    rendezvous, parallel = workers.transport.rendezvous, config.rollout.tensor_model_parallel_size
+
+    async def connect_both() -> list[BucketLayout]:
+        ranks = asyncio.create_task(run_in_daemon_thread(policy.connect, workers.transport.senders, dtype, size))
+        if rendezvous is not None:
+            firsts = enumerate(range(1, rendezvous.size, parallel))
+            await asyncio.gather(
+                *(workers.engines.submit(number, join_broadcast, rendezvous, first) for number, first in firsts)
+            )
+        return await ranks
+
+    return run_async(connect_both())
+
+
+def engine_dtype(config: Config) -> str:
+    """The compute dtype of the engines."""
+    return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
+def abs_paths(config: Config) -> Config:
+    """The configuration with absolute folder paths: workers of a joined cluster have other working directories."""
+
+    def full(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
+
+    model = replace(config.model, path=full(config.model.path), tokenizer_path=full(config.model.tokenizer_path))
+    return replace(config, model=model, critic=replace(config.critic, path=full(config.critic.path)))
+
+
+def max_positions(config: ModelConfig) -> int | None:
+    """max_position_embeddings of the model, if its config has it. Raises ConfigError if there is no model."""
+    assert config.path is not None
+    found: int | None = getattr(read_model_config(config.path), "max_position_embeddings", None)
+    return found
+
+
+def sequence_length(config: Config) -> int:
+    """Max tokens of prompt plus response. Raises ConfigError if the model supports fewer positions."""
+    wanted = config.data.max_prompt_length + config.data.max_response_length
+    limit = max_positions(config.model)
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length is {wanted} tokens, but the model supports {limit}"
+        )
+    return wanted
+
+
+async def start_engine(config: Config, device: str, seat: WorkerContext) -> RolloutEngine:
+    """Start a rollout engine in its worker process; its heavy imports happen only there."""
+    if seat.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
+    dtype, model = engine_dtype(config), config.model
+    assert model.path is not None
+    # Only multi-turn episodes stop at strings, for which the engine needs a tokenizer.
+    tokenizer_path = (model.tokenizer_path or model.path) if config.env.multi_turn else None
+    if config.rollout.name == "hf":
+        from verl.rollout.hf_engine import MAX_BATCH, load_hf_engine
+
+        torch.set_num_threads(threads_of(config))
+        tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else None
+        return load_hf_engine(model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, tokenizer)
+    from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
+
+    return await VLLMEngine.start(
+        VLLMSettings(
+            model_path=model.path,
+            max_model_len=sequence_length(config),
+            dtype=dtype,
+            tokenizer_path=tokenizer_path,
+            tensor_parallel_size=config.rollout.tensor_model_parallel_size,
+            gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+            kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
+            max_num_seqs=config.rollout.max_num_seqs,
+            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+            num_threads=threads_of(config),
+            seed=config.trainer.seed + seat.rank,
+            health_timeout_s=config.trainer.health_timeout_s,
+        )
+    )

@@ -1,0 +1,168 @@
+"""Shared by all commands: arguments, error messages and exit codes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from verl.checkpoint.crash import exit_code_of, is_reported
+from verl.checkpoint.deadline import Deadline
+from verl.config.schema import ModelConfig
+from verl.config.show import as_yaml, key_table
+from verl.errors import ConfigError, VerlError
+from verl.kit.doctor.versions import SET_UP, missing_package, script
+from verl.system.signals import Ended, ending_on_signals
+from verl.system.signals import exit_code as signal_code
+
+_MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
+_OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+_RESUME_NOTE = "run the same command to resume: a training from its last checkpoint, an evaluation from its answers"
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
+
+
+@dataclass(frozen=True)
+class CliArgs:
+    """Command-line arguments, split into settings (key=value) and options."""
+
+    settings: list[str]
+    options: list[str]
+
+    def shows_config(self, config: Any, console: Console) -> bool:
+        """Whether --cfg is given; if so, print the configuration."""
+        if "--cfg" in self.options:
+            console.print(as_yaml(config), markup=False, soft_wrap=True)
+        return "--cfg" in self.options
+
+
+def run_cli(
+    argv: Sequence[str], help_text: str, kind: type, run: Callable[[CliArgs, Console], int], known: Sequence[str] = ()
+) -> int:
+    """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
+
+    known: options of this command besides --help and --cfg job
+    Exit codes: that of `run`; 2 for an unusable configuration, data or folder; 1 for a failed run;
+    130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
+    """
+    console = Console(highlight=False, emoji=False)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    deadline = Deadline()
+
+    def on_signal(number: int) -> None:
+        deadline.start(signal_code(number))
+        console.print(f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force")
+
+    try:
+        args = _parse(argv, known)
+        if "--help" in args.options:
+            console.print(escape(help_text), key_table(kind), sep="\n")
+            return 0
+        with deadline.active(), ending_on_signals(on_signal):
+            return run(args, console)
+    except ModuleNotFoundError as error:
+        problem = missing_package(error)
+        if problem is None:
+            raise
+        console.print(f"[bold red]ConfigError[/]: {escape(problem)}", soft_wrap=True)
+        return 2
+    except Exception as error:
+        if not isinstance(error, VerlError) and not is_reported(error):
+            raise
+        _print_failure(console, error)
+        return exit_code_of(error)
+    except KeyboardInterrupt as error:
+        number, note = (error.number, error.note) if isinstance(error, Ended) else (int(signal.SIGINT), "")
+        with suppress(OSError):  # the terminal is closed
+            console.print(f"[bold red]{_OUTCOMES[number]}[/]: {escape(note or _RESUME_NOTE)}", soft_wrap=True)
+        return signal_code(number)
+
+
+def announce_checkpoint(console: Console) -> Callable[[int], None]:
+    """The callback that reports a signal to a run with trainer.save_on_signal."""
+
+    def announce(number: int) -> None:
+        console.print(
+            f"\n{_prefix(number)}saving a checkpoint, then shutting down; {_second_signal(number)} to skip it"
+        )
+
+    return announce
+
+
+def _prefix(number: int) -> str:
+    return "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
+
+
+def _second_signal(number: int) -> str:
+    return "press Ctrl-C again" if number == signal.SIGINT else "send a second signal"
+
+
+def _print_failure(console: Console, error: Exception) -> None:
+    """Print the error and its notes; also the traceback of its cause if no crash report was written."""
+    text = str(error).splitlines()
+    if len(text) > _MAX_LINES:
+        text = [*text[:_MAX_LINES], f".. and {len(text) - _MAX_LINES} more lines"]
+    console.print(f"[bold red]{type(error).__name__}[/]: {escape(chr(10).join(text))}", soft_wrap=True)
+    for note in getattr(error, "__notes__", ()):
+        console.print(note, markup=False, soft_wrap=True)
+    if exit_code_of(error) == 1 and not is_reported(error) and error.__cause__ is not None:
+        lines = "".join(traceback.format_exception(error.__cause__)).splitlines()
+        console.print("\n".join(lines[-_MAX_LINES:]), markup=False, soft_wrap=True)
+
+
+def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
+    settings, options = [], []
+    rest = iter(argv)
+    for arg in rest:
+        if not arg.startswith("-"):
+            settings.append(arg)
+        elif arg in ("-h", "--help"):
+            options.append("--help")
+        elif arg == "--cfg":
+            if next(rest, None) != "job":
+                raise ConfigError("--cfg takes one value: --cfg job")
+            options.append(arg)
+        elif arg in known:
+            options.append(arg)
+        else:
+            raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
+    return CliArgs(settings, options)
+
+
+def check_engine(key: str, name: str) -> None:
+    """Raises ConfigError if vLLM is selected but not installed. key: of the engine setting"""
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(f"{key}=vllm: the package vllm is not installed; {SET_UP}. {key}=hf needs torch alone")
+
+
+def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
+    """Raises ConfigError for a missing file."""
+    if needed and not files:
+        raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
+    for source in files:
+        if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
+            raise ConfigError(
+                f"{key}: there is no file {source!r}; {script('dataset/README.md')} lists data sources, and "
+                "embedded:train.parquet names an embedded file"
+            )
+
+
+def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:
+    """Raises ConfigError for an unset model or a missing folder. key: of the model setting"""
+    if config.path is None:
+        raise ConfigError("model.path is not set; give a folder or a hub name")
+    paths = {key: config.path, "model.tokenizer_path": config.tokenizer_path, "critic.path": critic_path}
+    for key, path in paths.items():
+        if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
+            raise ConfigError(f"{key}: there is no folder {path!r}")

@@ -1,0 +1,150 @@
+"""Weight sync: the policy's weights are sent to the engines, and a canary checks that they arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verl.batch.samples import sample_from_completion
+from verl.errors import VerlError
+from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.pool import EnginePool, EngineSubset
+from verl.system.daemon import run_in_daemon_thread
+from verl.trainer.policy import Policy
+from verl.transfer.bucket import BucketLayout
+from verl.types import Completion
+
+
+class StaleEngineError(VerlError, RuntimeError):
+    """The rollout engine does not hold the weights of the last weight sync."""
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """Sends weights to the engines and probes them after each weight sync.
+
+    Calls to the ranks run in a thread, because episodes may be in flight.
+
+    probes: prompts that each engine continues by a few tokens; the trainer recomputes their log-probs
+    tolerance: maximum mean abs(logp_engine - logp_trainer), in nats; above it the run fails
+    """
+
+    policy: Policy
+    engine: RolloutEngine
+    layouts: Sequence[BucketLayout]  # buckets of one weight sync
+    probes: Sequence[tuple[int, ...]]
+    sampling: Sampling
+    tolerance: float
+    ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the trainer ranks are in use
+
+    async def sync(self, version: int) -> float:
+        """Send the weights as `version`. Returns the canary's mean log-prob difference. The caller holds `ranks`.
+
+        Raises StaleEngineError if the difference exceeds the tolerance.
+        """
+        pool = self.engine if isinstance(self.engine, EnginePool) else None
+        if pool is not None:
+            await pool.make_lost()
+        with pool.paused() if pool is not None else nullcontext():
+            await self.push(version)
+            diffs = await self._canary(self.engine, version)
+        if pool is not None:
+            diffs += await self._to_lost(pool, version)
+        await run_in_daemon_thread(self.policy.end_weight_sync)
+        return self._checked(diffs, version)
+
+    async def restore(self) -> None:
+        """Replace lost engines and send them the weights that the others have, once the ranks are free."""
+        assert isinstance(self.engine, EnginePool)
+        async with self.ranks:
+            if self.engine.version is None:  # before the first weight sync
+                await self.engine.make_lost()
+            elif self.engine.lost:  # else a weight sync has replaced them
+                diffs = await self._to_lost(self.engine, self.engine.version)
+                await run_in_daemon_thread(self.policy.end_weight_sync)
+                self._checked(diffs, self.engine.version)
+
+    def losses(self) -> dict[str, float]:
+        """Metrics of engine restarts since the last call."""
+        pool = self.engine
+        if not isinstance(pool, EnginePool):
+            return {}
+        remade, retried, pool.num_remade, pool.num_retried = pool.num_remade, pool.num_retried, 0, 0
+        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
+
+    async def push(self, version: int) -> None:
+        """Send the weights without the canary check."""
+        await self._push_to(self.engine, version)
+
+    async def _to_lost(self, pool: EnginePool, version: int) -> list[Tensor]:
+        """Replace lost engines and sync their weights, until none is lost. Returns the canary's differences."""
+        diffs: list[Tensor] = []
+        while ranks := await pool.make_lost():
+            some = pool.only(ranks)
+            with pool.paused():
+                await self._push_to(some, version)
+                diffs += await self._canary(some, version)
+        return diffs
+
+    async def _push_to(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
+        await run_in_daemon_thread(self.policy.begin_weight_sync)
+        await engines.begin_weights(self.layouts)
+        await self._load(engines)
+        await engines.end_weights(version)
+
+    def _checked(self, diffs: Sequence[Tensor], version: int) -> float:
+        """Mean over all tokens. Raises StaleEngineError if it exceeds the tolerance."""
+        diff = float(torch.cat([*diffs]).mean())
+        if not diff <= self.tolerance:
+            raise StaleEngineError(
+                f"weight sync check failed at version {version}: mean abs(logp_engine - logp_trainer) = {diff:.3g} > "
+                f"{self.tolerance:.3g} nats; the engine has stale weights or different numerics"
+            )
+        return diff
+
+    async def _load(self, engines: RolloutEngine | EngineSubset) -> None:
+        """Send every bucket; one is gathered while the engines load the previous one."""
+        loading = asyncio.create_task(asyncio.sleep(0))
+        try:
+            for layout in self.layouts:
+                gathering = asyncio.create_task(run_in_daemon_thread(self.policy.send_bucket, layout.number))
+                await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
+                if loading.done():
+                    loading.result()  # raise an engine's failure without waiting for the ranks
+                handles = await gathering
+                await loading
+                loading = asyncio.create_task(engines.load_bucket(layout, *handles))
+            await loading
+        finally:
+            loading.cancel()
+
+    async def _canary(self, engines: RolloutEngine | EngineSubset, version: int) -> list[Tensor]:
+        """[sample][A] abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
+        written = [
+            (prompt, completions[0]) for prompt in self.probes for completions in await self._from_each(engines, prompt)
+        ]
+        stale = {completion.weight_version for _, completion in written} - {version}
+        if stale:
+            raise StaleEngineError(
+                f"weight sync check failed at version {version}: the engine answers with version {sorted(stale)}"
+            )
+        samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
+        if not samples:
+            return []
+        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.pack_for_scoring(samples)))
+        return [
+            (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
+            for sample, scored_L in zip(samples, scored, strict=True)
+        ]
+
+    async def _from_each(
+        self, engines: RolloutEngine | EngineSubset, prompt: tuple[int, ...]
+    ) -> list[tuple[Completion, ...]]:
+        if isinstance(engines, EnginePool | EngineSubset):
+            return await engines.generate_everywhere(prompt, self.sampling)
+        return [await engines.generate(prompt, self.sampling)]

@@ -1,0 +1,118 @@
+"""Corruptions of good responses that ToolRL's reward must detect, for the reward lab.
+
+Text that the reward does not read is not corrupted here: the contents of a thought and of a `<response>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from verl.formats.toolrl_prompt import listed_tools
+from verl.formats.toolrl_text import (
+    RESPONSE,
+    RESPONSE_END,
+    THINK,
+    THINK_END,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    parse_gold,
+    render_call,
+)
+from verl.types import Task
+from verl.utils.reward_score.base import Mutation
+
+_STRANGER: dict[str, Any] = {"name": "a_tool_not_in_the_list", "parameters": {"q": 1}}
+
+
+def lengthen_thought(response: str, word_count: float) -> str:
+    """The response with the text of its last think block repeated up to at least this word count."""
+    head, tag, rest = response.rpartition(THINK)
+    thought, closing, tail = rest.partition(THINK_END)
+    text = thought.split() or ["..."]
+    longer = (text * math.ceil(word_count / len(text)))[: math.ceil(word_count)]
+    return f"{head}{tag} {' '.join(longer)} {closing}{tail}"
+
+
+def corrupted_responses(task: Task, response: str) -> list[Mutation]:
+    """The declared mutations of a good response, without those that do not change it."""
+    calls = parse_gold(task.answer).calls
+    thought = response.partition(THINK_END)[0] + THINK_END
+    corrupted = {"empty text": "", "think only": thought, "missing think": response[len(thought) :].lstrip("\n")}
+    corrupted["space for newline"] = response.replace(f"{THINK_END}\n", f"{THINK_END} ", 1)
+    corrupted["text before"] = f"Sure. {response}"
+    corrupted["text after"] = f"{response}\nDone."
+    if RESPONSE in task.answer:
+        corrupted["response unclosed"] = response.replace(RESPONSE_END, "")
+        corrupted["response dropped"] = response.partition(f"\n{RESPONSE}")[0]
+        corrupted["response doubled"] = f"{response}\n{RESPONSE} again {RESPONSE_END}"
+    if calls is None:
+        block = f"{TOOL_CALL}\n{render_call(_STRANGER)}\n{TOOL_CALL_END}"
+        corrupted["over-calling"] = response.replace(RESPONSE, f"{block}\n{RESPONSE}", 1)
+        corrupted["call inside response"] = response.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
+    else:
+        corrupted |= _corrupted_calls(task, response, calls)
+    mutations = [Mutation(name, text) for name, text in corrupted.items()]
+    mutations += _corrupted_parameters(response, calls or [])
+    return [mutation for mutation in mutations if mutation.text != response]
+
+
+def _corrupted_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
+
+    def with_lines(lines: list[str]) -> str:
+        return _with_calls(response, lines)
+
+    lines = [render_call(call) for call in calls]
+    first, *others = calls
+    parameters = first["parameters"]
+    corrupted = {
+        "no-op": with_lines([""]),
+        "malformed JSON": with_lines([lines[0][:-1], *lines[1:]]),
+        "wrong name": with_lines([render_call({**first, "name": f"{first['name']}_x"}), *lines[1:]]),
+        "invented parameter": with_lines(
+            [render_call({**first, "parameters": {**parameters, "invented_x": 1}}), *lines[1:]]
+        ),
+        "duplicated call": with_lines([*lines, lines[-1]]),
+        "over-calling": with_lines([*lines, render_call(_STRANGER)]),
+        "calls as a JSON list": with_lines([json.dumps(calls)]),
+        "tool_call unclosed": response.replace(TOOL_CALL_END, "", 1),
+        "tool_call doubled": f"{response}\n{TOOL_CALL}\n{lines[0]}\n{TOOL_CALL_END}",
+        "calls on the tag's line": response.replace(f"{TOOL_CALL}\n", TOOL_CALL, 1),
+    }
+    if others:
+        corrupted["missing call"] = with_lines(lines[1:])
+        corrupted["blank line between calls"] = with_lines(["\n\n".join(lines)])
+    copied = [render_call({"name": name, "parameters": {}}) for name in listed_tools(task.prompt) or ()]
+    if copied and sorted(copied) != sorted(lines):
+        corrupted["copied tool list"] = with_lines(copied)
+    return corrupted
+
+
+def _corrupted_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mutation]:
+    """Every parameter of every call, once dropped and once with another value."""
+    lines = [render_call(call) for call in calls]
+    corrupted = []
+    for number, call in enumerate(calls):
+        for key, value in call["parameters"].items():
+            others = {name: kept for name, kept in call["parameters"].items() if name != key}
+            for name, parameters in (
+                ("dropped parameter", others),
+                ("wrong value", {**call["parameters"], key: _another_value(value)}),
+            ):
+                line = render_call({**call, "parameters": parameters})
+                corrupted.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
+    return corrupted
+
+
+def _with_calls(response: str, lines: list[str]) -> str:
+    """The response with these lines in its first tool_call block."""
+    before, _, rest = response.partition(TOOL_CALL)
+    after = rest.partition(TOOL_CALL_END)[2]
+    return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
+
+
+def _another_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"{value}x"
+    return value + 1 if type(value) is int else [value]  # a large float may equal itself plus one
