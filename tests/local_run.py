@@ -19,7 +19,6 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.kit.collapse.collapse import CollapseWatch
-from verl.kit.evaluation.online import OnlineEvaluator
 from verl.kit.replay.record import Recorder
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerView
@@ -65,10 +64,15 @@ def local_fit(
     total_steps = config.trainer.total_training_steps
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
     return TrainingRun(
-        TrainingRunConfig(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
+        TrainingRunConfig(
+            total_steps,
+            save_freq=config.trainer.save_freq,
+            on_collapse=config.trainer.on_collapse,
+            record=recorder is not None,
+        ),
         trainer,
         Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
-        OnlineEvaluator(),
+        None,
         trainer.learner.policy.workers.group,
         CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
         build_trackers([], Run(folder)),

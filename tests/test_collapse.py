@@ -23,16 +23,16 @@ from verl.config.load import known_keys, load_config
 from verl.errors import ConfigError
 from verl.kit.collapse.collapse import (
     COLLAPSE_RULES,
-    MAX_ROLLBACKS,
     WARM_UP,
     Alarm,
-    CollapseError,
     CollapseRule,
     CollapseWatch,
     markdown,
     rules_for,
 )
 from verl.tracking.jsonl import read_rows
+from verl.trainer.hooks import MAX_ROLLBACKS
+from verl.trainer.loop import CollapseError
 from verl.types import TrajectoryGroup
 
 HEALTHY = {  # of a run that uses tools, in its first steps

@@ -1,4 +1,4 @@
-"""verl.kit.doctor.__main__ and verl.kit.doctor.versions: each fault is found and named, and nothing heavy is imported for it."""
+"""verl.kit.doctor: each fault is found and named, and nothing heavy is imported for it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
 from verl.kit.bfcl.tasks import bfcl_tasks
 from verl.kit.collapse.collapse import CollapseWatch
-from verl.kit.evaluation.benchmark import BenchmarkContext, Category, EpisodeConfig
+from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.evaluate import _trained_on
 from verl.kit.evaluation.registry import build_benchmarks
 from verl.trainer.builders.run import load_inputs
@@ -83,10 +83,7 @@ def test_the_list_outlives_the_disk_and_adds_up(tmp_path: Path) -> None:
 def test_an_overlap_is_refused_or_noted() -> None:
     trained = TrainTasks.of([question("2?"), question("4?")], NOTHING)
     tasks = [question(f"{number}?", f"t#{number}") for number in range(5)]
-    asked = [
-        (Category("toy/a", lambda: tasks, EpisodeConfig("rlla")), tasks),
-        (Category("toy/b", list, EpisodeConfig("rlla")), tasks[:2]),
-    ]
+    asked = {"toy/a": tasks, "toy/b": tasks[:2]}
     with pytest.raises(ConfigError) as refused:
         check_overlap(trained, asked, "outputs/m/hf", "allow_train_overlap=true")
     said = str(refused.value)
@@ -105,7 +102,7 @@ def test_what_artist_trains_on_is_not_what_it_is_judged_by(tmp_path: Path) -> No
 
     def counted(*names: str) -> list[str]:
         found = [category for benchmark in build_benchmarks(names, setting) for category in benchmark.categories]
-        return check_overlap(trained, [(each, each.first(None)) for each in found], "m", None)
+        return check_overlap(trained, {each.name: each.first(None) for each in found}, "m", None)
 
     (base,) = counted("bfcl/multi_turn_base")
     assert base.startswith("bfcl/multi_turn_base: 150 of 199 tasks")

@@ -44,7 +44,6 @@ from verl.kit.plan.plan import (
     read_shape,
     shape_of,
 )
-from verl.kit.plan.show import format_peak
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
@@ -375,7 +374,7 @@ def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int)
 def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
     config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", RESPONSES])
     plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config))
-    assert format_peak(plan, {"memory/trainer_gib": 1.5}).startswith("peak memory of a training rank: 1.50 GiB, ")
+    assert plan.format_peak({"memory/trainer_gib": 1.5}).startswith("peak memory of a training rank: 1.50 GiB, ")
 
 
 def test_every_device_is_found_by_its_own_name() -> None:

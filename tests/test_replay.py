@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tests.local_run import OneProcess, local_fit, local_trainer
 from tests.tiny import run_words, save_tiny_model
+from verl.batch.train_batch import TrainBatch
 from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
@@ -31,12 +32,10 @@ from verl.kit.replay.__main__ import main, parse_args
 from verl.kit.replay.record import (
     Record,
     Recorder,
-    TrainBatch,
     made_by,
     read_record,
     record_path,
     recorded_steps,
-    truncate_after,
 )
 from verl.kit.replay.replay import Replay, plan_replay, replay_from
 from verl.system.files import replacing
@@ -145,7 +144,7 @@ def copied(plain_run: Path, folder: Path, steps: Sequence[int]) -> Path:
 
 
 def test_a_run_that_is_taken_back_forgets_its_later_records(plain_run: Path, tmp_path: Path) -> None:
-    truncate_after(copied(plain_run, tmp_path, [1, 2, 3]), 1)
+    Recorder(copied(plain_run, tmp_path, [1, 2, 3]), {}, {}).truncate_after(1)
     assert recorded_steps(tmp_path) == [1]
 
 
@@ -241,7 +240,8 @@ def test_words_that_name_no_step_are_refused(words: list[str], capsys: pytest.Ca
 
 def test_help_needs_nothing_heavy() -> None:
     code = (
-        "import sys; from verl.kit.replay.__main__ import main; code = main(['--help']) or main(['nowhere', '--step', '1']); "
+        "import sys; from verl.kit.replay.__main__ import main; "
+        "code = main(['--help']) or main(['nowhere', '--step', '1']); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

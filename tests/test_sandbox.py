@@ -1,4 +1,4 @@
-"""verl.kit.sandbox.local: what an execution is given, what comes of it, what limits do, and that nothing stays behind."""
+"""verl.kit.sandbox.local: what an execution is given, its result, its limits, and that nothing stays behind."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Answers as python, `python -m venv`, `python -m pip` and `python -m verl.kit.doctor`, and notes down each call in $CALLS.
+# Answers as python, `python -m venv`, `python -m pip` and `python -m verl.kit.doctor`; writes each call to $CALLS.
 # FIT: whether the python on PATH has all that is needed; the one in .venv is fit unless SPOILT is set.
 FAKE_PYTHON = r"""#!/bin/bash
 echo "$*" >> "$CALLS"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from verl import __version__
-from verl.kit.doctor.versions import missing_package
 from verl.registry import nearest
+from verl.system.packages import missing_package
 
 
 class Command(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from verl.kit.doctor.versions import missing_package
+from verl.system.packages import missing_package
 
 _FILE_WIDTH = 160  # characters, where the output is not a terminal
 

@@ -5,7 +5,7 @@ folder/step-000020/                     files of the workers, state.json, manife
 folder/latest.json, best.json           {"step", "folder", "score"}, for users and tools
 folder/.step-000040.unfinished-<pid>    being written, or left by a killed process
 ```
-One process at a time has a store (`verl.system.lock`), so unfinished folders found at the start belong to ended processes.
+A store belongs to one process (`verl.system.lock`), so unfinished folders found at the start are of ended processes.
 Checkpoints are ordered by a counter, not by time stamps.
 """
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from verl.errors import ConfigError, DataError
-from verl.kit.evaluation.benchmark import Category
 from verl.system.files import replacing
 from verl.tracking.jsonl import read_rows
 from verl.types import Message, Task
@@ -96,19 +95,17 @@ class TrainTasks:
             raise DataError(f"is not a list of training tasks ({error!r})", expected, file=str(path)) from error
 
 
-def check_overlap(
-    trained: TrainTasks, asked: Sequence[tuple[Category, Sequence[Task]]], model: str, allow: str | None
-) -> list[str]:
-    """Compares the tasks of categories with the training tasks of `model`. Returns one line per overlapping category.
+def check_overlap(trained: TrainTasks, asked: Mapping[str, Sequence[Task]], model: str, allow: str | None) -> list[str]:
+    """Compares tasks, by category, with the training tasks of `model`. Returns one line per overlapping category.
 
     allow: name of the setting that permits overlap; None if it is set. Raises ConfigError for overlap unless permitted
     """
     found = []
-    for category, tasks in asked:
+    for category, tasks in asked.items():
         known = [task.id for task in tasks if trained.has(task)]
         if known:
             shown = ", ".join(known[:_SHOWN]) + (", .." if len(known) > _SHOWN else "")
-            counted = f"{category.name}: {len(known)} of {len(tasks)} tasks are in the training data of {model}"
+            counted = f"{category}: {len(known)} of {len(tasks)} tasks are in the training data of {model}"
             found.append(f"{counted} ({shown})")
     if found and allow is not None:
         raise ConfigError(

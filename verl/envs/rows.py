@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from verl.errors import DataError
-from verl.kit.doctor.versions import script
+from verl.system.packages import script
 from verl.types import Task
 
 

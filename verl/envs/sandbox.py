@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+SANDBOXES: Mapping[str, str] = {
+    "local": "verl.kit.sandbox.local:LocalSandbox",
+    "remote": "verl.kit.sandbox.client:RemoteSandbox",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

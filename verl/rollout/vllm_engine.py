@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
-from verl.kit.doctor.versions import SET_UP
 from verl.rollout.engine import Sampling
 from verl.rollout.vllm_extension import WeightReceiver
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
+from verl.system.packages import SET_UP
 from verl.system.scratch import variables
 from verl.transfer.bucket import BucketHandle, BucketLayout, all_names
 from verl.transfer.gpu import Rendezvous
@@ -100,7 +100,7 @@ class VLLMEngine:
     @classmethod
     async def start(cls, settings: VLLMSettings) -> VLLMEngine:
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
-        # Explicit, because Python cached its temporary folder before the scratch folder (verl/system/scratch.py) existed.
+        # Explicit: Python cached its temporary folder before the scratch folder (verl/system/scratch.py) existed.
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
         started: list[AsyncLLM] = []  # not a return value: a thread keeps that alive, and vLLM with it after `close`
         try:

@@ -3,7 +3,7 @@
     with scratch_folder() as folder:
         ...  # children of this process find it as TMPDIR
 
-A watcher process in its own session (`verl/system/watcher.py`) cleans up at the end of the block, and after kill -9 too.
+A watcher process in its own session (`watcher.py`) cleans up at the end of the block, and after kill -9 too.
 """
 
 from __future__ import annotations

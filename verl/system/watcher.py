@@ -1,4 +1,4 @@
-"""The process that cleans up after a run, however the run ends. Started by `verl/system/scratch.py` as a standalone script.
+"""The process that cleans up after a run, however the run ends. Started by `scratch.py` as a standalone script.
 
 It waits until the controller has ended, orderly or not. Then it kills all processes of the run, and removes their
 leftover shared memory and the run's folder. A process belongs to the run if its environment contains the folder's name,

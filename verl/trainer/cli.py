@@ -21,7 +21,7 @@ from verl.checkpoint.deadline import Deadline
 from verl.config.schema import ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, VerlError
-from verl.kit.doctor.versions import SET_UP, missing_package, script
+from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
 from verl.system.signals import exit_code as signal_code
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.kl import AdaptiveKL
 from verl.batch.experience import Experience, build_experience, nonzero_advantage_rows, with_selected
-from verl.kit.replay.record import TrainBatch
+from verl.batch.train_batch import TrainBatch
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl, update_metrics, without_engine_metrics
 from verl.trainer.policy import Critic, Policy

@@ -23,10 +23,7 @@ from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.manifest import Checkpoint
 from verl.checkpoint.state import Saved
 from verl.data.overlap import TRAIN_TASKS, TrainTasks
-from verl.errors import DataError
-from verl.kit.collapse.collapse import MAX_ROLLBACKS, Alarm, CollapseError, CollapseWatch
-from verl.kit.evaluation.online import OnlineEvaluator
-from verl.kit.replay.record import Recorder, truncate_after
+from verl.errors import DataError, VerlError
 from verl.single_controller.group import WorkerGroup
 from verl.system.daemon import run_in_daemon_thread
 from verl.system.signals import Ended, StopRequest, exit_code
@@ -35,6 +32,7 @@ from verl.tracking.jsonl import append_row, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.cli import announce_checkpoint
+from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
@@ -43,6 +41,10 @@ _log = logging.getLogger(__name__)
 _GIB = 2**30
 _T = TypeVar("_T")
 COMMAND = "main_ppo"
+
+
+class CollapseError(VerlError, RuntimeError):
+    """The run has collapsed and must not continue."""
 
 
 class StopRequestedError(Exception):
@@ -59,6 +61,7 @@ class TrainingRunConfig:
     val_before_train: bool = True
     on_collapse: str = "warn"  # stop | rollback
     save_on_signal: bool = False
+    record: bool = False
 
 
 @dataclass
@@ -68,7 +71,7 @@ class TrainingRun:
     settings: TrainingRunConfig
     trainer: PPOTrainer
     validator: Validator
-    online_eval: OnlineEvaluator
+    online_eval: OnlineEval | None
     workers: WorkerGroup  # of TrainingRanks
     store: CheckpointStore
     trackers: Trackers
@@ -77,8 +80,8 @@ class TrainingRun:
     resume_config: Mapping[str, Any]  # settings that must not change on resume
     folder: Path  # of the run
     saved: Saved | None = None  # checkpoint to resume from
-    watch: CollapseWatch = field(default_factory=CollapseWatch)
-    recorder: Recorder | None = None
+    watch: Watch = field(default_factory=NoWatch)
+    recorder: Recorder | None = None  # None: not installed
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
     rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
@@ -103,7 +106,8 @@ class TrainingRun:
             raise Ended(number, note)
         finally:
             await self.trainer.rollouts.close()
-            await self.online_eval.close()
+            if self.online_eval is not None:
+                await self.online_eval.close()
 
     async def _run(self) -> Path:
         last = self._resume()
@@ -113,7 +117,7 @@ class TrainingRun:
             return last
         async with self.trainer.weight_sync.ranks:
             await self._sync_weights()
-        has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval.eval_tasks)
+        has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval)
         if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)
             self.trackers.log(0, self.before)
@@ -123,7 +127,7 @@ class TrainingRun:
                 self._take_snapshot()
                 metrics = await self._run_interruptibly(self.trainer.train_step)
                 self.transcripts.write(self.trainer.step, self.trainer.groups)
-                if self.recorder is not None:
+                if self.recorder is not None and self.settings.record:
                     await run_in_daemon_thread(
                         self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics
                     )
@@ -205,7 +209,7 @@ class TrainingRun:
         moment = f"in step {step + 1}" if inside else f"after step {step}"
         return f"It failed {moment} of {total}, {phase}. {describe_resume(self.store)}"
 
-    async def _handle_collapse(self, alarms: Sequence[Alarm], metrics: Mapping[str, float]) -> bool:
+    async def _handle_collapse(self, alarms: Sequence[object], metrics: Mapping[str, float]) -> bool:
         """Apply trainer.on_collapse. Returns whether the run was rolled back.
 
         Raises CollapseError if the run must stop.
@@ -242,7 +246,7 @@ class TrainingRun:
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
         metrics = await self.validator.run()
-        if self.online_eval.eval_tasks:
+        if self.online_eval is not None:
             self.display.phase("benchmarks")
             metrics |= await self.online_eval.run(self.validator.greedy)
         return metrics
@@ -290,7 +294,7 @@ class TrainingRun:
         if self.saved is None:
             self.trackers.restore(-1, {})
             self.transcripts.truncate_after(-1)
-            truncate_after(self.folder, -1)
+            self._truncate_records(-1)
             return None
         self._load_checkpoint(self.saved)
         return self.saved.path
@@ -303,9 +307,13 @@ class TrainingRun:
         self.watch.restore(state["watch"])
         self.trackers.restore(self.trainer.step, state["trackers"])
         self.transcripts.truncate_after(self.trainer.step)
-        truncate_after(self.folder, self.trainer.step)
+        self._truncate_records(self.trainer.step)
         self.before, self.after = state["before"], state["after"]
         self.unlogged = state.get("unlogged")  # missing in older checkpoints
+
+    def _truncate_records(self, step: int) -> None:
+        if self.recorder is not None:
+            self.recorder.truncate_after(step)
 
     def table(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
         """(before, after) by validation set, for the table at the end."""

@@ -49,13 +49,11 @@ def _evaluate(args: CliArgs, console: Console) -> int:
     if config.compare is not None:
         check_model(replace(config.model, path=config.compare), key="compare")
     check_engine("engine", config.engine)
-    from verl.kit.evaluation.registry import check_names  # a slow import: after the cheap checks
     from verl.system.daemon import run_async
+    from verl.trainer.hooks import needed_tool  # slow imports: after the cheap checks
 
-    check_names(config.benchmarks)
-    from verl.kit.evaluation.evaluate import evaluate
-
-    run_async(evaluate(config, console))
+    needed_tool("check_benchmarks")(config.benchmarks)
+    run_async(needed_tool("evaluate")(config, console))
     return 0
 
 
@@ -70,9 +68,9 @@ def _probe(args: CliArgs, console: Console) -> int:
     from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
 
     check_names(config.env, config.prompt_template)
-    from verl.kit.probe.run import probe
+    from verl.trainer.hooks import needed_tool
 
-    run_async(probe(config, console))
+    run_async(needed_tool("probe")(config, console))
     return 0
 
 

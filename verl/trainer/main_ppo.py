@@ -32,12 +32,12 @@ def main(argv: Sequence[str]) -> int:
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         check_engine("rollout.name", config.rollout.name)
-        from verl.kit.evaluation.registry import check_names as check_benchmarks  # slow imports: after the cheap checks
-        from verl.trainer.builders.env import check_names
+        from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
+        from verl.trainer.hooks import needed_tool
 
         check_names(config.env, config.data.prompt_template)
         if config.trainer.eval_benchmarks:
-            check_benchmarks(config.trainer.eval_benchmarks)
+            needed_tool("check_benchmarks")(config.trainer.eval_benchmarks)
         return train(config, console, only_preflight="--preflight" in args.options)
 
     return run_cli(argv, __doc__ or "", Config, run, known=("--preflight",))
@@ -62,25 +62,22 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
-    from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
-    from verl.kit.plan.show import format_peak
-    from verl.kit.preflight.preflight import preflight
     from verl.system.daemon import run_async
     from verl.system.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.builders.env import prompt_fn
     from verl.trainer.builders.run import built, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu
+    from verl.trainer.hooks import installed_tool, needed_tool
 
     check_device(config.trainer)
-    wanted = sees_gpu(config.trainer) if config.trainer.preflight is None else config.trainer.preflight
     inputs = load_inputs(config)
-    benchmark_files = (line for benchmark in inputs.online_eval.benchmarks for line in benchmark.files())
-    for line in (*map(str, inputs.reports), *benchmark_files):
+    for line in (*map(str, inputs.reports), *(inputs.online_eval.files() if inputs.online_eval else ())):
         console.print(line, markup=False, soft_wrap=True)
-    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
-    plan = build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_hardware(config))
-    if wanted or only_preflight:
+    plan_of_run = installed_tool("plan")
+    plan = plan_of_run(config, inputs) if plan_of_run else None
+    if only_preflight or config.trainer.preflight:
+        needed_tool("preflight")(config, inputs, plan, console)
+    elif config.trainer.preflight is None and sees_gpu(config.trainer) and (preflight := installed_tool("preflight")):
         preflight(config, inputs, plan, console)
     if only_preflight:
         return 0
@@ -92,8 +89,8 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
-    if run.peaks:
-        console.print(format_peak(plan, run.peaks), markup=False)
+    if plan is not None and run.peaks:
+        console.print(plan.format_peak(run.peaks), markup=False)
     files = {
         "model": last / "hf",
         "checkpoints": last.parent,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.batch.samples import to_samples
+from verl.batch.train_batch import TrainBatch
 from verl.episodes.manager import RolloutManager
-from verl.kit.replay.record import TrainBatch
 from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.learner import Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics

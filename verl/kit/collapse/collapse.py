@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from verl.errors import VerlError
+from verl.algorithms.algorithm import Algorithm
+from verl.config.schema import Config
+from verl.trainer.hooks import MAX_ROLLBACKS
 
 WARM_UP = 5  # first values of a metric; their median is its start
-MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
 REWARD = "reward/total"
 
 _PAGE = f"""# Collapse watch
@@ -44,10 +45,6 @@ With `stop` and `rollback`, a checkpoint that falls due while any rule is trigge
 none is, so that every checkpoint on disk is safe to resume from; the last step is saved in any case.
 `collapse/triggered_rules` counts the triggered rules. Starts and counts are in checkpoints.
 """
-
-
-class CollapseError(VerlError, RuntimeError):
-    """The run has collapsed and must not continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +268,13 @@ class CollapseWatch:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from `state()`."""
-        self.starts = {name: list(values) for name, values in state["starts"].items()}
-        self.triggered = {name: list(since) for name, since in state["triggered"].items()}
+        self.starts = {name: list(values) for name, values in state.get("starts", {}).items()}
+        self.triggered = {name: list(since) for name, since in state.get("triggered", {}).items()}
+
+
+def build_watch(algorithm: Algorithm, config: Config) -> CollapseWatch:
+    """The rules that apply to a run."""
+    return CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated))
 
 
 def markdown() -> str:

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl.kit.doctor.versions import SET_UP, Check, Flavour, check_all, find_flavour, find_gpus
+from verl.kit.doctor.versions import Check, Flavour, check_all, find_flavour, find_gpus
+from verl.system.packages import SET_UP
 
 GIB = 1024**3
 DISK_WARN_GIB = 10  # an environment and one checkpoint of a small model

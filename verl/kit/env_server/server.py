@@ -1,6 +1,6 @@
 """Serves any environment over HTTP, to run heavy or incompatible ones elsewhere (protocol: wire.py).
 
-    python -m verl.kit.env_server.server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
+    toolrl env-server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
 
 Any client that can reach the port can create episodes and take steps: beyond localhost a token is required.
 """
@@ -212,9 +212,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 if the environment cannot be created or the address is unavailable."""
-    parser = argparse.ArgumentParser(
-        prog="python -m verl.kit.env_server.server", description="Serve an environment over HTTP."
-    )
+    parser = argparse.ArgumentParser(prog="toolrl env-server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)

@@ -96,7 +96,8 @@ def _trained_on(config: EvalConfig, requested: Pending) -> list[str]:
     """Notes on tasks in the models' training data. Raises ConfigError for such tasks unless allowed."""
     allow = None if config.allow_train_overlap else "allow_train_overlap=true"
     models = dict.fromkeys(path for path in (config.compare, config.model.path) if path is not None)
-    return [note for path in models for note in check_overlap(TrainTasks.read(path), requested, path, allow)]
+    asked = {category.name: tasks for category, tasks in requested}
+    return [note for path in models for note in check_overlap(TrainTasks.read(path), asked, path, allow)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,6 +62,14 @@ class OnlineEvaluator:
     max_prompt_length: int = 1
     num_scorers: int = 1
     limits: ScoringLimits = field(default_factory=ScoringLimits)  # per response
+
+    def files(self) -> Iterable[str]:
+        """Descriptions of the benchmarks' files."""
+        return (line for benchmark in self.benchmarks for line in benchmark.files())
+
+    def tasks(self) -> Mapping[str, Sequence[Task]]:
+        """The tasks by category."""
+        return {each.category.name: each.tasks for each in self.eval_tasks}
 
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
         """eval/<category>/score, also for aggregates; eval/<category>/missing if tasks failed.

@@ -44,6 +44,8 @@ from verl.pretrained import read_model_config
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, needs_reference
+from verl.trainer.builders.env import prompt_fn
+from verl.trainer.builders.run import Inputs
 from verl.trainer.builders.workers import engine_dtype, sees_gpu, sequence_length
 from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
@@ -202,6 +204,11 @@ class Plan:
         """Peak memory of a training rank, comparable to memory/trainer_gib: on a GPU without the CUDA context."""
         peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
         return peak / GIB - (0.0 if self.hardware.on_cpu else _CONTEXT_GIB)
+
+    def format_peak(self, measured: Mapping[str, float]) -> str:
+        """Measured and expected peak memory of a training rank, after a run."""
+        got, expected = measured["memory/trainer_gib"], self.peak_gib()
+        return f"peak memory of a training rank: {got:.2f} GiB, expected {expected:.2f}"
 
     def violations(self) -> list[str]:
         """What does not fit, as messages."""
@@ -483,3 +490,9 @@ def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
         return Hardware(name, total / GIB, find_device(name))
     return Hardware("cpu", psutil.virtual_memory().available / GIB, None, on_cpu=True)
+
+
+def plan_of_run(config: Config, inputs: Inputs) -> Plan:
+    """The plan of a run whose inputs have been read."""
+    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
+    return build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_hardware(config))

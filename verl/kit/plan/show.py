@@ -125,9 +125,3 @@ def format_suggestions(plan: Plan) -> str:
 
 def _value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def format_peak(plan: Plan, measured: Mapping[str, float]) -> str:
-    """Measured and expected peak memory of a training rank, after a run."""
-    got, expected = measured["memory/trainer_gib"], plan.peak_gib()
-    return f"peak memory of a training rank: {got:.2f} GiB, expected {expected:.2f}"

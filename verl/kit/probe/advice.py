@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.kit.doctor.versions import script
+from verl.system.packages import script
 
 FEW_WELL_FORMED = 0.5  # share of responses in a valid format below which RL mostly rewards the format
 MANY_MALFORMED = 0.25  # share of episodes with a parse error
@@ -21,7 +21,7 @@ FEW_ROWS = 32  # below this the shares are too noisy
 def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
     """One line for every reason not to train yet; a single all-clear line if there is none.
 
-    found: result of `verl.kit.probe.statistics.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
+    found: result of `statistics.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
     """
     lines = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
     lines = lines or ["no objection to training with these settings"]

@@ -11,8 +11,8 @@ import json
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,32 +20,21 @@ from typing import Any
 
 import numpy as np
 
+from verl.batch.train_batch import TrainBatch
+from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.errors import DataError
 from verl.system.files import replacing
 from verl.trainer.builders.threads import threads_of
+from verl.trainer.builders.workers import abs_paths
 from verl.types import Sample
 
 FORMAT = 2
 _TURN_REWARDS = "turn_rewards"  # stored in the header: few values, and neither per token nor per sample
 _NAMES = tuple(field.name for field in fields(Sample) if field.name != _TURN_REWARDS)
 _LENGTHS, _BASELINES, _HEADER = "lengths", "baselines", "header"
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _DAMAGED = "Copy it again if it was copied; a step without a record cannot be replayed"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """The samples of a step after filters and reward shaping. With settings, weights and step number it determines the
-    update.
-
-    baselines: [B] the reward of the greedy response to each sample's prompt, if the algorithm needs one
-    kl_coefficient: of the adaptive controller at the start of the step, if there is one
-    """
-
-    samples: Sequence[Sample] = ()  # [B]
-    baselines: Sequence[float | None] = ()
-    kl_coefficient: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +62,17 @@ class Recorder:
         with replacing(record_path(self.folder, step)) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **_arrays(record))
 
+    def truncate_after(self, step: int) -> None:
+        """Removes the records of later steps, which a run that was rolled back will write again."""
+        for later in recorded_steps(self.folder):
+            if later > step:
+                record_path(self.folder, later).unlink()
+
+
+def build_recorder(config: Config, folder: Path, device: str, total_steps: int) -> Recorder:
+    """The recorder of a run. total_steps: end of the schedules"""
+    return Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
+
 
 def made_by(config: Config, device: str, total_steps: int) -> dict[str, Any]:
     """Everything besides the settings that affects rounding. total_steps: end of the schedules"""
@@ -96,13 +96,6 @@ def record_path(run_folder: Path, step: int) -> Path:
 def recorded_steps(run_folder: Path) -> list[int]:
     """The steps that have a record, in order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in (run_folder / "records").glob("step-*.npz"))
-
-
-def truncate_after(run_folder: Path, step: int) -> None:
-    """Removes the records of later steps, which a run that was rolled back will write again."""
-    for later in recorded_steps(run_folder):
-        if later > step:
-            record_path(run_folder, later).unlink()
 
 
 # Errors of numpy for a damaged archive, array header (which it parses as Python) or array data.

@@ -15,7 +15,7 @@ from verl.config.schema import EnvConfig, SandboxConfig
 from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
 from verl.envs.registry import ENVS, build_env_factory
-from verl.envs.sandbox import Limits, Sandbox
+from verl.envs.sandbox import SANDBOXES, Limits, Sandbox
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
@@ -199,17 +199,14 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
     """
     limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
     if config.urls:
-        from verl.kit.sandbox.client import RemoteSandbox
-
-        return RemoteSandbox(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
-    from verl.kit.sandbox.local import LocalSandbox
-
-    return LocalSandbox(
-        _workers(config),
-        config.isolation,  # type: ignore[arg-type]  # validated by SandboxConfig
-        limits=limits,
-        require_cgroup=config.require_cgroup,
-    )
+        make = resolve("sandbox", "remote", SANDBOXES)
+        remote: Sandbox = make(
+            config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s
+        )
+        return remote
+    make = resolve("sandbox", "local", SANDBOXES)
+    local: Sandbox = make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
+    return local
 
 
 def _workers(config: SandboxConfig) -> int:

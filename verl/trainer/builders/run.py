@@ -21,7 +21,6 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import find_saved, resume_config
-from verl.config.load import flattened
 from verl.config.schema import Config, ModelConfig, RunConfig
 from verl.data.lengths import PromptIds, RowPolicy, read_tasks
 from verl.data.overlap import TrainTasks, check_overlap
@@ -31,9 +30,6 @@ from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager, RolloutManagerConfig
 from verl.errors import ConfigError
-from verl.kit.collapse.collapse import CollapseWatch, rules_for
-from verl.kit.evaluation.online import OnlineEvaluator, build_online_eval
-from verl.kit.replay.record import Recorder, made_by
 from verl.net.services import check_services
 from verl.pretrained import read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
@@ -53,12 +49,12 @@ from verl.trainer.builders.scorer import build_scorer
 from verl.trainer.builders.workers import (
     DTYPES,
     Workers,
-    abs_paths,
     choose_device,
     connect,
     engine_dtype,
     start_workers,
 )
+from verl.trainer.hooks import NoWatch, OnlineEval, installed_tool, needed_tool
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
 from verl.trainer.metrics import Meter
@@ -99,7 +95,7 @@ class Inputs:
     episode_runner: EpisodeRunner | None  # close it in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
-    online_eval: OnlineEvaluator
+    online_eval: OnlineEval | None
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
@@ -116,10 +112,11 @@ def load_inputs(config: Config) -> Inputs:
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
-    online_eval = build_online_eval(config, chat)
-    eval_tasks = [(each.category, each.tasks) for each in online_eval.eval_tasks]
+    online_eval: OnlineEval | None = None
+    if config.trainer.eval_benchmarks:
+        online_eval = needed_tool("online_eval")(config, chat)
     allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
-    for note in check_overlap(train_tasks, eval_tasks, "this run", allow):
+    for note in check_overlap(train_tasks, online_eval.tasks() if online_eval else {}, "this run", allow):
         _log.warning("%s", note)
     chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
     return Inputs(chat, episode_runner, train, val, online_eval, reports, train_tasks)
@@ -173,7 +170,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             rollout = trainer.rollouts.rollout
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             num_shown = config.trainer.num_transcripts_shown
-            recorder = Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
+            find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
+            find_recorder = needed_tool if config.trainer.record else installed_tool
+            build_watch, build_recorder = find_watch("collapse"), find_recorder("replay")
             yield TrainingRun(
                 TrainingRunConfig(
                     total_steps,
@@ -182,6 +181,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     config.trainer.val_before_train,
                     config.trainer.on_collapse,
                     config.trainer.save_on_signal,
+                    config.trainer.record,
                 ),
                 trainer,
                 Validator(
@@ -200,8 +200,8 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 settings,
                 folder,
                 saved,
-                CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated)),
-                recorder if config.trainer.record else None,
+                build_watch(algorithm, config) if build_watch else NoWatch(),
+                build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,
             )
 

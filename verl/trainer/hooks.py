@@ -1,0 +1,105 @@
+"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name.
+
+The path imports no tool. A tool that a setting asks for and that is missing is a ConfigError; the others are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+from verl.batch.train_batch import TrainBatch
+from verl.episodes.group import GroupRollout
+from verl.registry import resolve
+from verl.types import Task
+
+TOOLS: Mapping[str, str] = {
+    "preflight": "verl.kit.preflight.preflight:preflight",
+    "plan": "verl.kit.plan.plan:plan_of_run",
+    "collapse": "verl.kit.collapse.collapse:build_watch",
+    "replay": "verl.kit.replay.record:build_recorder",
+    "online_eval": "verl.kit.evaluation.online:build_online_eval",
+    "check_benchmarks": "verl.kit.evaluation.registry:check_names",
+    "evaluate": "verl.kit.evaluation.evaluate:evaluate",
+    "probe": "verl.kit.probe.run:probe",
+}
+MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
+
+
+def needed_tool(name: str) -> Any:
+    """The tool of this name. Raises ConfigError if it is not installed."""
+    return resolve("tool", name, TOOLS)
+
+
+def installed_tool(name: str) -> Any | None:
+    """The tool of this name; None if its folder, or that of a tool that it uses, is missing."""
+    try:
+        import_module(TOOLS[name].partition(":")[0])
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("verl.kit"):
+            return None
+        raise
+    return needed_tool(name)
+
+
+class Watch(Protocol):
+    """Looks for a collapse in the metrics of every step."""
+
+    @property
+    def triggered(self) -> Mapping[str, Any]:
+        """The rules that are triggered now."""
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
+        """The alarms raised by this step; `str` describes one."""
+
+    def state(self) -> dict[str, Any]:
+        """As plain JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state()`."""
+
+
+@dataclass(frozen=True)
+class NoWatch:
+    """No rules."""
+
+    triggered: Mapping[str, Any] = field(default_factory=dict)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
+        """No alarm."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """No-op."""
+
+
+class Recorder(Protocol):
+    """Keeps what a step needs to be replayed."""
+
+    def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+        """Write the record of a step."""
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the records of later steps."""
+
+
+class OnlineEval(Protocol):
+    """Benchmarks during training."""
+
+    def files(self) -> Iterable[str]:
+        """Descriptions of the benchmarks' files."""
+
+    def tasks(self) -> Mapping[str, Sequence[Task]]:
+        """The tasks by category."""
+
+    async def run(self, rollout: GroupRollout) -> dict[str, float]:
+        """The metrics eval/*. rollout: greedy"""
+
+    async def close(self) -> None:
+        """Close the resources shared by episodes."""
