@@ -36,7 +36,7 @@ FOUND: Mapping[str, str] = {  # a term -> the folder or file that implements it
     "rejection sampling": "verl/algorithms/filters.py",
     "importance sampling": "verl/algorithms/correction.py",
     "overlong": "verl/algorithms/overlong.py",
-    "early stopping": "verl/trainer",
+    "early stopping": "verl/kit/collapse",
     "clip ratio": "verl/algorithms/losses/policy_loss.py",
     "hyperparameter": "verl/config/recipe",
 }
