@@ -1,4 +1,4 @@
-"""Plays benchmarks with a policy that says what it is told to, by the driver and the rewards of training."""
+"""Runs benchmarks with a scripted policy, by the episode runner and the rewards of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.trainer.build_env import build_episode_runner, prompt_fn
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
-Policy = Callable[[Task], Sequence[str]]  # what is said in each turn of an episode
+Policy = Callable[[Task], Sequence[str]]  # the text of each turn of an episode
 _ROOM = 100_000  # tokens
 
 
@@ -34,7 +34,7 @@ def chat() -> ChatTemplate:
 
 
 class _Speaker:
-    """Says one text after the other, up to where it is stopped."""
+    """Generates the given texts one after the other, each up to its stop string."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts: Iterator[str] = iter(texts)

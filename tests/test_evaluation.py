@@ -391,7 +391,9 @@ def test_the_limits_of_a_reward_can_be_set(
     policy: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = tmp_path / "slow.py"
-    reward.write_text("import time\n\ndef judge(reply, answer):\n    time.sleep(600 if reply else 0)\n    return -1\n")
+    reward.write_text(
+        "import time\n\ndef judge(response, answer):\n    time.sleep(600 if response else 0)\n    return -1\n"
+    )
     limits = ("reward_timeout_s=0.5", "reward_memory_mib=null", f"reward_fault_policy={policy}")
     given = words(model, tmp_path, f"reward={reward}:judge", *limits, "limit=1", "max_fault_share=1")
     assert main(given) == 0
