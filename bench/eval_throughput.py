@@ -42,6 +42,7 @@ Round = Callable[[], Figures]
 @contextmanager
 def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.episodes.group import GroupRollout
+    from verl.kit.evaluation.benchmark import BenchmarkContext
     from verl.kit.evaluation.records import Records
     from verl.kit.evaluation.rows import rows_benchmark
     from verl.kit.evaluation.runner import Runner
@@ -51,7 +52,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.scoring.process import ScoringLimits
     from verl.utils.reward_score.rewards import build_rewards
 
-    (category,) = rows_benchmark(str(DATA)).categories
+    (category,) = rows_benchmark(str(DATA), BenchmarkContext(DATA.parent)).categories
     tasks = list(islice(category.tasks(), arguments.items))
     chat = format_of(arguments.model)
     length = MAX_PROMPT_LENGTH + arguments.tokens
