@@ -15,6 +15,7 @@ from verl.timer import raising_after
 
 RENDER_S = 10.0  # for one rendering; templates that are in use take a millisecond
 FREE_CHARS = 1_000_000
+_AGAIN_S = 0.1  # Python drops what a signal raises inside of a destructor or of the garbage collector
 GROWTH = 20  # characters of the text for one of what it is made of
 
 
@@ -25,7 +26,8 @@ class RenderTimeoutError(Exception):
 @contextmanager
 def render_deadline(seconds: float = RENDER_S) -> Iterator[None]:
     """Raises RenderTimeoutError inside of the block. In the main thread alone, where a signal can break off a loop."""
-    with raising_after(seconds, lambda: RenderTimeoutError(f"it did not end within {seconds:g} s")):
+    text = f"it did not end within {seconds:g} s"
+    with raising_after(seconds, lambda: RenderTimeoutError(text), again_s=_AGAIN_S):
         yield
 
 
