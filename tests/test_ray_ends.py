@@ -93,3 +93,35 @@ def _mentions(process: psutil.Process, folder: str) -> bool:
         return any(folder in word for word in process.cmdline())
     except psutil.Error:
         return False
+
+
+HURRIED = """
+import os, ray
+from pathlib import Path
+from verl.single_controller import ray as ours
+from verl.single_controller.ray import Cluster
+
+whole = ray.shutdown
+calls = []
+
+def interrupted(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 1:
+        raise KeyboardInterrupt
+    whole(*args, **kwargs)
+
+ours.ray.shutdown = interrupted
+try:
+    with Cluster.start(1):
+        folder = Path(os.environ["TMPDIR"]).parent
+        print(folder, folder.is_dir(), flush=True)
+except KeyboardInterrupt:
+    print(len(calls), ray.is_initialized(), folder.exists(), flush=True)
+"""
+
+
+def test_an_end_that_is_hurried_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HURRIED], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    (folder, there), ended = (line.split() for line in done.stdout.splitlines())
+    assert there == "True" and ended == ["2", "False", "False"]
+    assert not Path(folder).exists(), "Ray's own end has made it anew"

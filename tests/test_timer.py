@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from verl.chat.bounds import render_deadline
+from verl.chat.bounds import RenderTimeoutError, render_deadline
 from verl.system.timer import PROCESSOR, REAL, raising_after
 from verl.utils.reward_score.math import same_answer
 
@@ -73,3 +73,15 @@ def test_templates_and_answers_leave_the_timers_of_others_alone() -> None:
     finally:
         for timer in (REAL, PROCESSOR):
             signal.setitimer(timer, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_template_whose_interruption_was_dropped_is_interrupted_again() -> None:
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(1)
+
+    with pytest.raises(RenderTimeoutError), render_deadline(0.1):
+        Slow()
+        while True:
+            pass

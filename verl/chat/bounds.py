@@ -15,6 +15,7 @@ from verl.system.timer import raising_after
 
 RENDER_S = 10.0  # per rendering; real templates take a millisecond
 FREE_CHARS = 1_000_000
+_AGAIN_S = 0.1  # Python drops an exception that a signal raises in a destructor or in garbage collection
 GROWTH = 20  # maximum output characters per input character
 
 
@@ -25,7 +26,8 @@ class RenderTimeoutError(Exception):
 @contextmanager
 def render_deadline(seconds: float = RENDER_S) -> Iterator[None]:
     """Raises RenderTimeoutError inside the block; only in the main thread, where a signal can interrupt a loop."""
-    with raising_after(seconds, lambda: RenderTimeoutError(f"rendering took longer than {seconds:g} s")):
+    text = f"rendering took longer than {seconds:g} s"
+    with raising_after(seconds, lambda: RenderTimeoutError(text), again_s=_AGAIN_S):
         yield
 
 

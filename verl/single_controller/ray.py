@@ -232,7 +232,11 @@ def _init(address: str, environment: Mapping[str, str], **options: Any) -> None:
 
 def _shutdown() -> None:
     with kept_signals():
-        ray.shutdown()
+        try:
+            ray.shutdown()
+        except BaseException:  # hurried: the interpreter's end would finish it, and make the removed folder anew
+            ray.shutdown()
+            raise
 
 
 @contextmanager
