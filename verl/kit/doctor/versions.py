@@ -167,7 +167,7 @@ def check_collision(installed: Installed) -> list[Check]:
     """The distribution `verl` on PyPI has the same import name as our distribution `toolrl`."""
     if "verl" not in installed:
         return []
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     code = "import verl; print(verl.__file__)"
     # in the root folder, because the current folder comes first on sys.path and would shadow the installed package
     ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
