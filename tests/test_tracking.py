@@ -348,7 +348,3 @@ def test_known_names(name: str) -> None:
 )
 def test_unknown_names(name: str) -> None:
     assert not names.known(name)
-
-
-def test_the_page_of_metrics_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == names.markdown()

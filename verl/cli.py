@@ -36,7 +36,7 @@ COMMANDS = {
     "replay": Command("verl.replay", "run a recorded training step again"),
     "lab": Command("verl.utils.reward_score.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
-    "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
+    "metrics": Command("verl.tracking.names", "table of all metrics"),
     "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
     "collapse": Command("verl.trainer.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.envs.server", "serve an environment over HTTP"),
