@@ -36,11 +36,11 @@ from verl.algorithms.kl_cov import largest, penalty_where_selected
 from verl.algorithms.opo import opo
 from verl.algorithms.pass_at_k import pass_at_k
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
+from verl.algorithms.ppo import clipped_value_loss
 from verl.algorithms.reinforce_pp import reinforce_pp
 from verl.algorithms.remax import remax
 from verl.algorithms.rloo import rloo
 from verl.algorithms.sapo import soft_gated
-from verl.algorithms.value_loss import clipped_value_loss
 
 
 class Published:

@@ -16,7 +16,7 @@ from verl.algorithms.aggregate import Aggregation, sample_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import apply_kl_penalty, k1, k2, k3
 from verl.algorithms.policy_loss import LossInputs, clipped
-from verl.algorithms.value_loss import clipped_value_loss
+from verl.algorithms.ppo import clipped_value_loss
 from verl.registry import resolve
 
 ONE_SAMPLE = torch.zeros(0, dtype=torch.long)

@@ -23,14 +23,14 @@ from verl.config.load import load_probe
 from verl.data.chat import ChatTemplate
 from verl.errors import ConfigError
 from verl.evaluation.advice import advice
-from verl.evaluation.probe import Cost, Judge, row_of, summary
+from verl.evaluation.probe import Cost, Criteria, row_of, summary
 from verl.evaluation.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.jsonl import read_rows
 from verl.trainer import main_eval
-from verl.trainer.probe import Shaped, judge_of
+from verl.trainer.probe import Shaped, criteria_of
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rewards import Rewards, build_rewards
@@ -102,7 +102,7 @@ def rollout(reward: float, tokens: int = 10, stop: str = "stop", **parts: float)
     }
 
 
-RIGHT_IF_CORRECT = Judge(lambda task, found: found["score"]["parts"]["correct"] > 0, best_format=1.0)
+RIGHT_IF_CORRECT = Criteria(lambda task, found: found["score"]["parts"]["correct"] > 0, best_format=1.0)
 
 
 def test_statistics_by_hand() -> None:
@@ -149,16 +149,16 @@ def test_what_counts_follows_the_reward(
     name: str, answer: str, parts: dict[str, float], total: float, right: bool, formed: bool | None
 ) -> None:
     task = Task("x#0", TASK.prompt, answer, "any")
-    judge = judge_of(build_rewards(name), [task])
+    criteria = criteria_of(build_rewards(name), [task])
     found = rollout(total, **parts)
-    assert judge.right(task, found) is right
-    assert judge.well_formed(found) is formed
+    assert criteria.right(task, found) is right
+    assert criteria.well_formed(found) is formed
 
 
 def test_a_format_part_that_is_always_zero_says_nothing() -> None:
-    judge = judge_of(build_rewards("zerotir"), [TASK])
+    criteria = criteria_of(build_rewards("zerotir"), [TASK])
     group = [rollout(0.0, correct=0.0, format=0.0), rollout(1.0, correct=1.0, format=0.0)]
-    assert summary([row_of(TASK, group, judge)], [group], judge, Cost(1, 1.0), 10)["format"] is None
+    assert summary([row_of(TASK, group, criteria)], [group], criteria, Cost(1, 1.0), 10)["format"] is None
 
 
 def statistics(**changed: Any) -> dict[str, Any]:

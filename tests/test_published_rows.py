@@ -32,8 +32,8 @@ from verl.data.tasks import TaskSet
 from verl.trainer.build import episode_runner_of
 from verl.trainer.build_env import prompt_fn
 from verl.types import Message
+from verl.utils.reward_score.answers import accepted_answers
 from verl.utils.reward_score.base import build_reward
-from verl.utils.reward_score.search_r1 import accepted_answers
 
 PREFIX = (  # Search-R1's, of its template "base"
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "

@@ -30,11 +30,11 @@ from verl.types import (
     Turn,
 )
 from verl.utils.reward_score import LabReward, build_reward
+from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
 from verl.utils.reward_score.lab import try_reward
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
 from verl.utils.reward_score.otc import fit, frugality, question_key
-from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalized
 from verl.utils.reward_score.tool_n1 import last_block, read_calls
 from verl.utils.reward_score.zerotir import format_penalty
 

@@ -30,8 +30,7 @@ from verl.data.formats.text import shorten
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError
 from verl.types import Message, ToolCall, ToolSpec
-from verl.utils.reward_score.parsing import call_text, parse_calls
-from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.parsing import call_text, listed_tools, parse_calls
 
 CORPORA = sorted((ROOT / "tests" / "formats").glob("*.jsonl"))
 CASES = [

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.types import Message
-from verl.utils.reward_score.parsing import parse_gold
-from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.parsing import listed_tools, parse_gold
 
 Row = Mapping[str, Any]
 MASK = "fn_"  # prefix of masked tool names

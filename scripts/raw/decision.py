@@ -10,8 +10,7 @@ from typing import Any
 from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, check_example, tool_list
 from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import render_response
-from verl.utils.reward_score.prompt import TOOLS_HEADING
+from verl.utils.reward_score.parsing import TOOLS_HEADING, render_response
 
 Instruction = Callable[[Sequence[Tool]], str]
 

@@ -20,12 +20,6 @@ def describe(function: Callable[..., object]) -> str:
     return " ".join([name_of(function), *(f"{name}={value}" for name, value in values.items())])
 
 
-def describe_kl(algorithm: Algorithm) -> str:
-    """KL estimator, placement and coefficient."""
-    kl = algorithm.kl
-    return "none" if kl.placement is KLPlacement.NONE else f"{kl.estimator} in {kl.placement}, {kl.coefficient:g}"
-
-
 def describe_extras(algorithm: Algorithm) -> str:
     """Components besides advantage, loss and KL."""
     overlong = algorithm.overlong
@@ -47,12 +41,13 @@ def describe_extras(algorithm: Algorithm) -> str:
 
 def row(algorithm: Algorithm) -> tuple[str, ...]:
     """The algorithm's table cells, in the order of COLUMNS."""
+    kl = algorithm.kl
     return (
         algorithm.name,
         describe(algorithm.advantage),
         describe(algorithm.policy_loss),
         algorithm.aggregation.value,
-        describe_kl(algorithm),
+        "none" if kl.placement is KLPlacement.NONE else f"{kl.estimator} in {kl.placement}, {kl.coefficient:g}",
         describe_extras(algorithm),
         algorithm.paper,
     )

@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl.errors import DataError
-from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL
-from verl.utils.reward_score.prompt import TOOLS_HEADING
+from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOLS_HEADING
 
 DATA_SOURCE = "rlla"
 RAW_FIELDS = ("instruction", "input", "output")

@@ -20,8 +20,7 @@ from verl.data.rlla import DATA_SOURCE
 from verl.data.rows import RowStore
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task, ToolCall, ToolSpec
-from verl.utils.reward_score.parsing import parse_gold
-from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.parsing import listed_tools, parse_gold
 from verl.utils.reward_score.rewards import named_reward
 
 GROUND_TRUTH = "reward_model.ground_truth"

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from verl.envs.rows import check_row
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
@@ -29,7 +28,7 @@ class UserMessage(BaseModel):
     content: str
 
 
-class Extra(BaseModel):
+class BfclExtra(BaseModel):
     """Task.extra."""
 
     classes: list[str]
@@ -75,11 +74,6 @@ def bfcl_tasks(
         if int(row["id"].rpartition("_")[2]) in wanted and (keep_faulty or row["id"] not in FAULTY)
     ]
     return found[:limit]
-
-
-def check_task(task: Task) -> None:
-    """Raises DataError for any other task."""
-    check_row("bfcl", task, Extra, list[list[GoldCall]])
 
 
 def data_folder() -> Path:

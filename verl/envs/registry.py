@@ -27,7 +27,7 @@ TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_tur
 
 
 @dataclass(frozen=True, slots=True)
-class ClassFactory:
+class ClassFactory(EnvFactory):
     """An environment class as a factory: every episode is `env_class(task, **options)`, with no shared resources."""
 
     env_class: Callable[..., Env]
@@ -40,9 +40,6 @@ class ClassFactory:
         """Delegates to the class, if it has a static method of this name."""
         if isinstance(self.env_class, TaskChecker):
             self.env_class.check_task(task)
-
-    async def close(self) -> None:
-        """No-op: no shared resources."""
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:

@@ -24,11 +24,11 @@ from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
-from verl.envs.tools.text import utf8
 from verl.envs.wire import Answer, Closed, CreateRequest, CreateResponse, EpisodeList, Fault, Health, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.text import utf8
 from verl.types import Message, Task
 
 Operation = Callable[[Env], Awaitable[dict[str, Any]]]

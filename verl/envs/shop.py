@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from verl.envs.base import Observation, StepResult
+from verl.envs.base import Env, Observation, StepResult
 from verl.envs.functions import Toolbox, answer_calls
 from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
@@ -73,7 +73,7 @@ class ShopExtra(BaseModel):
     products: dict[str, Product]
 
 
-class ShopEnv:
+class ShopEnv(Env):
     """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} to buy."""
 
     def __init__(self, task: Task) -> None:
@@ -99,9 +99,6 @@ class ShopEnv:
         """1 if exactly the requested products were bought."""
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return Score(bought, {"bought": bought})
-
-    async def close(self) -> None:
-        """No-op: no resources."""
 
 
 def shop_tasks(count: int = 8, seed: int = 0) -> list[Task]:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.tools.text import utf8
+from verl.text import utf8
 from verl.types import Message, Score, Task
 
 MAX_ITEMS = 1024  # episodes per request; clients split larger batches

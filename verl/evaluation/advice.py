@@ -39,13 +39,11 @@ def _responses(found: Mapping[str, Any]) -> list[str]:
 
 
 def _calls(found: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines, failed, used = [], _percent(found["malformed"]), _percent(found["tools_used"])
     if found["malformed"] > MANY_MALFORMED:
-        share = _percent(found["malformed"])
-        lines.append(f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a parse error")
+        lines.append(f"SFT first, or choose another env.tool_call_format: {failed} of the episodes have a parse error")
     if found["tools_used"] < FEW_WITH_TOOLS:
-        share = _percent(found["tools_used"])
-        lines.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")
+        lines.append(f"show how tools are called (SFT, prompt_template): {used} of the episodes call one")
     return lines
 
 

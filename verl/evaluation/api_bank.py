@@ -20,8 +20,7 @@ from verl.evaluation.base import Aggregate, Benchmark, BenchmarkContext, Categor
 from verl.evaluation.files import find_file, numbered_rows
 from verl.evaluation.handlers import check_several_tools
 from verl.types import Message, Task, ToolCall, ToolSpec
-from verl.utils.reward_score.parsing import parse_calls
-from verl.utils.reward_score.prompt import TOOLS_HEADING
+from verl.utils.reward_score.parsing import TOOLS_HEADING, parse_calls
 
 _LEVELS = (1, 2, 3)
 _HINT = "it is benchmarks/API-Bank/{} of ToolRL's repository (qiancheng0/ToolRL)"

@@ -94,7 +94,7 @@ def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
         Task(
             row["id"],
             (Message("system", asked), Message("user", row["problem"])),
-            ", ".join(answer_texts(_short(row["answer"]), place, "answer")),
+            ", ".join(answer_texts(_without_solution(row["answer"]), place, "answer")),
             name,
         )
         for place, row in rows
@@ -102,6 +102,5 @@ def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
     ]
 
 
-def _short(answer: str | list[str]) -> str | list[str]:
-    """A gold answer without the preceding solution."""
+def _without_solution(answer: str | list[str]) -> str | list[str]:
     return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer

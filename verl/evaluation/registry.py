@@ -25,7 +25,7 @@ BENCHMARKS: Mapping[str, str] = {
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_benchmarks(names: Sequence[str]) -> None:
     """Raises ConfigError for an empty list, a duplicate, or an unknown benchmark; categories are not checked."""
     if not names:
         raise ConfigError("benchmarks is not set; use for example [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")

@@ -135,7 +135,10 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
     several = {
         "pass@n": _mean([any(task) for task in right]),
         "pass^n": _mean([all(task) for task in right]),
-        "pass^k": {str(k): _pass_hat(right, k) for k in range(1, len(right[0]) + 1)},
+        "pass^k": {  # all of k rollouts of a task, drawn without replacement, are right (arXiv 2406.12045)
+            str(k): _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
+            for k in range(1, len(right[0]) + 1)
+        },
     }
     productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
@@ -154,11 +157,6 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
-
-
-def _pass_hat(right: Sequence[Sequence[bool]], k: int) -> float:
-    """Probability that k of a task's n rollouts, drawn without replacement, are all right (arXiv 2406.12045)."""
-    return _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
 
 
 def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:

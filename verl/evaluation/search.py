@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.evaluation.files import Fields, answer_texts, find_file, rows_of
@@ -89,7 +88,9 @@ def _category(context: BenchmarkContext, name: str, episode: EpisodeConfig) -> C
 
 def _episode(context: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
     calls = usual_calls if context.max_tool_calls is None else context.max_tool_calls
-    options = context.search or {"corpus": str(_corpus(context))}
+    hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
+    corpora = ("wiki_passages.jsonl.gz", "wiki_passages.jsonl")
+    options = context.search or {"corpus": str(find_file(context.data_dir, corpora, hint))}
     return EpisodeConfig(
         "qa",
         {"judge": dict(context.judge)} if context.judge else {},
@@ -97,11 +98,6 @@ def _episode(context: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
         tools=({"name": "search", **options},),
         max_tool_calls=calls,
     )
-
-
-def _corpus(context: BenchmarkContext) -> Path:
-    hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
-    return find_file(context.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), hint)
 
 
 def _notes(context: BenchmarkContext) -> tuple[str, ...]:

@@ -89,10 +89,10 @@ def _responses(trajectory: Trajectory) -> list[Message]:
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content, **_tool_calls(message)} for message in messages]
-
-
-def _tool_calls(message: Message) -> dict[str, Any]:
-    """The message's calls if they are not part of its content."""
-    calls = () if message.calls_in_content else message.tool_calls
-    return {"tool_calls": [asdict(call) for call in calls]} if calls else {}
+    """Role, content, and the calls that are not part of the content."""
+    rows = []
+    for message in messages:
+        calls = () if message.calls_in_content else message.tool_calls
+        called = {"tool_calls": [asdict(call) for call in calls]} if calls else {}
+        rows.append({"role": message.role, "content": message.content, **called})
+    return rows

@@ -50,9 +50,9 @@ def _evaluate(args: CliArgs, console: Console) -> int:
         check_model(replace(config.model, path=config.compare), key="compare")
     check_engine("engine", config.engine)
     from verl.daemon import run_async
-    from verl.evaluation.registry import check_names  # a slow import: after the cheap checks
+    from verl.evaluation.registry import check_benchmarks  # a slow import: after the cheap checks
 
-    check_names(config.benchmarks)
+    check_benchmarks(config.benchmarks)
     from verl.trainer.evaluate import evaluate
 
     run_async(evaluate(config, console))

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         check_engine("rollout.name", config.rollout.name)
-        from verl.evaluation.registry import check_names as check_benchmarks  # slow imports: after the cheap checks
+        from verl.evaluation.registry import check_benchmarks  # slow imports: after the cheap checks
         from verl.trainer.build_env import check_names
 
         check_names(config.env, config.data.prompt_template)

@@ -24,7 +24,7 @@ from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.evaluation.advice import advice
 from verl.evaluation.base import Category, EpisodeConfig
-from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
+from verl.evaluation.probe import Cost, Criteria, Rollout, row_of, summary
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import NOT_ASKED, Records
 from verl.evaluation.runner import Runner
@@ -78,7 +78,7 @@ async def probe(config: ProbeConfig, console: Console) -> None:
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif episode_runner is not None:
             await episode_runner.close()
-    found, lines = _summarize(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
+    found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
     _report(found, lines, folder, console)
@@ -131,7 +131,7 @@ async def _roll_out(
     return faults
 
 
-def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
+def criteria_of(rewards: Rewards, tasks: Sequence[Task]) -> Criteria:
     """A response is correct if the reward's part "correct" is positive, or, without that part, if it has the maximum
     score (1 if unknown).
 
@@ -151,11 +151,11 @@ def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
         maximum = rewards.maximum(task, _STEP)
         return bool(score["total"] >= (1.0 if maximum is None else maximum) - _TOLERANCE)
 
-    return Judge(right, best_format)
+    return Criteria(right, best_format)
 
 
 def _summarize(
-    tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
+    tasks: Sequence[Task], records: Records, criteria: Criteria, cost: Cost, config: ProbeConfig
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(statistics, a line per row). Raises DataError if no row could be rolled out."""
     answered = [(task, group) for task in tasks for group in records.of([task])]
@@ -166,8 +166,8 @@ def _summarize(
             hint="Raise max_prompt_length",
             file=str(config.data),
         )
-    rows = [row_of(task, group, judge) for task, group in rolled_out]
-    found = summary(rows, [group for _, group in rolled_out], judge, cost, config.bootstrap)
+    rows = [row_of(task, group, criteria) for task, group in rolled_out]
+    found = summary(rows, [group for _, group in rolled_out], criteria, cost, config.bootstrap)
     return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.algorithms.value_loss import clipped_value_loss
+from verl.algorithms.ppo import clipped_value_loss
 from verl.batch import PackedBatch
 from verl.workers.fsdp_engine import FSDPEngine
 

@@ -10,7 +10,7 @@ from verl.data.formats.inline import InlineFormat
 from verl.data.formats.prompt import TOOLS, PromptTemplateMixin
 from verl.errors import ConfigError, DataError
 from verl.types import Message, ToolSpec
-from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.parsing import listed_tools
 
 _HINT = "Change the row, or choose another env.tool_call_format"
 _REWRITTEN = ("system", "user", "assistant", "tool")  # roles that formats render themselves

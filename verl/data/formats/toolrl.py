@@ -15,8 +15,7 @@ from verl.data.formats.base import Calls, Final, Parsed, ParseError
 from verl.data.formats.prompt import SystemPromptTemplateMixin, numbered_tools
 from verl.data.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
 from verl.types import Message, ToolCall, ToolSpec
-from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
-from verl.utils.reward_score.prompt import listed_tools
+from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END, listed_tools
 
 HISTORY_HEADING = "**Dialogue Records History**"
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from verl.envs.rows import check_row
 from verl.envs.tau2.users import scripted_opening
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
@@ -26,7 +25,7 @@ class Instructions(BaseModel):
     task_instructions: str | None
 
 
-class Extra(BaseModel):
+class Tau2Extra(BaseModel):
     """Task.extra."""
 
     domain: Literal["retail", "airline"]
@@ -40,7 +39,7 @@ class Action(BaseModel):
     arguments: dict[str, Any]
 
 
-class Gold(BaseModel):
+class GoldOutcome(BaseModel):
     """Task.answer as JSON: the gold actions and the information to communicate."""
 
     actions: list[Action]
@@ -84,11 +83,6 @@ def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number
         field = str(error.args[0]) if isinstance(error, KeyError) else ""
         problem = "is missing" if field else f"is not a task ({error})"
         raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
-
-
-def check_task(task: Task) -> None:
-    """Raises DataError for any other task."""
-    check_row("tau2", task, Extra, Gold)
 
 
 def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:

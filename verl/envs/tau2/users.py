@@ -43,10 +43,11 @@ class User(Protocol):
         """The next user message after `dialogue`, which ends with the agent's. None: the user hangs up."""
 
     async def close(self) -> None:
-        """Release its resources."""
+        """Release its resources. By default a no-op."""
+        return
 
 
-class ScriptedUser:
+class ScriptedUser(User):
     """Gives all information at once; answers a question with the known facts and a yes; else hangs up."""
 
     async def opening(self, task: Task) -> str:
@@ -59,9 +60,6 @@ class ScriptedUser:
             return None
         known = task.extra["instructions"]["known_info"] or ""
         return f"{known}\nYes, please go ahead with what I asked for.".lstrip()
-
-    async def close(self) -> None:
-        """No-op: no resources."""
 
 
 class ChatUser:

@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, relevance
 from referencing import Registry
 
-from verl.envs.tools.text import shortened
 from verl.errors import ConfigError
+from verl.text import shortened
 from verl.types import ToolSpec
 
 MAX_PROBLEMS = 3  # reported per call

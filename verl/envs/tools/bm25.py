@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import bm25s
 
 from verl.data.rows import read_rows
-from verl.envs.tools.search import Passage
+from verl.envs.tools.search import Passage, Retriever
 from verl.errors import DataError
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG on import
 
 
-class Bm25Retriever:
+class Bm25Retriever(Retriever):
     """Ranks passages by BM25.
 
     corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`
@@ -33,9 +33,6 @@ class Bm25Retriever:
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         return await asyncio.to_thread(self._search, queries, k)
-
-    async def close(self) -> None:
-        """No-op: no resources."""
 
     def _search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Passages that share no term with a query are left out, even if fewer than k remain."""

@@ -102,7 +102,7 @@ def _value(node: ast.AST) -> Number:
     )
 
 
-def evaluate(expression: str) -> Number:
+def value_of(expression: str) -> Number:
     """The value of an expression. Raises ToolError for an invalid one, or if a number grows too large."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression has more than {MAX_CHARS} characters")
@@ -125,5 +125,5 @@ async def calculator(expression: str) -> str:
     Args:
         expression: Numbers, pi, e, + - * / // % ** and parentheses, and functions such as sqrt, log, round or max.
     """
-    value = evaluate(expression)
+    value = value_of(expression)
     return str(value) if isinstance(value, int) else f"{value:.15g}"

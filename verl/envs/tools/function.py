@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from verl.daemon import Daemon
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
+from verl.text import as_text
 from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,8 @@ class FunctionTool:
             problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise ToolError(f"Wrong arguments: {'; '.join(problems)}") from error
         given = {str(field.alias): getattr(checked, key) for key, field in self._arguments.model_fields.items()}
-        if iscoroutinefunction(self.function):
-            answer = await self.function(**given)
-        else:
-            answer = await self._in_thread(given)
-        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        in_loop = iscoroutinefunction(self.function)
+        return as_text(await (self.function(**given) if in_loop else self._in_thread(given)))
 
     async def close(self) -> None:
         """No-op: no resources."""
@@ -74,13 +71,10 @@ class FunctionTool:
         try:
             return await call.result()
         except asyncio.CancelledError:
-            self._abandon(call.thread)
+            if not self._abandoned:
+                log.warning("tool %r: a call was canceled; its thread keeps running until it returns", self.spec.name)
+            self._abandoned.add(call.thread)
             raise
-
-    def _abandon(self, thread: threading.Thread) -> None:
-        if not self._abandoned:
-            log.warning("tool %r: a call was canceled, but its thread keeps running until it returns", self.spec.name)
-        self._abandoned.add(thread)
 
 
 @overload

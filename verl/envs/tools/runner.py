@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from verl.envs.clock import acquire_slot
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
-from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError, VerlError
 from verl.registry import nearest
+from verl.text import NOTE_CHARS, shortened
 from verl.types import Message, Task, ToolCall, ToolStatus, ToolUse
 
 log = logging.getLogger(__name__)

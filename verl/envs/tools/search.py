@@ -36,7 +36,8 @@ class Retriever(Protocol):
         """Up to `k` passages per query, best first. Raises ServiceDownError on failure."""
 
     async def close(self) -> None:
-        """Release its resources."""
+        """Release its resources. By default a no-op."""
+        return
 
 
 class SearchTool:

@@ -20,15 +20,9 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
+from verl.utils.reward_score.answers import answer_response, corrupted_answers, episode_text, exact_match, follows_cycle
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
-from verl.utils.reward_score.search_r1 import (
-    answer_response,
-    corrupted_answers,
-    episode_text,
-    exact_match,
-    follows_cycle,
-)
 
 
 def frugality(calls: int, smoothing: float) -> float:

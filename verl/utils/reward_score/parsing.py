@@ -1,4 +1,4 @@
-"""ToolRL's response grammar: think, tool_call and response blocks, and the calls inside.
+"""ToolRL's formats: the tools listed in a prompt; think, tool_call and response blocks, and the calls inside.
 
     <think> .. </think>
     <tool_call>
@@ -12,17 +12,22 @@ Every function is linear in the length of its input, for any input.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any
 
 from verl.errors import DataError
+from verl.types import Message
 
 THINK, THINK_END = "<think>", "</think>"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<response>", "</response>"
+
+TOOLS_HEADING = "**Available Tools**"
+_LISTED_TOOL = re.compile(r"^\d+\. Name:(.*)$", re.MULTILINE)
 
 # (start of any turn, start of an assistant turn, end of a turn)
 _CHAT_MARKERS = (
@@ -182,3 +187,11 @@ def render_response(thought: str, calls: Sequence[dict[str, Any]] | None = None,
     if response is not None:
         blocks.append(f"{RESPONSE} {response} {RESPONSE_END}")
     return "\n".join(blocks)
+
+
+def listed_tools(prompt: Iterable[Message]) -> tuple[str, ...] | None:
+    """Names, stripped, in the order of the numbered list; None if no system message has ToolRL's tools heading."""
+    for message in prompt:
+        if message.role == "system" and TOOLS_HEADING in message.content:
+            return tuple(name.strip() for name in _LISTED_TOOL.findall(message.content.partition(TOOLS_HEADING)[2]))
+    return None

@@ -26,8 +26,8 @@ from typing import Any
 from verl.errors import ConfigError, ServiceDownError
 from verl.services import completion_text
 from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.answers import accepted_answers, comparable, last_answer
 from verl.utils.reward_score.parsing import RESPONSE, RESPONSE_END, THINK_END
-from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last_answer
 
 _JUDGE_KEYS = ("url", "model", "key_variable")
 _ATTEMPTS = 3
@@ -79,13 +79,16 @@ class QaReward:
         answer = final_answer(trajectory.response)
         golds = accepted_answers(task.answer)
         text = comparable(answer)
+        compared = [comparable(gold) for gold in golds]
         parts = {
-            "exact_match": float(any(text == comparable(gold) for gold in golds)),
-            "f1": max(_f1(text.split(), comparable(gold).split()) for gold in golds),
-            "contains": float(any(_within(comparable(gold), text) for gold in golds)),
+            "exact_match": float(text in compared),
+            "f1": max(_f1(text.split(), gold.split()) for gold in compared),
+            "contains": float(any(f" {gold} " in f" {text} " for gold in compared)),
         }
         if self.judge:
-            parts["judge"] = float(_judged(self.judge, task.prompt[-1].content, golds, answer))
+            asked = 0 < len(answer) <= _JUDGED_CHARS
+            question = task.prompt[-1].content
+            parts["judge"] = float(asked and _ask_judge(self.judge, question, golds, answer, _DEADLINE_S))
         return Score(parts["judge" if self.judge else "exact_match"], parts)
 
 
@@ -101,16 +104,6 @@ def final_answer(response: str) -> str:
 def _f1(answer: list[str], gold: list[str]) -> float:
     shared = (Counter(answer) & Counter(gold)).total()
     return 2.0 * shared / (len(answer) + len(gold)) if shared else 0.0
-
-
-def _within(gold: str, answer: str) -> bool:
-    return f" {gold} " in f" {answer} "
-
-
-def _judged(judge: Mapping[str, Any], question: str, golds: list[str], answer: str) -> bool:
-    if not answer or len(answer) > _JUDGED_CHARS:
-        return False
-    return _ask_judge(judge, question, golds, answer, _DEADLINE_S)
 
 
 def _ask_judge(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:

@@ -194,11 +194,6 @@ def full_length(options: RllaOptions, step: int) -> float:
     return 384.0 + 256.0 * (step / 105 if done is None else done)
 
 
-def _length_score(response: str, options: RllaOptions, step: int) -> float:
-    count = thought_word_count(response)
-    return 0.0 if count is None else min(round(count / full_length(options, step), 2), 1.0)
-
-
 def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
     """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points divided by the maximum.
 
@@ -256,7 +251,8 @@ def score_response(response: str, answer: str, step: int, options: RllaOptions) 
     format_ends = format_range(options, step)
     form = format_ends.high if matches_shape(response, gold.shape) else format_ends.low
     correctness = _correctness_score(response, gold, options, step)
-    length = _length_score(response, options, step) if options.scores_length else 0.0
+    count = thought_word_count(response) if options.scores_length else None
+    length = 0.0 if count is None else min(round(count / full_length(options, step), 2), 1.0)
     return RllaScore(form + correctness + length, form, correctness, length)
 
 

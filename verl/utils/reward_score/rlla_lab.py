@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 from verl.types import Task
@@ -18,10 +19,10 @@ from verl.utils.reward_score.parsing import (
     THINK_END,
     TOOL_CALL,
     TOOL_CALL_END,
+    listed_tools,
     parse_gold,
     render_call,
 )
-from verl.utils.reward_score.prompt import listed_tools
 
 _STRANGER: dict[str, Any] = {"name": "a_tool_not_in_the_list", "parameters": {"q": 1}}
 
@@ -59,10 +60,7 @@ def corrupted_responses(task: Task, response: str) -> list[Mutation]:
 
 
 def _corrupted_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
-
-    def with_lines(lines: list[str]) -> str:
-        return _with_calls(response, lines)
-
+    with_lines = partial(_with_calls, response)
     lines = [render_call(call) for call in calls]
     first, *others = calls
     parameters = first["parameters"]
@@ -96,10 +94,8 @@ def _corrupted_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mu
     for number, call in enumerate(calls):
         for key, value in call["parameters"].items():
             others = {name: kept for name, kept in call["parameters"].items() if name != key}
-            for name, parameters in (
-                ("dropped parameter", others),
-                ("wrong value", {**call["parameters"], key: _another_value(value)}),
-            ):
+            changed = {**call["parameters"], key: _another_value(value)}
+            for name, parameters in (("dropped parameter", others), ("wrong value", changed)):
                 line = render_call({**call, "parameters": parameters})
                 corrupted.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
     return corrupted

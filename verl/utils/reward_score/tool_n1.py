@@ -63,7 +63,7 @@ _TOTALS: Mapping[str, Callable[[Decision], float]] = {
 }
 
 
-def read_json(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of a JSON text, possibly encoded twice; None if it is invalid."""
     try:
         found = json.loads(text.strip())
@@ -74,19 +74,13 @@ def read_json(text: str) -> Any:
 
 def read_calls(text: str) -> list[Call] | None:
     """The calls of a JSON list or of a single call, possibly encoded twice; None for anything else."""
-    found = read_json(text)
+    found = json_value(text)
     try:
         calls = [found] if isinstance(found, dict) else found
-        return [(_name(call), json.dumps(call["arguments"], sort_keys=True)) for call in calls]
+        pairs = [(call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls]
     except (TypeError, KeyError, RecursionError):
         return None
-
-
-def _name(call: Any) -> str:
-    if not isinstance(call["name"], str):
-        raise TypeError
-    name: str = call["name"]
-    return name
+    return pairs if all(isinstance(name, str) for name, _ in pairs) else None
 
 
 def last_block(response: str) -> str | None:
@@ -130,7 +124,7 @@ class ToolN1Reward:
         right = calls is not None and Counter(calls) == Counter(gold)
         names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in gold)
         thinking = THINK in response and THINK_END in response
-        is_json = block is not None and read_json(block) is not None
+        is_json = block is not None and json_value(block) is not None
         decision = Decision(right, names, thinking, block is not None, is_json)
         parts = {"correct": float(right), "names": float(names), "format": float(thinking)}
         return Score(_TOTALS[self.version](decision), parts)

@@ -1,4 +1,9 @@
-"""Truncates and cleans text of unknown length and origin."""
+"""Text of unknown length and origin for the policy: results as text, truncated, without lone surrogates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
 
 NOTE_CHARS = 60  # upper bound for the note in a truncated text
 
@@ -14,3 +19,8 @@ def shortened(text: str, max_chars: int) -> str:
 def utf8(text: str) -> str:
     """The text without lone surrogates, which JSON can encode but neither UTF-8 nor a tokenizer accepts."""
     return text.encode(errors="replace").decode()
+
+
+def as_text(result: Any) -> str:
+    """A function's result: a string unchanged, everything else as JSON."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
