@@ -543,7 +543,7 @@ def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="names no server"):
+    with pytest.raises(ConfigError, match="names no environment server"):
         build_env_factory("remote", {"urls": []})
     command = [sys.executable, "-m", "verl.envs.server", "--env", "shopp"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
