@@ -84,7 +84,10 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
-        (("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"), "names no environment server"),
+        (
+            ("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"),
+            "names no environment server",
+        ),
         (
             ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
             "data='/nowhere' has no folder retail",

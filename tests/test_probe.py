@@ -28,7 +28,7 @@ from verl.evaluation.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
 from verl.rollout.scoring import DirectScorer
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval
 from verl.trainer.probe import Shaped, criteria_of
 from verl.types import Message, Task, TrajectoryGroup
@@ -279,16 +279,16 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert "SFT first: 100 % of the responses have no valid format" in said
     assert "raise max_response_length" in said
     (folder,) = (tmp_path / "out").iterdir()
-    rows = read_rows(folder / "probe.jsonl")
-    answers = read_rows(folder / "answers.jsonl")
+    rows = read_jsonl(folder / "probe.jsonl")
+    answers = read_jsonl(folder / "answers.jsonl")
     assert len(rows) == 2
     assert len(answers) == 4
     assert {row["success_rate"] for row in rows} == {0.0}
     assert main_eval.main([*words, "limit=3"]) == 0
-    more = read_rows(folder / "answers.jsonl")
+    more = read_jsonl(folder / "answers.jsonl")
     assert more[:4] == answers
     assert len(more) == 6
-    assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_rows(folder / "probe.jsonl")}
+    assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_jsonl(folder / "probe.jsonl")}
     found = json.loads((folder / "probe.json").read_text())
     assert found["rows"] == 3
     assert found["settings"]["env"]["tool_call_format"] is None

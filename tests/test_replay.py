@@ -28,7 +28,7 @@ from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
 from verl.files import replacing
 from verl.replay import main, parse_args
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer.collapse import CollapseWatch
 from verl.trainer.record import (
     Record,
@@ -88,7 +88,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     way = plan_replay(plain_run, step)
     assert (way.start.name if way.start else None) == start
     replayed = replay_step(plain_run, step)
-    told = next(row for row in read_rows(plain_run / "metrics.jsonl") if row["step"] == step)
+    told = next(row for row in read_jsonl(plain_run / "metrics.jsonl") if row["step"] == step)
     assert replayed.differing() == []
     for name in ("actor/loss", "actor/grad_norm", "engine/logprob_diff_mean", "actor/entropy"):
         assert replayed.replayed[name] == replayed.recorded[name] == told[name]

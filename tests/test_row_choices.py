@@ -27,7 +27,7 @@ from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.rollout.scoring import DirectScorer, ScoringPool
 from verl.rollout.scripted_engine import ScriptedEngine
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
 from verl.trainer.build import episode_runner_of, load_inputs
 from verl.trainer.build_env import build_episode_runner, prompt_fn
@@ -156,7 +156,7 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
     out = tmp_path / "out.jsonl"
     words = [f"model.path={model}", f"files=[{path}]", f"output={out}", "engine=hf", "dtype=float32", "device=cpu"]
     assert main_generation.main([*words, "max_response_length=4", "reward.name=math", "max_prompt_length=64"]) == 0
-    assert [each["score"]["total"] for each in read_rows(out)] == [0.0, 7.0]
+    assert [each["score"]["total"] for each in read_jsonl(out)] == [0.0, 7.0]
 
 
 # --- environments

@@ -120,13 +120,13 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
 def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     model: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    from verl.tracking.jsonl import read_rows
+    from verl.tracking.jsonl import read_jsonl
 
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     run(model, samples, straight, steps=8)
     run(model, samples, broken, steps=4)
     resumed = run(model, samples, broken, steps=8)
-    one, two = (read_rows(folder / "metrics.jsonl") for folder in (straight, broken))
+    one, two = (read_jsonl(folder / "metrics.jsonl") for folder in (straight, broken))
     assert [row["step"] for row in two] == list(range(9)) and resumed.step == 8
     assert [row["actor/loss"] for row in one[1:]] == [row["actor/loss"] for row in two[1:]]
     assert one[8]["val/demonstrations/loss"] < 0.8 * one[0]["val/demonstrations/loss"]

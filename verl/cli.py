@@ -46,7 +46,7 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
+def help_text() -> str:
     """The help text of `toolrl`."""
     rows = [f"  {name:18}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command in this process, with its own `sys.argv`. Raises SystemExit with the command's exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        sys.stdout.write(usage())
+        sys.stdout.write(help_text())
         return 0
     if name == "--version":
         sys.stdout.write(f"toolrl {__version__}\n")

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
-        return plan(config, gpu, console)
+        return print_plan(config, gpu, console)
 
     return run_cli(argv, __doc__ or "", Config, run)
 
@@ -54,8 +54,8 @@ def expand_shorthands(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return settings, gpu
 
 
-def plan(config: Config, gpu: str | None, console: Console) -> int:
-    """Print the plan. Heavy imports are done here."""
+def print_plan(config: Config, gpu: str | None, console: Console) -> int:
+    """Heavy imports are done here."""
     from verl.daemon import run_async
     from verl.data.tasks import TaskSet
     from verl.trainer.build import episode_runner_of, load_chat_template

@@ -67,7 +67,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         process.wait()
     if process.returncode or folder.exists():
         _log.warning("the cleanup process of the run ended early (exit code %s)", process.returncode)
-        watcher.Run(str(folder), os.getpid()).tidy()
+        watcher.RunProcesses(str(folder), os.getpid()).tidy()
 
 
 def _make_folder() -> Path:

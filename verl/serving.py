@@ -17,9 +17,9 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,7 +60,7 @@ class ServingConfig:
     port: int
     token_file: Path | None = None
     no_token: bool = False
-    allow_hosts: tuple[str, ...] = ()
+    allow_hosts: Sequence[str] = ()
     max_body_mib: int = 32
     max_requests: int = 1024
 
@@ -73,7 +73,9 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
         "--token-file", type=Path, help=f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
     )
     parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="accepted Host header")
+    parser.add_argument(
+        "--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME", help="accepted Host header"
+    )
     parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
     parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
 
@@ -95,15 +97,7 @@ def positive_float(text: str) -> float:
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:
     """The parsed options as a ServingConfig."""
-    return ServingConfig(
-        options.host,
-        options.port,
-        options.token_file,
-        options.no_token,
-        tuple(options.allow_host),
-        options.max_body_mib,
-        options.max_requests,
-    )
+    return ServingConfig(**{each.name: getattr(options, each.name) for each in fields(ServingConfig)})
 
 
 def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None) -> FastAPI:
@@ -161,11 +155,10 @@ class Gate:
 
     def _is_allowed(self, header: str) -> bool:
         """Protects against DNS rebinding: accepts our own names and any IP address, which cannot be rebound."""
-        try:
+        with suppress(ValueError):
             host = urlsplit(f"//{header}").hostname or ""
-        except ValueError:
-            return False
-        return host in self._hosts or _is_address(host)
+            return host in self._hosts or _is_address(host)
+        return False
 
     def _too_large(self) -> JSONResponse:
         return _refused(413, f"the body has more than {self._max_bytes // MIB} MiB; --max-body-mib sets the limit")
@@ -188,9 +181,8 @@ class Gate:
                     refused = self._too_large()
                 elif self._num_bytes > BODIES_HELD * self._max_bytes:
                     refused = _busy("too many large requests at a time")
-            if (
-                refused is None and sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES
-            ):  # an upper bound of the number of values
+            most_values = sum(map(body.count, (b"[", b"{", b",")))
+            if refused is None and most_values > MAX_VALUES:
                 refused = _refused(413, f"the body has more than {MAX_VALUES} values")
             yield refused or bytes(body)
         finally:
@@ -211,7 +203,7 @@ async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive,
     """Run the application; cancel it when the client disconnects (or has the complete response)."""
     bodies = [body]
 
-    async def replay() -> Message:
+    async def body_once() -> Message:
         if bodies:
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
         await gone
@@ -222,7 +214,7 @@ async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive,
             pass
 
     async def work() -> None:
-        await app(scope, replay, send)
+        await app(scope, body_once, send)
 
     gone = asyncio.create_task(hang_up())
     working = asyncio.create_task(work())
@@ -353,7 +345,7 @@ def find_token(config: ServingConfig) -> str | None:
         return _token_in(config.token_file)
     if (given := service_token()) is not None:
         return given
-    if _is_loopback(config.host):
+    if config.host == "localhost" or (_is_address(config.host) and ipaddress.ip_address(config.host).is_loopback):
         return None
     token = secrets.token_urlsafe(32)
     sys.stderr.write(f"clients of this server need {TOKEN_VARIABLE}={token}\n")
@@ -383,15 +375,9 @@ def _make_token(file: Path) -> None:
 
 
 def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _raise_descriptor_limit() -> None:

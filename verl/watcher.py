@@ -30,7 +30,7 @@ Run the same command again to resume from the last checkpoint.
 """
 
 
-class Run:
+class RunProcesses:
     """The processes of one run, and the shared memory that they map."""
 
     def __init__(self, folder: str, controller: int) -> None:
@@ -156,7 +156,7 @@ def _remove_cgroups(controller: int) -> None:
 
 def main(folder: str, controller: int) -> int:
     """Wait for the controller's end and clean up. Standard input: a byte if it ends orderly."""
-    run = Run(folder, controller)
+    run = RunProcesses(folder, controller)
     ended = False
     # The pipe alone is not sufficient: a child forked by the controller may hold its other end.
     while os.getppid() == controller and not ended:

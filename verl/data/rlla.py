@@ -81,7 +81,7 @@ def to_row(example: Mapping[str, str], split: str, index: int) -> dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ListedTool:
     """A tool as ToolRL lists it: parameters are a flat map of name -> {description, type, default}."""
 
     name: str
@@ -89,7 +89,7 @@ class Tool:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def tool_list(tools: Iterable[Tool]) -> str:
+def tool_list(tools: Iterable[ListedTool]) -> str:
     """The numbered list under ToolRL's heading, three lines per tool."""
     lines = [TOOLS_HEADING, "In your response, you can use the following tools:"]
     for number, tool in enumerate(tools, 1):
@@ -102,7 +102,7 @@ def tool_list(tools: Iterable[Tool]) -> str:
 
 
 def observation(results: Iterable[Mapping[str, Any]]) -> str:
-    """Tool feedback in the dialogue so far: <obs> [{"name": .., "results": ..}, ..] </obs>."""
+    """ListedTool feedback in the dialogue so far: <obs> [{"name": .., "results": ..}, ..] </obs>."""
     return f"<obs> {json.dumps(list(results))} </obs>"
 
 

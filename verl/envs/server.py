@@ -24,7 +24,17 @@ from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
-from verl.envs.wire import Answer, Closed, CreateRequest, CreateResponse, EpisodeList, Fault, Health, StepList, Verdict
+from verl.envs.wire import (
+    Answer,
+    Closed,
+    CreateRequest,
+    CreateResponse,
+    EnvFault,
+    EpisodeList,
+    Health,
+    StepList,
+    Verdict,
+)
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
@@ -136,7 +146,7 @@ class Episodes:
 
 
 def _fault(position: int, problem: str, service: str = "environment server") -> str:
-    return Answer(position=position, fault=Fault(service=service, problem=utf8(problem))).model_dump_json()
+    return Answer(position=position, fault=EnvFault(service=service, problem=utf8(problem))).model_dump_json()
 
 
 async def _reset(env: Env) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Verdict(BaseModel):
     score: Score | None
 
 
-class Fault(BaseModel):
+class EnvFault(BaseModel):
     """An infrastructure fault: why an episode cannot continue."""
 
     service: str
@@ -81,7 +81,7 @@ class Answer(BaseModel):
     observation: Observation | None = None
     result: StepResult | None = None
     verdict: Verdict | None = None
-    fault: Fault | None = None
+    fault: EnvFault | None = None
 
     @model_validator(mode="after")
     def _is_one_of_four(self) -> Self:

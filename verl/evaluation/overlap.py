@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
 from verl.files import replacing
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.types import Message, Task
 
 TRAIN_TASKS = "train_tasks.jsonl"
@@ -90,7 +90,7 @@ class TrainTasks:
         if not path.is_file():
             return cls()
         try:
-            return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_rows(path)))
+            return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_jsonl(path)))
         except (ValueError, KeyError, TypeError) as error:
             expected = ", ".join(Trace._fields)
             raise DataError(f"is not a list of training tasks ({error!r})", expected, file=str(path)) from error

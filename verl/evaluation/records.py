@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.errors import DataError
 from verl.evaluation.base import Category
-from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.types import Task, TrajectoryGroup
 
@@ -91,7 +91,7 @@ class Records:
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         """The complete tasks. Partial lines and tasks, left by a kill, are removed from the file."""
         try:
-            rows = read_rows(self.path)
+            rows = read_jsonl(self.path)
             found: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for row in rows:
                 found[row["digest"]].append(row)
@@ -104,5 +104,5 @@ class Records:
                 hint="Remove it to evaluate everything again",
                 file=str(self.path),
             ) from error
-        write_rows(self.path, [row for same in whole.values() for row in same])
+        write_jsonl(self.path, [row for same in whole.values() for row in same])
         return whole

@@ -11,12 +11,12 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from verl.tracking.jsonl import write_rows
+from verl.tracking.jsonl import write_jsonl
 from verl.types import Message, Score, Trajectory, TrajectoryGroup
 
 
 class Transcripts:
-    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_rows`.
+    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_jsonl`.
 
     show: number of rollouts printed to `console` per step, each of a different prompt
     max_chars: limit for printed texts; files are complete
@@ -30,7 +30,7 @@ class Transcripts:
         """Write the file of a step atomically and print some rollouts. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
         rows = [row for group in groups for row in group_rows(step, group)]
-        write_rows(path, rows)
+        write_jsonl(path, rows)
         if self._console is not None:
             firsts = [group for group in groups if group.trajectories][: self._show]
             for group in firsts:

@@ -15,7 +15,7 @@ from verl.config.schema import GenerationConfig
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.rollout.group import GroupRollout
 from verl.services import check_services
-from verl.tracking.jsonl import write_rows
+from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.build import load_chat_template
 from verl.trainer.build_env import build_episode_runner, prompt_fn, services_of_rows, truncating
@@ -52,7 +52,7 @@ async def generate(config: GenerationConfig, console: Console) -> None:
                 )
             finally:
                 await rollout.close()
-    write_rows(Path(config.output), [row for group in groups for row in group_rows(0, group)])
+    write_jsonl(Path(config.output), [row for group in groups for row in group_rows(0, group)])
     scores = [score for group in groups for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:

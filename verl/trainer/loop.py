@@ -23,7 +23,7 @@ from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
 from verl.signals import Ended, StopRequest, exit_code
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
-from verl.tracking.jsonl import append_row, finite
+from verl.tracking.jsonl import append_jsonl, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.checkpoint import CheckpointStore, read_state
@@ -217,7 +217,7 @@ class TrainingRun:
         step, path = self.trainer.step, self.store.latest(hashes=True)
         retry = path is not None and self.settings.on_collapse == "rollback" and self.rollbacks < MAX_ROLLBACKS
         report = {"step": step, "alarms": message.splitlines(), "back_to": path.name if path and retry else None}
-        append_row(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
+        append_jsonl(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
         if path is None or not retry:
             self.trackers.log(step, metrics)
             tried = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""

@@ -33,7 +33,7 @@ from verl.lock import alone_in
 from verl.rollout.episode import EpisodeRunner
 from verl.rollout.group import GroupRollout
 from verl.services import check_services
-from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.build import load_chat_template
 from verl.trainer.build_env import build_episode_runner, prompt_fn, prompt_record, truncating
 from verl.trainer.build_scorer import build_scorer
@@ -187,12 +187,12 @@ def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRu
 
 def _note_cost(folder: Path, cost: Cost) -> None:
     """Append the cost of this start to that of earlier ones."""
-    write_rows(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
+    write_jsonl(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
 
 
 def _costs(folder: Path) -> list[dict[str, Any]]:
     path = folder / "cost.jsonl"
-    return read_rows(path) if path.exists() else []
+    return read_jsonl(path) if path.exists() else []
 
 
 def _cost(folder: Path) -> Cost:
@@ -209,7 +209,7 @@ def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path,
         folder / "probe.md",
         "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
     )
-    write_rows(folder / "probe.jsonl", rows)
+    write_jsonl(folder / "probe.jsonl", rows)
     for grid in grids:
         console.print(grid.for_terminal())
     for each in found["advice"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.formats.base import Calls, Final, Parsed, ParseError
-from verl.data.formats.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
+from verl.data.formats.text import BadCallError, parse_json, skip_space, speech_start, to_call, to_json
 from verl.data.formats.turns import TurnFormat
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END
@@ -61,7 +61,7 @@ def _values(text: str) -> list[Any]:
     values: list[Any] = []
     position = 0
     while True:
-        value, position = read_json(text, position)
+        value, position = parse_json(text, position)
         values.append(value)
         position = skip_space(text, position)
         if position < len(text) and text[position] != ";":

@@ -36,7 +36,7 @@ class PythonTool:
         self.spec = ToolSpec("python", f"Runs Python code. Answers {_output_description(print_last)}.", CODE)
         self._sandbox = sandbox
         self._print_last = print_last
-        self._limits = limits_of(limits)
+        self._limits = parse_limits(limits)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
@@ -54,7 +54,7 @@ class PythonSessions:
         self.spec = ToolSpec("python", description, CODE)
         self._sandbox = sandbox
         self._print_last = print_last
-        self._limits = limits_of(limits)
+        self._limits = parse_limits(limits)
 
     async def open(self, task: Task) -> PythonSession:
         return PythonSession(self.spec, self._sandbox, self._print_last, self._limits)
@@ -89,7 +89,7 @@ class PythonSession:
             await session.close()
 
 
-def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
+def parse_limits(fields: Mapping[str, Any] | None) -> Limits | None:
     """Limits with these fields; None for the sandbox's. Raises ConfigError for an invalid limit."""
     if fields is None:
         return None

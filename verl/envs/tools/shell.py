@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from verl.envs.tools.base import ToolError
-from verl.envs.tools.python import answer, limits_of
+from verl.envs.tools.python import answer, parse_limits
 from verl.errors import DataError
 from verl.sandbox.base import Limits, Sandbox, Status
 from verl.types import Task, ToolSpec
@@ -44,7 +44,7 @@ class ShellTool:
         schema = {"type": "object", "properties": {"command": command}, "required": ["command"]}
         self.spec = ToolSpec("shell", summary, {**schema, "additionalProperties": False})
         self._sandbox = sandbox
-        self._limits = limits_of(limits)
+        self._limits = parse_limits(limits)
 
     async def open(self, task: Task) -> Shell:
         """Raises DataError for invalid files of the task."""

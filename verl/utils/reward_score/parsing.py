@@ -56,7 +56,7 @@ class Gold:
     call_text: str
 
 
-def shape_of(answer: str) -> Shape:
+def gold_shape(answer: str) -> Shape:
     """The blocks of a gold answer, detected by its opening tags alone, at any position."""
     if TOOL_CALL in answer:
         return Shape.BOTH if RESPONSE in answer else Shape.CALL
@@ -151,7 +151,7 @@ def parse_calls(text: str) -> list[Any]:
 @lru_cache(maxsize=4096)  # a gold answer is scored against n responses; parse it once
 def parse_gold(answer: str) -> Gold:
     """The parsed gold answer. Raises DataError if it has calls that cannot be parsed."""
-    shape = shape_of(answer)
+    shape = gold_shape(answer)
     if shape in (Shape.THOUGHT, Shape.RESPONSE):
         return Gold(shape, None, "")
     text = _first_block(answer)
