@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -219,9 +219,9 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
     """Run all checks, print each result at once, and then a summary."""
     failed = 0
-    hardware = [partial(check_accelerator, flavour), partial(check_disk, Path.cwd()), check_free_memory, check_shm]
-    slow = [check_sandbox, *([check_vllm] if with_vllm else [])]
-    for check in chain(check_all(flavour, dev=dev), (run() for run in (*hardware, *slow))):
+    slow: list[Callable[[], Check]] = [check_sandbox, *([check_vllm] if with_vllm else [])]
+    quick = (check_accelerator(flavour), check_disk(Path.cwd()), check_free_memory(), check_shm())
+    for check in chain(check_all(flavour, dev=dev), quick, (run() for run in slow)):
         print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
         if check.hint:
             print(f"{'':5} {'':16} -> {check.hint}")
