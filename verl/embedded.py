@@ -16,10 +16,7 @@ PREFIX = "embedded:"
 
 
 def embedded_path(name: str) -> str:
-    """The path of the file or folder that `embedded:FILE` names; other names unchanged.
-
-    Raises ConfigError, with the nearest name if there is no such file, or if git created no link.
-    """
+    """The path that `embedded:FILE` names; other names unchanged. Raises ConfigError with the nearest name."""
     if not name.startswith(PREFIX):
         return name
     if not FOLDER.is_dir():

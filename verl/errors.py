@@ -93,7 +93,4 @@ class ServiceDownError(VerlError):
 
 
 class JudgeError(VerlError):
-    """An environment could not judge an episode, or not in time. Never the policy's fault.
-
-    The episode is not retried: that would bias the sample toward episodes that can be judged.
-    """
+    """An environment could not judge an episode in time. Not retried: that would bias the sample."""

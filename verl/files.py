@@ -44,10 +44,7 @@ def unwritable(path: Path, error: OSError) -> DataError:
 
 
 def full(folder: Path) -> OSError | None:
-    """The error if a folder's disk is full, else None. For errors of libraries that do not report it.
-
-    Tests by writing, so quotas are covered, too.
-    """
+    """The error if a folder's disk or quota is full (a write is tried); for libraries that do not report it."""
     error = _tried(folder)
     return error if error is not None and error.errno in _FULL else None
 

@@ -36,10 +36,7 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object for `name` in `table`, or for a name of the form `module:attribute` or `file.py:attribute`.
-
-    Raises ConfigError, with the nearest name, if there is none.
-    """
+    """The object for a key of `table`, `module:attribute` or `file.py:attribute`. Raises ConfigError for others."""
     location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
     if not colon or not module_name.strip("."):

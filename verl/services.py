@@ -60,10 +60,7 @@ def service_headers() -> dict[str, str]:
 async def check_urls(
     service: str, urls: Sequence[str], hint: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Check that at least one URL answers, with any content. Raises ServiceDownError if all are down.
-
-    trust_env: use the proxy set in the environment
-    """
+    """Raises ServiceDownError if none of the URLs answers, with any content. trust_env: use the environment's proxy"""
     import httpx2
 
     async with httpx2.AsyncClient(timeout=ANSWER_S, trust_env=trust_env, headers=dict(headers or {})) as client:

@@ -335,10 +335,7 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
 
 
 def find_token(config: ServingConfig) -> str | None:
-    """The token that clients must send: from the file, from the environment or, beyond loopback, a new one.
-
-    Raises ConfigError if the file is unusable.
-    """
+    """The clients' token: of the file, of the environment or, beyond loopback, a new one. Raises ConfigError."""
     if config.no_token:
         return None
     if config.token_file is not None:

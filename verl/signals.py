@@ -26,11 +26,7 @@ _ENDING = (signal.SIGINT, *_OF_SCHEDULERS)
 
 
 class Ended(KeyboardInterrupt):
-    """A signal ends the command.
-
-    number: signal number
-    note: state of the saved work, for the message
-    """
+    """A signal (`number`) ends the command. note: state of the saved work, for the message"""
 
     def __init__(self, number: int, note: str = "") -> None:
         super().__init__(number, note)

@@ -18,10 +18,7 @@ Filter = Callable[[TrajectoryGroup], Sequence[bool]]  # [G]
 
 
 def zero_variance(group: TrajectoryGroup, least_spread: float = 1e-6) -> list[bool]:
-    """Drop groups whose rewards are all equal (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
-
-    Uses the spread, because a mean of 0 or 1 would miss groups of equal graded rewards.
-    """
+    """Drop groups of equal rewards, graded ones too (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
     return _all_or_none(group, max(group.returns) - min(group.returns) > least_spread)
 
 

@@ -83,10 +83,7 @@ class Episodes:
         return names
 
     async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
-        """The answers of different episodes, each a line of JSON, streamed as they complete.
-
-        A client that disconnects cancels the pending ones.
-        """
+        """Answers of different episodes, a line of JSON each, as they complete. A disconnect cancels the rest."""
         waiting = [
             asyncio.create_task(self._ask_one(position, name, operation))
             for position, (name, operation) in enumerate(operations)

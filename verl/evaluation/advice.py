@@ -19,10 +19,7 @@ FEW_ROWS = 32  # below this the shares are too noisy
 
 
 def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
-    """One line for every reason not to train yet; a single all-clear line if there is none.
-
-    found: result of `verl.evaluation.probe.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
-    """
+    """A line for every reason not to train yet, or an all-clear. found: `probe.summary` and rows_too_long"""
     lines = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
     lines = lines or ["no objection to training with these settings"]
     if found["rows"] < FEW_ROWS:

@@ -17,10 +17,7 @@ Numbered = tuple[str, dict[str, Any]]
 
 
 def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
-    """The first of `names` that exists in the folder or at most two levels below it.
-
-    Raises ConfigError with the names and the hint.
-    """
+    """The first of `names` in the folder or at most two levels below it. Raises ConfigError with the hint."""
     for name in names:
         found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
         if found:
@@ -52,10 +49,7 @@ def rows_of(
 
 
 def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
-    """(file#number, row) for every row, with the types of `fields` checked.
-
-    Raises DataError that names file and row, also for an empty file.
-    """
+    """(file#number, row) for every row, types checked. DataError names file and row, also for an empty file."""
     yield from _checked(read_rows(str(path)), fields, str(path), path.name)
 
 

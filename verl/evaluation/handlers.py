@@ -20,10 +20,7 @@ _NATIVE = {  # marker of calls in a chat template -> the format that parses them
 
 
 def tool_call_format_of(handler: str, chat_template: str) -> str:
-    """The tool-call format of a handler: the chat template's for `native`, else the format of that name.
-
-    Raises ConfigError for an unknown handler, and for `native` if the chat template has no known tool format.
-    """
+    """The format of this name; `native`: the chat template's. ConfigError for an unknown one, or without."""
     if handler != "native":
         if handler not in TOOL_CALL_FORMATS and ":" not in handler:
             raise ConfigError(f"unknown handler {handler!r}; {nearest(handler, ['native', *TOOL_CALL_FORMATS])}")

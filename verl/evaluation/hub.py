@@ -24,10 +24,7 @@ class HubSet:
     config: str | None = None
 
     def load(self, data_dir: Path) -> Iterable[Mapping[str, Any]]:
-        """All rows. A copy in `data_dir`/owner/name takes precedence over the hub; offline, the cache is used.
-
-        Raises ConfigError if loading fails.
-        """
+        """All rows, of a copy in `data_dir`/owner/name, else of the hub or its cache. Raises ConfigError."""
         try:
             import datasets  # heavy
         except ImportError as error:

@@ -21,10 +21,7 @@ _PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wro
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: possible file names; hub: the published data set
-
-    faulty: id -> why math-verify would reject every equivalent answer
-    """
+    """files: their possible names; hub: the published data set; faulty: id -> why no equivalent answer passes"""
 
     files: tuple[str, ...]
     source: str

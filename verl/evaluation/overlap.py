@@ -82,10 +82,7 @@ class TrainTasks:
 
     @classmethod
     def read(cls, model: str | None) -> Self:
-        """The training tasks of the model in a folder; empty for a hub name and for a folder without the file.
-
-        Raises DataError for an invalid file.
-        """
+        """The training tasks of a model's folder, if it has the file. Raises DataError for an invalid file."""
         path = Path(str(model)) / TRAIN_TASKS
         if not path.is_file():
             return cls()

@@ -89,10 +89,7 @@ def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples:
 
 
 def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
-    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`, on their common tasks.
-
-    Includes the notes of the single-model report.
-    """
+    """One benchmark and two models on their common tasks, for a JSON file and `tables.comparison_grid`."""
     names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
     ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)

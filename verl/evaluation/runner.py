@@ -39,10 +39,7 @@ class ResultSink(Protocol):
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs categories with one set of sampling settings.
-
-    max_faults: infrastructure failures after which the remaining tasks are skipped
-    """
+    """max_faults: infrastructure failures after which the remaining tasks are skipped"""
 
     rollout: GroupRollout
     prompt_ids: PromptIds

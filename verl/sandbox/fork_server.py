@@ -69,10 +69,7 @@ def check_isolation(isolation: str) -> None:
 
 @dataclass(frozen=True)
 class Channel:
-    """A connection to a supervisor.
-
-    group: the supervisor's cgroup
-    """
+    """A connection to a supervisor, and the supervisor's cgroup."""
 
     socket: socket.socket
     group: Group | None
@@ -83,10 +80,7 @@ class Channel:
 
 
 class ForkServer:
-    """One fork server, started on demand and restarted after a crash.
-
-    num_channels: channels in use, maintained by the pool
-    """
+    """Started on demand and restarted after a crash. num_channels: channels in use, maintained by the pool"""
 
     def __init__(self, isolation: Isolation, preload: Sequence[str], cgroups: CgroupPool | None) -> None:
         self._isolation = isolation

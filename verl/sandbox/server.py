@@ -41,10 +41,7 @@ LARGEST = Limits(wall_s=300.0, memory_mib=4096)
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
-    """The server's application; its shutdown closes the sandbox.
-
-    largest: maximum wall time and memory of a request
-    """
+    """The application; its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -24,10 +24,7 @@ class JsonlTracker(Tracker):
         self.path = run.folder / "metrics.jsonl"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, flushed to the operating system on return, so a killed process loses none.
-
-        Raises DataError if writing fails.
-        """
+        """Append a line, flushed on return: a killed process loses none. Raises DataError if writing fails."""
         append_jsonl(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:

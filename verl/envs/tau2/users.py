@@ -63,10 +63,7 @@ class ScriptedUser(User):
 
 
 class ChatUser:
-    """A language model that plays the customer.
-
-    Raises ServiceDownError if the endpoint does not answer, returns no text, or hangs up on the greeting.
-    """
+    """A language model as the customer. ServiceDownError for no answer or text, or if it hangs up at once."""
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
         key = os.environ.get(key_variable)
@@ -137,10 +134,7 @@ def _describe(error: Exception) -> str:
 
 
 def build_user(user: str, user_url: str, user_model: str, user_key_variable: str, user_timeout_s: float) -> User:
-    """The user called `user`.
-
-    Raises ConfigError for an unknown name, a chat user without endpoint and model, and a scripted user with either.
-    """
+    """Raises ConfigError for an unknown user, a chat user without endpoint and model, a scripted one with either."""
     if user == "scripted":
         if user_url or user_model:
             raise ConfigError("environment 'tau2': user_url and user_model are of user=chat, but user is scripted")

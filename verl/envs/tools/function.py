@@ -25,10 +25,7 @@ MAX_ABANDONED = 32  # hanging threads of one tool, after which its calls fail
 
 
 class FunctionTool:
-    """A function as a tool. Synchronous functions run in a new thread per call.
-
-    Raises ConfigError for a function that `read_signature` rejects.
-    """
+    """A function as a tool; synchronous ones run in a new thread per call. Raises like `read_signature`."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -84,10 +81,7 @@ def tool(*, name: str) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None, *, name: str | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Decorator that turns a typed function into a tool: `@tool`, or `@tool(name="search")`.
-
-    Raises ConfigError if the function is not suitable.
-    """
+    """Decorator: a typed function as a tool, `@tool` or `@tool(name="search")`. Raises like `read_signature`."""
     if function is not None:
         return FunctionTool(function)
     return lambda decorated: FunctionTool(decorated, name)

@@ -32,10 +32,7 @@ def cpu_s_of_ended() -> float:
 
 
 def usage(*, isolated: bool) -> Usage:
-    """Current usage, as far as visible without a cgroup.
-
-    isolated: the network namespace is private; its unix sockets count with full buffers
-    """
+    """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
     cpu_s, kib, count = cpu_s_of_ended(), 0, 0
     memory_mib = _num_unix_sockets() * _most_in_socket_mib() if isolated else 0.0
     for pid, stat in _below(os.getpid()):
@@ -47,10 +44,7 @@ def usage(*, isolated: bool) -> Usage:
 
 
 def spare(pid: int) -> None:
-    """Make the OOM killer prefer untrusted code over this process.
-
-    Raises OSError if the minimum score was raised, as Ray does for its workers.
-    """
+    """Let the OOM killer prefer untrusted code. OSError if the minimum score was raised, as Ray does."""
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
         score.write_text(str(MOST_OOM_SCORE))
@@ -68,10 +62,7 @@ def signal_all(number: int, *, isolated: bool) -> None:
 
 
 def end_all(main: int, *, isolated: bool) -> int:
-    """Kill and reap all descendants; returns the wait status of `main`.
-
-    Orphans are reparented to this process: it is init of its pid namespace, or a subreaper.
-    """
+    """Kill and reap all descendants, to which orphans are reparented; returns the wait status of `main`."""
     status = 0
     while True:
         signal_all(signal.SIGKILL, isolated=isolated)

@@ -183,10 +183,7 @@ UNCOUNTED = {
 
 
 def instructions(machine: str, *, counted: bool = True) -> Program:
-    """The filter. Raises KeyError for an unknown machine.
-
-    counted: a cgroup accounts all memory
-    """
+    """The filter. Raises KeyError for an unknown machine. counted: a cgroup accounts all memory"""
     arch, column = MACHINES[machine]
     rules = RULES if counted else RULES | UNCOUNTED
     numbers = {name: pair[column] for name, pair in ALLOWED.items()}

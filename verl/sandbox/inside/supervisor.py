@@ -73,10 +73,7 @@ class End:
 
 @dataclass(frozen=True)
 class Post:
-    """Resources for the lifetime of a supervisor.
-
-    wakes: readable when a descendant has exited
-    """
+    """Resources for the lifetime of a supervisor. wakes: readable when a descendant has exited"""
 
     owner: socket.socket
     jail: Jail
@@ -388,10 +385,7 @@ def _isolate(mounts: int) -> None:
 
 
 def _mount_scratch(file_mib: int) -> None:
-    """A private /tmp, /dev/shm and /proc.
-
-    This /proc lists only processes that the reader may trace: the supervisor is hidden.
-    """
+    """A private /tmp, /dev/shm and /proc, which lists only processes that the reader may trace."""
     private = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", "/tmp", "tmpfs", private, f"size={file_mib}m,nr_inodes=16k,mode=1777")
     kernel.mount("/tmp", "/dev/shm", flags=kernel.MS_BIND)
@@ -399,10 +393,7 @@ def _mount_scratch(file_mib: int) -> None:
 
 
 def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
-    """Requested files, and the names of those beyond the total size limit.
-
-    All processes are gone, so path resolution is stable.
-    """
+    """Requested files, and the names of those beyond the total size limit. No process runs any more."""
     found, too_large, room = {}, [], file_mib * MIB
     for name in names:
         with contextlib.suppress(OSError):  # missing, a symlink loop, an invalid name

@@ -38,10 +38,7 @@ FILES = {
 
 
 def main() -> None:
-    """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `counted`, `preload` and `bound`.
-
-    counted: cgroups account the usage of executions
-    """
+    """Serve until the pool closes its end. Arguments: JSON of `isolated`, `counted`, `preload` and `bound`."""
     settings = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):  # already done by an owner that is root
         processes.spare(os.getpid())

@@ -48,10 +48,7 @@ def last_box(response: str) -> str | None:
 
 
 def math_correct(response: str, gold: str) -> bool:
-    r"""Whether the last box of the response contains the gold answer; several values match in any order.
-
-    Raises ConfigError if math-verify is not installed.
-    """
+    r"""Whether the last box has the gold answer (several values: any order). ConfigError without math-verify."""
     answer = last_box(response)
     return answer is not None and same_answer(answer, gold)
 

@@ -126,10 +126,7 @@ def thought_word_count(response: str) -> int | None:
 
 
 def call_text(response: str) -> str | None:
-    """Content of the first tool_call block, stripped; None if either tag is missing.
-
-    An unclosed block extends to the end of the text (the closing tag may precede it), as in ToolRL.
-    """
+    """The first tool_call block, stripped, to the end if unclosed; None if a tag is missing, as in ToolRL."""
     if TOOL_CALL not in response or TOOL_CALL_END not in response:
         return None
     return _first_block(response)
@@ -141,10 +138,7 @@ def _first_block(text: str) -> str:
 
 
 def parse_calls(text: str) -> list[Any]:
-    """One JSON value per line, of any type.
-
-    Raises ValueError (invalid JSON, or an integer with too many digits for Python) or RecursionError (deep nesting).
-    """
+    """One JSON value per line. ValueError for invalid JSON and huge integers, RecursionError for deep nesting."""
     return [_decode(line) for line in text.split("\n")]
 
 

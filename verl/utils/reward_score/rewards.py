@@ -19,10 +19,7 @@ def named_reward(name: str) -> Reward:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run: a reward that dispatches each task to its own.
-
-    Rows select a reward by name, with its default options; the run's own reward has the run's options.
-    """
+    """The run's reward with its options, and those that rows name, with default options."""
 
     default: Reward
     name: str = ""  # name of the default

@@ -72,10 +72,7 @@ TOGGLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RllaOptions:
-    """Selects a variant of the reward; the defaults are ToolRL's main experiment.
-
-    The first eight are ToolRL's toggles. The others are extensions, without effect by default.
-    """
+    """The defaults are ToolRL's main experiment, the first eight its toggles, the others extensions."""
 
     with_length: bool = False  # add the length part, full at a word count of 512
     schedule_length: bool = False  # likewise, full at a word count of 384 at step 0 and 640 at step 105, then linear
@@ -113,10 +110,7 @@ class RllaOptions:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
     ) -> RllaOptions:
-        """The variant selected by ToolRL's environment variables, updated with `overrides` by option name.
-
-        A toggle is on if equal to "1". Raises ConfigError for an unknown override.
-        """
+        """The variant that ToolRL's variables ("1": on) select, and `overrides`. ConfigError for an unknown one."""
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
         toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
@@ -195,10 +189,7 @@ def full_length(options: RllaOptions, step: int) -> float:
 
 
 def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
-    """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points divided by the maximum.
-
-    Raises TypeError, KeyError or AttributeError if a prediction is not a call.
-    """
+    """In [0, 1]: points / maximum. TypeError, KeyError or AttributeError if a prediction is no call."""
     if gold == predicted:
         return 1.0
     if options.coarse:
