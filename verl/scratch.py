@@ -71,7 +71,9 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _make_folder() -> Path:
-    place = _place()
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        place = "/tmp"
     try:
         folder = Path(tempfile.mkdtemp(prefix="verl-", dir=place))
         (folder / "tmp").mkdir()
@@ -80,11 +82,6 @@ def _make_folder() -> Path:
             f"no temporary folder can be created in {place!r} ({error}); point TMPDIR to a folder with free space"
         ) from error
     return folder
-
-
-def _place() -> str:
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return place if len(os.fsencode(place)) <= _LONGEST_PLACE else "/tmp"
 
 
 def _kept_caches() -> dict[str, str]:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError, ServiceDownError
 
@@ -79,6 +80,24 @@ async def check_urls(
         raise ServiceDownError(service, f"not reachable. {'; '.join(problems)}. {hint}")
     if problems:
         log.warning("%s: skipped while they are down: %s", service, "; ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """An OpenAI-compatible endpoint. url: as http://host:8000/v1; key_variable: environment variable with its key"""
+
+    url: str
+    model: str
+    key_variable: str | None = None
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """The arguments of httpx2's `post` for a greedy completion."""
+        key = os.environ.get(self.key_variable) if self.key_variable else None
+        return {
+            "url": f"{self.url.rstrip('/')}/chat/completions",
+            "json": {"model": self.model, "messages": list(messages), "temperature": 0.0},
+            "headers": {} if key is None else {"Authorization": f"Bearer {key}"},
+        }
 
 
 def completion_text(response: httpx2.Response) -> str:

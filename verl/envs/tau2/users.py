@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ import httpx2
 
 from verl.envs.clock import paused
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import completion_text
+from verl.services import ChatEndpoint, completion_text
 from verl.types import Message, Task
 
 _GREETING = "Hello, how can I help you today?"
@@ -66,12 +65,8 @@ class ChatUser:
     """A language model as the customer. ServiceDownError for no answer or text, or if it hangs up at once."""
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
-        key = os.environ.get(key_variable)
-        self._url = f"{base_url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._client = httpx2.AsyncClient(
-            timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key is not None else {}
-        )
+        self._endpoint = ChatEndpoint(base_url, model, key_variable)
+        self._client = httpx2.AsyncClient(timeout=timeout_s)
         self._openings: dict[str, str] = {}
 
     async def opening(self, task: Task) -> str:
@@ -100,7 +95,7 @@ class ChatUser:
         try:
             await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
         except httpx2.ReadTimeout:
-            _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
+            _log.warning("simulated user at %s: no answer within %g s", self._endpoint.url, _CHECK_S)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             raise self._down(f"{_describe(error)}. {hint}") from None
 
@@ -121,12 +116,11 @@ class ChatUser:
 
     async def _ask(self, messages: list[dict[str, str]], timeout_s: float | None = None) -> str:
         """timeout_s: overrides the client's"""
-        body = {"model": self._model, "messages": messages, "temperature": 0.0}
         timeout = self._client.timeout if timeout_s is None else timeout_s
-        return completion_text(await self._client.post(self._url, json=body, timeout=timeout))
+        return completion_text(await self._client.post(**self._endpoint.request(messages), timeout=timeout))
 
     def _down(self, problem: str) -> ServiceDownError:
-        return ServiceDownError(f"simulated user at {self._url}", problem)
+        return ServiceDownError(f"simulated user at {self._endpoint.url}", problem)
 
 
 def _describe(error: Exception) -> str:

@@ -34,7 +34,11 @@ def cpu_s_of_ended() -> float:
 def usage(*, isolated: bool) -> Usage:
     """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
     cpu_s, kib, count = cpu_s_of_ended(), 0, 0
-    memory_mib = _num_unix_sockets() * _most_in_socket_mib() if isolated else 0.0
+    memory_mib = 0.0
+    if isolated:
+        num_sockets = len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
+        with socket.socket(socket.AF_UNIX) as fresh:
+            memory_mib = num_sockets * fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / MIB
     for pid, stat in _below(os.getpid()):
         count += 1
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
@@ -98,15 +102,6 @@ def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
         waiting.extend(children.get(pid, []))
         if stats[pid][0] != "Z":
             yield pid, stats[pid]
-
-
-def _num_unix_sockets() -> int:
-    return len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
-
-
-def _most_in_socket_mib() -> float:
-    with socket.socket(socket.AF_UNIX) as fresh:
-        return fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / MIB
 
 
 def _pss_kib(pid: int) -> int:

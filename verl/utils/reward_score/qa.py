@@ -15,7 +15,6 @@ A judge that fails or answers neither yes nor no raises ServiceDownError, so tha
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, ServiceDownError
-from verl.services import completion_text
+from verl.services import ChatEndpoint, completion_text
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.answers import accepted_answers, comparable, last_answer
 from verl.utils.reward_score.parsing import RESPONSE, RESPONSE_END, THINK_END
@@ -119,17 +118,14 @@ def _completion(judge: Mapping[str, Any], prompt: str, deadline_s: float) -> str
     """The judge's completion. Retries quick failures; a timeout uses up the deadline."""
     import httpx2  # rewards load without it
 
-    key = os.environ.get(judge["key_variable"]) if "key_variable" in judge else None
-    url = f"{judge['url'].rstrip('/')}/chat/completions"
-    body = {"model": judge["model"], "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
-    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    request = ChatEndpoint(**judge).request([{"role": "user", "content": prompt}])
     ends, problem = time.monotonic() + deadline_s, ""
     for _ in range(_ATTEMPTS):
         left_s = ends - time.monotonic()
         if left_s <= 0:
             break
         try:
-            return completion_text(httpx2.post(url, json=body, headers=headers, timeout=left_s))
+            return completion_text(httpx2.post(**request, timeout=left_s))
         except httpx2.TimeoutException:
             problem = f"did not answer within {deadline_s:g} s"
         except ValueError as error:
