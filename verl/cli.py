@@ -4,8 +4,6 @@
 else is imported, so that `toolrl --help` is fast and a command needs only its own packages.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The threads of `asyncio.to_thread` belong to a pool that event loop and process 
 Daemon threads are not joined: a call that hangs, or waits for busy workers, does not block the exit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

@@ -5,8 +5,6 @@ training cannot work here, else 0. Only the standard library is imported, so tha
 too; vLLM is started in a separate process, with a timeout.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

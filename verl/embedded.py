@@ -3,8 +3,6 @@
 `mini` next to this file is a link to `dataset/mini` in a checkout, and a folder in an installed package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HTTP servers of one service: one client with the services' token, a health watch for each server, and fail-over."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

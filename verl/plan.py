@@ -13,8 +13,6 @@ Reads the model's configuration, not its weights, and tokenizes the files; witho
 Exit code 0: the run fits. 1: it does not fit; changes are suggested. 2: the configuration or the data is unusable.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A registry is an explicit table of `name -> "module:attribute"`; modules are imp
 need no registration: `package.module:attribute` or `path/to/file.py:attribute`.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

@@ -6,8 +6,6 @@ replayed, and the step's metrics are compared (docs/replay.md).
 Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@
 A watcher process in its own session (`verl/watcher.py`) cleans up at the end of the block, and after kill -9 too.
 """
 
-from __future__ import annotations
-
 import getpass
 import logging
 import os

@@ -4,8 +4,6 @@
 client disconnects. `BoundedProtocol` closes stalled connections. `serve` wraps an application in both.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hmac

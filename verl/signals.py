@@ -9,8 +9,6 @@
 Handlers can be set only in the main thread; in other threads, e.g. in a notebook, this module has no effect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Text of unknown length and origin for the policy: results as text, truncated, without lone surrogates."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ leftover shared memory and the run's folder. A process belongs to the run if its
 or if it descends from such a process. Standard library only: it lives as long as the run, in about 10 MB.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

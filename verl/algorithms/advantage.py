@@ -5,8 +5,6 @@ Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold t
 prompt, L trained tokens of one sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

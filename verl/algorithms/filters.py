@@ -4,8 +4,6 @@ Filters see the rewards after reward shaping within the group and before the ove
 per-turn rewards. Rollouts are dropped before advantages are estimated, so the baseline is that of the kept rollouts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The components of every preset, for `python -m verl.algorithms` and docs/algorithms.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

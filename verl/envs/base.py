@@ -6,8 +6,6 @@ environment never raises because of the policy's actions; verl.errors.ServiceDow
 and ends the episode as an infrastructure fault.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

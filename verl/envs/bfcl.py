@@ -9,8 +9,6 @@ BFCL's own executor is not used: it evaluates strings and keeps every instance i
 of the name of a documented function and arguments that satisfy its schema.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """BFCL's rows, and its multi-turn scenarios as tasks, from the optional package `bfcl-eval`."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping, Sequence

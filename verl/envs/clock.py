@@ -1,7 +1,5 @@
 """Times an environment. Time that its calls spend queued for a free slot depends on the load and is not counted."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The registry of environments: resolves a name or a user's class to a factory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@
 Any client that can reach the port can create episodes and take steps: beyond localhost a token is required.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

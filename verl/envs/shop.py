@@ -3,8 +3,6 @@
 The policy must find products by name, stay within the stock and check out.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Annotated, Any

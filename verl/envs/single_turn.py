@@ -4,8 +4,6 @@ Rows of these recipes describe their tools in the prompt. A task may instead hol
 `extra["tools"]`, for the run's tool-call format to list; parsed calls are then in the message's `tool_calls`.
 """
 
-from __future__ import annotations
-
 from verl.data.messages import read_tools
 from verl.envs.base import Env, Observation, StepResult
 from verl.errors import DataError

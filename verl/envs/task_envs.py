@@ -1,7 +1,5 @@
 """Per-task environments: the run's default, or the one named in the row."""
 
-from __future__ import annotations
-
 from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError

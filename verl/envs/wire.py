@@ -10,8 +10,6 @@ pydantic (de)serializes the dataclasses of verl/types.py and verl/envs/base.py d
     GET  /health                -> Health
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any, Self

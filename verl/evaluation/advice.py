@@ -1,7 +1,5 @@
 """Advice before training, from the results of a probe. The thresholds are documented in docs/evaluation.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

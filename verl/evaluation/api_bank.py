@@ -4,8 +4,6 @@ ToolRL's handler uses each row's prompt verbatim, as in its published scores. Fo
 dialogue are parsed from the row, and the handler's format renders the tools and the earlier calls.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

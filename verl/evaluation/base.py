@@ -4,8 +4,6 @@ A new benchmark is one file with a function that takes a `BenchmarkContext`, reg
 `verl/evaluation/registry.py`. Episodes, engines, formats and rewards are those of training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice

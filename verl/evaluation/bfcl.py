@@ -4,8 +4,6 @@ Rows are those of the optional package bfcl-eval 2026.3.23 (version 4's files); 
 which papers on tool-calling RL report.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

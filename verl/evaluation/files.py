@@ -1,7 +1,5 @@
 """Benchmark data: files under one folder, or a data set loaded by its hub name (verl/evaluation/hub.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path

@@ -3,8 +3,6 @@
 A model's score depends on the handler, so every score names its handler, and comparisons use the same one.
 """
 
-from __future__ import annotations
-
 from verl.config.schema import EnvConfig
 from verl.data.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.data.formats.inline import InlineFormat

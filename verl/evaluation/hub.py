@@ -1,7 +1,5 @@
 """Benchmarks published as data sets on the Hugging Face hub: loaded by name if there is no local file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

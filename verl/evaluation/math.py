@@ -3,8 +3,6 @@ r"""Math problems with short answers, without tools and with Python: GSM8K, MATH
 The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Statistics of a probe's rollouts: does the data have a learning signal under these settings?"""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A task is done when all its rollouts are recorded. Its key is a digest of task, 
 changed file or setting is evaluated again; a wrong answer is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Your own is `package.module:function` or `path/to/file.py:function`; `..:function/category` is one of its categories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 

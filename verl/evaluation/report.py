@@ -1,7 +1,5 @@
 """From records to scores: per category, per aggregate, and as differences of two models on the same tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb

@@ -1,7 +1,5 @@
 """Any training data file as a benchmark: prompts verbatim, scored by a training reward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the tasks of a category concurrently, each once, and records each as soon as it is done."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The tool is BM25 over the passages in data_dir, or set by `BenchmarkContext.search`: a dense index, a /retrieve server.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

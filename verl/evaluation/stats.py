@@ -1,8 +1,6 @@
 """Estimates with confidence intervals: a percentile bootstrap over tasks (Efron, 1979), also for aggregates and
 differences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32

@@ -1,7 +1,5 @@
 """Reports as tables: for a terminal, and as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Customer service on the data of tau2-bench (arXiv 2506.07982): retail and airline, test split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Literal

@@ -8,8 +8,6 @@ A pool's folders are named after its process, which holds a lock on them: a pool
 folders, which the next one removes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

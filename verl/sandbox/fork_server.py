@@ -1,7 +1,5 @@
 """Starts the process that forks supervisors, in bubblewrap, and restarts it when it has died."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

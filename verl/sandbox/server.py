@@ -4,8 +4,6 @@ Any client that reaches the port can run code: by default it listens on localhos
 required.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Console output of a run: live on a terminal, one plain line per step elsewhere; and the final table."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping

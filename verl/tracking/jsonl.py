@@ -1,7 +1,5 @@
 """Metrics as JSON lines, and helpers for such files: append one line, or write the whole file atomically."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 A term in angle brackets is a placeholder for a name of the run: a data set, a part of the reward, a phase.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Metrics as TensorBoard events, by the writer of the tensorboard package, which torch's SummaryWriter uses, too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The tracker protocol, and a fan-out to all configured trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field

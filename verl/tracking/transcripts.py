@@ -1,7 +1,5 @@
 """Transcripts of the rollouts: one file per step, and samples on the console."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path

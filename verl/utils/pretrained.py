@@ -6,8 +6,6 @@ become one error type, too. Code shipped with a model is never run: without trus
 prompt on the terminal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ Only the metadata of installed distributions is read, no package is imported: th
 `import torch` or `import vllm` fails. `verl.doctor` prints the results.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 As in tau2-bench they do not enforce the policy's rules (who may cancel what): that is the agent's task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import date as Date
 from datetime import timedelta

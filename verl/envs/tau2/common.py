@@ -1,7 +1,5 @@
 """Code shared by the tools of both domains."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -4,8 +4,6 @@ The reward is tau2-bench's for these domains, without LLM judges: 1 if the datab
 actions and the agent has communicated all required information, else 0.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

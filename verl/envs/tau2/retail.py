@@ -1,7 +1,5 @@
 """The tools of the retail domain. Their names and parameters are those of the data's gold actions."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """tau2-bench's tasks: policy.md, tasks.json, split_tasks.json and db.json(.gz) of retail/ and airline/."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Results with the scripted user are not comparable with those of tau2-bench, whose user is a language model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

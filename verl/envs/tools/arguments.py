@@ -1,7 +1,5 @@
 """Validates the arguments of a call against the tool's schema, with error messages for the policy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """BM25 over a local corpus (Lu, "BM25S", arXiv 2407.03618), indexed in memory (7,000 paragraphs per second)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence

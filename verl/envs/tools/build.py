@@ -1,7 +1,5 @@
 """Builds the tools listed in the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import isfunction, signature
 from typing import Any

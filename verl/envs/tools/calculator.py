@@ -1,7 +1,5 @@
 """A calculator that walks the syntax tree: numbers only, with bounded size."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -1,7 +1,5 @@
 """Typed Python functions as tools: the schema comes from the type hints, the descriptions from the docstring."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -3,8 +3,6 @@
 It posts `{queries, topk, return_scores}` and receives `{result: [[{document: {id, contents}, score}]]}`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs the calls of a message: schema checks, deadlines, retries, truncation. Tools implement none of these."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

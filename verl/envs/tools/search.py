@@ -1,7 +1,5 @@
 """Search as a tool: retrieved passages in Search-R1's format (arXiv 2503.09516)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature

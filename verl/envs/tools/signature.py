@@ -1,7 +1,5 @@
 """The tool spec of a Python function: schema from the type hints, descriptions from the docstring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import getdoc, signature
 from typing import Any, get_type_hints

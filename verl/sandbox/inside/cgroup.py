@@ -4,8 +4,6 @@ The supervisor itself is a member, so that its forks are members from the start 
 kernel many milliseconds. Memory that the supervisor holds before an execution is not charged to the execution.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

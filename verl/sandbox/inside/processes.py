@@ -1,7 +1,5 @@
 """Resource usage and termination of the descendants of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

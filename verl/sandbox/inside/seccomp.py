@@ -6,8 +6,6 @@ memory, pages gifted to a pipe), attack surface, and future calls. Libraries tak
 back. A call of a foreign architecture kills the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

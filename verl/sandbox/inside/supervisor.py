@@ -6,8 +6,6 @@ and could read its memory: so no code, input or output enters this memory, and a
 session, or for fetched files) is not reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -4,8 +4,6 @@ Standard input is a socket to the pool. A channel arrives as a descriptor with o
 pool; with isolation, the end of its pid namespace kills all descendants.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -3,8 +3,6 @@
 A gold answer is a text, a JSON list of accepted texts, or the published rows' JSON object {"target": that list}.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

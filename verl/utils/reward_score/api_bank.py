@@ -8,8 +8,6 @@ that are not JSON objects are skipped, and, as in ToolRL, an object without name
 of the gold call.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

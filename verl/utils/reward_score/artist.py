@@ -15,8 +15,6 @@ Function calls: state + functions + format
 The reward lab does not support these: the maximum requires an episode with successful calls, not just a text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.errors import ConfigError

@@ -1,7 +1,5 @@
 """The reward protocols, reward shaping per group, and how a name or a plain function becomes a reward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature

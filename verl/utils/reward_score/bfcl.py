@@ -11,8 +11,6 @@ whose interface forbids dots, and no format here does. Results equal those of `a
 including its oddities ([] and "" are accepted for optional parameters).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The environment's own verdict as the reward, e.g. for environments that compare final states."""
 
-from __future__ import annotations
-
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory
 

@@ -8,8 +8,6 @@ own reward is checked with that one. Prints statistics per mutation and the viol
 any, 2 if the data or the reward is unusable.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -9,8 +9,6 @@ A prediction is any JSON value, so every function here raises TypeError, KeyErro
 not {"name": .., "parameters": {..}}; the caller converts that to the lowest score.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any

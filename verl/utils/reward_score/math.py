@@ -7,8 +7,6 @@ that results do not depend on the machine's load. The timer works only in the ma
 scoring process's own deadline.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import AbstractContextManager

@@ -9,8 +9,6 @@ many calls), plus optional `format` points.
     OTC-GRPO   r_tool = sin(f pi / (2 n)) with f = 2 n m / (n + m); for n = 0 the cosine above
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -9,8 +9,6 @@
 Every function is linear in the length of its input, for any input.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -12,8 +12,6 @@ with the best-matching gold answer:
 A judge that fails or answers neither yes nor no raises ServiceDownError, so that the response has no score, not 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

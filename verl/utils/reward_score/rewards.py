@@ -1,7 +1,5 @@
 """Selects the reward of each task (the run's, or the one that its row names) and applies its reward shaping."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -3,8 +3,6 @@
 Text that the reward does not read is not corrupted here: the contents of a thought and of a `<response>`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -10,8 +10,6 @@ code also reads the prompt and has to skip its example.
 The gold answer: see answers.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.types import Score, Task, Trajectory

@@ -13,8 +13,6 @@ Right means that the last block has the gold calls, in any order; arguments are 
     llama  v0; a response without a block counts as no calls, and then needs no thought
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The published code applies its executability penalty to responses without any co
 as in the paper, it applies to responses in which code was run and failed. Off by default, as in the paper's main runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.types import Score, Task, Trajectory

@@ -7,8 +7,6 @@ of these tags once, and a tail with a word count of at most 5 (tokens in the pub
 The published version with tools adds 0.5 for the tail; the one without tools subtracts it, as here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.algorithms.filters import num_written
