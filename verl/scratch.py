@@ -45,9 +45,8 @@ def scratch_folder() -> Iterator[Path]:
     """
     folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/"
-    )
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=nothing, start_new_session=True, cwd="/")
     children = {watcher.MARK: str(folder), "TMPDIR": str(folder / "tmp"), **_kept_caches()}
     try:
         with variables(children):
@@ -76,9 +75,8 @@ def _make_folder() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="verl-", dir=place))
         (folder / "tmp").mkdir()
     except OSError as error:
-        raise ConfigError(
-            f"no temporary folder can be created in {place!r} ({error}); point TMPDIR to a folder with free space"
-        ) from error
+        hint = "point TMPDIR to a folder with free space"
+        raise ConfigError(f"no temporary folder can be created in {place!r} ({error}); {hint}") from error
     return folder
 
 

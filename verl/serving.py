@@ -67,13 +67,11 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
     """Add the options that all servers have."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port)
-    parser.add_argument(
-        "--token-file", type=Path, help=f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
-    )
+    token = f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
+    parser.add_argument("--token-file", type=Path, help=token)
     parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
-    parser.add_argument(
-        "--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME", help="accepted Host header"
-    )
+    hosts = "accepted Host header"
+    parser.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME", help=hosts)
     parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
     parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
 

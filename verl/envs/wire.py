@@ -105,7 +105,5 @@ def sendable(message: Message) -> Message:
     def clean(value: Any) -> Any:
         return json.loads(utf8(json.dumps(value, ensure_ascii=False)))
 
-    calls = tuple(
-        replace(call, name=utf8(call.name), arguments=clean(dict(call.arguments))) for call in message.tool_calls
-    )
-    return replace(message, content=utf8(message.content), tool_calls=calls)
+    calls = [replace(call, name=utf8(call.name), arguments=clean(dict(call.arguments))) for call in message.tool_calls]
+    return replace(message, content=utf8(message.content), tool_calls=tuple(calls))

@@ -78,22 +78,18 @@ def _task(name: str, row: Mapping[str, Any], tool_call_format: ToolCallFormat) -
 
 def _gold(answer: list[Any] | dict[str, Any]) -> dict[str, Any]:
     (call,) = answer if isinstance(answer, list) and len(answer) == 1 else (answer,)
-    if (
-        not isinstance(call, dict)
-        or not isinstance(call.get("name"), str)
-        or not isinstance(call.get("parameters"), dict)
-    ):
+    fields = call if isinstance(call, dict) else {}
+    if not isinstance(fields.get("name"), str) or not isinstance(fields.get("parameters"), dict):
         raise DataError("is not a call", "one {name: str, parameters: object}, in a list or not", field="answer")
-    return {"name": call["name"], "parameters": call["parameters"]}
+    return {"name": fields["name"], "parameters": fields["parameters"]}
 
 
 def _as_read(
     gold: dict[str, Any], tools: Sequence[Mapping[str, Any]], tool_call_format: ToolCallFormat
 ) -> dict[str, Any]:
     """The gold call after a round trip through the format: many rows have "4" for a number; untyped formats lose it."""
-    parsed = tool_call_format.parse(
-        tool_call_format.render([ToolCall(gold["name"], gold["parameters"])]), [ToolSpec(**tool) for tool in tools]
-    )
+    rendered = tool_call_format.render([ToolCall(gold["name"], gold["parameters"])])
+    parsed = tool_call_format.parse(rendered, [ToolSpec(**tool) for tool in tools])
     if not isinstance(parsed, Calls):
         return gold
     (call,) = parsed.calls
@@ -151,6 +147,5 @@ def _calls(text: str) -> list[ToolCall]:
     try:
         return [ToolCall(str(call["name"]), dict(call["parameters"])) for call in parse_calls(text)]
     except _BAD as error:
-        raise DataError(
-            f"an earlier call is invalid ({type(error).__name__}: {error})", "JSON, one call per line", field="user"
-        ) from error
+        problem = f"an earlier call is invalid ({type(error).__name__}: {error})"
+        raise DataError(problem, "JSON, one call per line", field="user") from error

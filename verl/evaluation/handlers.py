@@ -35,9 +35,8 @@ def tool_call_format_of(handler: str, chat_template: str) -> str:
 def check_several_tools(benchmark: str, tool_call_format: str) -> None:
     """Raises ConfigError for a single-tool format, which lists no tools. "": the format is not known yet."""
     if tool_call_format and isinstance(build_tool_call_format(tool_call_format), InlineFormat):
-        raise ConfigError(
-            f"{benchmark}: the tool-call format {tool_call_format!r} supports a single tool only; use another handler"
-        )
+        problem = f"the tool-call format {tool_call_format!r} supports a single tool only"
+        raise ConfigError(f"{benchmark}: {problem}; use another handler")
 
 
 def env_of(episode: EpisodeConfig, tool_call_format: str) -> EnvConfig:

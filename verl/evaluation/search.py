@@ -41,9 +41,7 @@ _SETS: Mapping[str, _Set] = {
         "Question",
         "Answer",
     ),
-    "search/hotpotqa_100": _Set(
-        ("hotpotqa_100.jsonl",), "a hundred questions of HotpotQA's dev set (distractor)", None
-    ),
+    "search/hotpotqa_100": _Set(("hotpotqa_100.jsonl",), "100 questions of HotpotQA's dev set (distractor)", None),
     "search/hotpotqa_dev": _Set(
         ("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"),
         "HotpotQA's dev set",
@@ -52,11 +50,7 @@ _SETS: Mapping[str, _Set] = {
     "search/nq_open": _Set(
         ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"),
         "NQ-Open's dev set (google-research-datasets/nq_open)",
-        HubSet(
-            "google-research-datasets/nq_open",
-            {"question": "question", "golden_answers": "answer"},
-            split="validation",
-        ),
+        HubSet("google-research-datasets/nq_open", {**_OURS, "golden_answers": "answer"}, split="validation"),
     ),
 }
 _COVERAGE = (

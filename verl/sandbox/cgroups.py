@@ -273,9 +273,8 @@ def _works(cgroups: Cgroups) -> bool:
         given = zip(group.purposes, group.descriptors, strict=True)
         joins = [descriptor for purpose, descriptor in given if purpose in ("join", "cell")]
         script = "".join(f"echo 0 >/proc/self/fd/{number} || exit 1\n" for number in joins)
-        done = subprocess.run(
-            ["/bin/sh", "-c", script], pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S
-        )
+        command = ["/bin/sh", "-c", script]
+        done = subprocess.run(command, pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
     finally:

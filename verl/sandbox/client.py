@@ -103,14 +103,13 @@ class RemoteSandbox(EndpointPool):
 
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
         """Run all cells in one fresh interpreter, each with the wall time of `limits`."""
-        total_s = limits.wall_s * len(cells)
-        request = RunJupyterRequest(
-            cells=list(cells), cell_timeout=limits.wall_s, total_timeout=total_s, memory_limit_MB=limits.memory_mib
-        )
+        cell_s, total_s = limits.wall_s, limits.wall_s * len(cells)
+        request = RunJupyterRequest(cells=list(cells), cell_timeout=cell_s, total_timeout=total_s)
+        request.memory_limit_MB = limits.memory_mib
         return await self._ask("/run_jupyter", request, RunJupyterResponse, total_s)
 
     async def _ask(self, path: str, request: BaseModel, kind: type[Answer], wall_s: float) -> Answer:
-        timeout = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S)
+        timeout, body = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S), request.model_dump_json()
         async with self._slots:
             deadline = time.monotonic() + self._patience_s
             while True:
@@ -118,9 +117,8 @@ class RemoteSandbox(EndpointPool):
                 server.in_flight += 1
                 try:
                     async with server.asked():
-                        response = await self.client.post(
-                            server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
-                        )
+                        url = server.url + path
+                        response = await self.client.post(url, content=body, headers=JSON, timeout=timeout)
                         if response.status_code == TOO_LARGE:
                             raise TooLargeError(f"{server.url} rejected a request: {response.text[:300]}")
                         if response.status_code in REFUSED:

@@ -71,9 +71,8 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
         """Run one program."""
         limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
-            done = await sandbox.run(
-                request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
-            )
+            stdin, files = request.stdin or "", _files(request.files)
+            done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
         except ServiceDownError as error:
             return RunCodeResponse(status="SandboxError", message=str(error))
         return RunCodeResponse(
@@ -144,9 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
-    parser.add_argument(
-        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit of an execution"
-    )
+    parser.add_argument("--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit")
     parser.add_argument("--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="maximum of a request")
     parser.add_argument("--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="maximum of a request")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")

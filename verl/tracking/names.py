@@ -64,18 +64,9 @@ METRICS = (
     Metric("critic/clip_fraction", "share", "tokens at which the value clip was active"),
     Metric("critic/values_mean", "points", "token mean of the values before the update"),
     Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
-    Metric(
-        "engine/logprob_diff_mean",
-        "nats",
-        "mean absolute difference between the trainer's and the engine's log p, over the engine's tokens",
-    ),
+    Metric("engine/logprob_diff_mean", "nats", "mean of abs(log p by the trainer - log p by the engine), its tokens"),
     Metric("engine/logprob_diff_max", "nats", "maximum of the same"),
-    Metric(
-        "engine/kl",
-        "nats",
-        "token mean of log p by the engine - log p by the trainer, over the engine's tokens; includes the bias of "
-        "truncated sampling (rollout.top_p etc.)",
-    ),
+    Metric("engine/kl", "nats", "mean of log p by the engine - by the trainer; with the bias of rollout.top_p etc."),
     Metric("correction/engine_kl", "nats", "token mean of k3 for KL(engine, trainer), before the update"),
     Metric("correction/ess", "share", "effective sample size of the importance weights; 1 if all are equal"),
     Metric("correction/weight_mean", "1", "mean importance weight"),
@@ -110,9 +101,9 @@ _FREE = {"data_source": r".+", "set": r".+", "category": r".+"}  # these may hol
 
 def _pattern(name: str) -> str:
     pieces = re.split(r"<(\w+)>", name)  # text, placeholder, text, ...
-    return "".join(
-        re.escape(piece) if number % 2 == 0 else _FREE.get(piece, r"[^/]+") for number, piece in enumerate(pieces)
-    )
+    pieces[::2] = map(re.escape, pieces[::2])
+    pieces[1::2] = [_FREE.get(placeholder, r"[^/]+") for placeholder in pieces[1::2]]
+    return "".join(pieces)
 
 
 _KNOWN = re.compile("|".join(_pattern(metric.name) for metric in METRICS))

@@ -120,10 +120,8 @@ def _readable(path: str, key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # safetensors, pickle, json, huggingface_hub and torch have their own exceptions
-        kind = "folder" if Path(path).exists() else "name"
-        raise ConfigError(
-            f"{key}: no causal language model can be loaded from the {kind} {path!r} ({_in_short(error)})"
-        ) from error
+        source = f"the {'folder' if Path(path).exists() else 'name'} {path!r} ({_in_short(error)})"
+        raise ConfigError(f"{key}: no causal language model can be loaded from {source}") from error
 
 
 def _in_short(error: Exception) -> str:

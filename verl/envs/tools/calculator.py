@@ -56,27 +56,9 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Number]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-FUNCTIONS: Mapping[str, Callable[..., Number]] = {
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "gcd": math.gcd,
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "round": _round,
-    "factorial": _factorial,
-}
+_OF_MATH = "sqrt exp log log2 log10 sin cos tan asin acos atan floor ceil gcd"
+FUNCTIONS: dict[str, Callable[..., Number]] = {name: getattr(math, name) for name in _OF_MATH.split()}
+FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": _round, "factorial": _factorial}
 CONSTANTS: Mapping[str, float] = {"pi": math.pi, "e": math.e}
 
 
@@ -94,10 +76,8 @@ def _value(node: ast.AST) -> Number:
             return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             return _bounded(FUNCTIONS[name](*map(_value, args)))
-    shown = ast.unparse(node)
-    raise ToolError(
-        f"cannot work out {shown!r}; there are numbers, pi, e, + - * / // % **, parentheses, and {', '.join(FUNCTIONS)}"
-    )
+    known = f"numbers, pi, e, + - * / // % **, parentheses, and {', '.join(FUNCTIONS)}"
+    raise ToolError(f"cannot work out {ast.unparse(node)!r}; there are {known}")
 
 
 def value_of(expression: str) -> Number:

@@ -37,11 +37,10 @@ class ShellTool:
     """
 
     def __init__(self, sandbox: Sandbox, limits: Mapping[str, Any] | None = None) -> None:
-        summary = (
-            "Runs a bash command in your working folder. Files are kept between calls; variables and `cd` are not."
-        )
+        kept = "Files are kept between calls; variables and `cd` are not."
         command = {"type": "string", "description": "A command or a script."}
         schema = {"type": "object", "properties": {"command": command}, "required": ["command"]}
+        summary = f"Runs a bash command in your working folder. {kept}"
         self.spec = ToolSpec("shell", summary, {**schema, "additionalProperties": False})
         self._sandbox = sandbox
         self._limits = parse_limits(limits)
@@ -93,9 +92,8 @@ def packed(task: Task) -> bytes:
         for path, text in files.items():
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or not isinstance(text, str):
-                raise DataError(
-                    f"task {task.id}: file {path!r}", "a relative path without '..' and a text", field="extra.files"
-                )
+                expected = "a relative path without '..' and a text"
+                raise DataError(f"task {task.id}: file {path!r}", expected, field="extra.files")
             entry = tarfile.TarInfo(path)
             content = text.encode()
             entry.size = len(content)

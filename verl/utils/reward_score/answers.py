@@ -37,9 +37,8 @@ def accepted_answers(answer: str) -> list[str]:
             target = found.get("target")
             texts = [_target(each) for each in (target if isinstance(target, list) else [target])]
             if not texts or None in texts:
-                raise DataError(
-                    f"is {answer[:80]}", '{"target": a text, or several}', field="reward_model.ground_truth"
-                )
+                expected = '{"target": a text, or several}'
+                raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
             return [text for text in texts if text is not None]
         accepted = [_target(each) for each in found] if isinstance(found, list) else []
         if accepted and None not in accepted:

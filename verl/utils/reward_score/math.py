@@ -135,10 +135,9 @@ def _math_verify() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(f"math rewards need math-verify ({error}): pip install math-verify") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call without its own timeout
+    one = parse("$1$", parsing_timeout=None)
     for text in _WARM_UP:  # the first calls in a process take seconds, which must not count against an answer
-        verify(
-            parse(f"\\boxed{{{text}}}", parsing_timeout=None), parse("$1$", parsing_timeout=None), timeout_seconds=None
-        )
+        verify(parse(f"\\boxed{{{text}}}", parsing_timeout=None), one, timeout_seconds=None)
     return parse, verify
 
 

@@ -115,7 +115,5 @@ class OtcGrpoReward(_OtcReward):
         fewest = min([*seen, *([state[key]] if key in state else [])], default=None)
         if fewest is None:
             return tuple(score.total for score in group.scores), state
-        rewards = tuple(
-            score.total * fit(trajectory.num_tool_calls, fewest, self.max_calls) for trajectory, score in scored
-        )
-        return rewards, state if state.get(key) == fewest else {**state, key: fewest}
+        rewards = [score.total * fit(each.num_tool_calls, fewest, self.max_calls) for each, score in scored]
+        return tuple(rewards), state if state.get(key) == fewest else {**state, key: fewest}

@@ -152,17 +152,15 @@ def parse_gold(answer: str) -> Gold:
 
 def _gold_call(number: int, line: str) -> dict[str, Any]:
     expected = 'one JSON object {"name": str, "parameters": object} per line of the <tool_call> block'
-    hint = "Correct or drop the row"
+    hint, place = "Correct or drop the row", f"line {number} of the gold calls"
     try:
         call = _decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, hint
-        ) from error
+        raise DataError(f"{place} is not JSON ({error}): {line[:80]!r}", expected, hint) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise DataError(f"line {number} of the gold calls names no tool: {line[:80]!r}", expected, hint)
+        raise DataError(f"{place} names no tool: {line[:80]!r}", expected, hint)
     if not isinstance(call.get("parameters"), dict):
-        raise DataError(f"line {number} of the gold calls has no parameters object: {line[:80]!r}", expected, hint)
+        raise DataError(f"{place} has no parameters object: {line[:80]!r}", expected, hint)
     return call
 
 

@@ -61,14 +61,12 @@ def _corrupted_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> 
     with_lines = partial(_with_calls, response)
     lines = [render_call(call) for call in calls]
     first, *others = calls
-    parameters = first["parameters"]
+    invented = {**first, "parameters": {**first["parameters"], "invented_x": 1}}
     corrupted = {
         "no-op": with_lines([""]),
         "malformed JSON": with_lines([lines[0][:-1], *lines[1:]]),
         "wrong name": with_lines([render_call({**first, "name": f"{first['name']}_x"}), *lines[1:]]),
-        "invented parameter": with_lines(
-            [render_call({**first, "parameters": {**parameters, "invented_x": 1}}), *lines[1:]]
-        ),
+        "invented parameter": with_lines([render_call(invented), *lines[1:]]),
         "duplicated call": with_lines([*lines, lines[-1]]),
         "over-calling": with_lines([*lines, render_call(_STRANGER)]),
         "calls as a JSON list": with_lines([json.dumps(calls)]),

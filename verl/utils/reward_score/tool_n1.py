@@ -152,9 +152,8 @@ class ToolN1Reward:
             first, *others = calls
             corrupted["missing call"] = with_calls(others)
             corrupted["wrong name"] = with_calls([first | {"name": f"{first['name']}_x"}, *others])
-            corrupted["invented argument"] = with_calls(
-                [first | {"arguments": first["arguments"] | {"x_": 1}}, *others]
-            )
+            arguments = first["arguments"] | {"x_": 1}
+            corrupted["invented argument"] = with_calls([first | {"arguments": arguments}, *others])
             corrupted["another block after it"] = f"{response}{TOOL_CALL}[]{TOOL_CALL_END}"
         if not calls and self.version == "llama":  # no block, no calls
             del corrupted["block unclosed"], corrupted["empty text"]
