@@ -35,9 +35,8 @@ from verl.errors import ConfigError, DataError
 from verl.types import Message
 from verl.utils.reward_score.parsing import render_response
 
-INSTRUCTION = "Use tools.\n\n" + tool_list(
-    [ListedTool("get_weather", "Weather of a city"), ListedTool("get_time", "Time")]
-)
+LISTED = [ListedTool("get_weather", "Weather of a city"), ListedTool("get_time", "Time")]
+INSTRUCTION = "Use tools.\n\n" + tool_list(LISTED)
 
 
 def example(city: str = "Rome", name: str = "get_weather") -> dict[str, str]:
