@@ -46,17 +46,9 @@ COMMANDS = {
 
 def help_text() -> str:
     """The help text of `toolrl`."""
-    rows = [f"  {name:18}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: toolrl COMMAND [key=value ...] [--option ...]",
-            "",
-            *rows,
-            "",
-            "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version.",
-            "",
-        ]
-    )
+    rows = "".join(f"  {name:18}{command.summary}\n" for name, command in COMMANDS.items())
+    hint = "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version."
+    return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{rows}\n{hint}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -193,11 +193,8 @@ def probe_vllm(folder: str) -> None:
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, use_tqdm=False)
     num_tokens = len(outputs[0].outputs[0].token_ids)
     ended = time.monotonic()
-    print(
-        f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, "
-        f"{num_tokens} tokens {ended - started:.1f} s",
-        flush=True,
-    )
+    generated = f"{num_tokens} tokens {ended - started:.1f} s"
+    print(f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, {generated}", flush=True)
 
 
 def quick(flavour: Flavour, *, dev: bool) -> int:

@@ -18,13 +18,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 
-_FITTING: Mapping[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "None": (type(None),),
-}
+_FITTING = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
 
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
@@ -39,10 +33,8 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
     module_name, colon, attribute = location.rpartition(":")
     if not colon or not module_name.strip("."):
         known = nearest(name, list(table))
-        raise ConfigError(
-            f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} For your own, use "
-            "package.module:attribute or path/to/file.py:attribute"
-        )
+        own = "For your own, use package.module:attribute or path/to/file.py:attribute"
+        raise ConfigError(f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} {own}")
     module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
     if not hasattr(module, attribute):
         public = [key for key in vars(module) if not key.startswith("_")]

@@ -49,10 +49,8 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):
-        raise ConfigError(
-            f"environment {name!r} must be a class with `reset`, `step` and `close`, or a class of factories: called "
-            "with a task, they make such an environment"
-        )
+        factories = "a class of factories: called with a task, they make such an environment"
+        raise ConfigError(f"environment {name!r} must be a class with `reset`, `step` and `close`, or {factories}")
     if hasattr(found, "step"):
         check_options("environment", name, found, options, None)
         return ClassFactory(found, options)

@@ -64,10 +64,9 @@ def _groups(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{what}: {shares} at n={size}")
     never, always = found["useless_never_right"], found["useless_always_right"]
     if MANY_USELESS < never + always < 1:
-        lines.append(
-            f"drop rows without a learning signal: {_percent(never)} were never right, {_percent(always)} always "
-            f"({script('scripts/select_by_difficulty.py')})"
-        )
+        shares = f"{_percent(never)} were never right, {_percent(always)} always"
+        select = script("scripts/select_by_difficulty.py")
+        lines.append(f"drop rows without a learning signal: {shares} ({select})")
     return lines
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from verl.evaluation.base import Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.evaluation.files import answer_texts, rows_of
+from verl.evaluation.files import Fields, answer_texts, rows_of
 from verl.evaluation.hub import HubSet
 from verl.types import Message, Task
 
@@ -36,9 +36,7 @@ _SETS: Mapping[str, _Set] = {
         HubSet("openai/gsm8k", _QUESTION, config="main"),
     ),
     "math500": _Set(
-        ("math500.jsonl",),
-        "the test set of HuggingFaceH4/MATH-500",
-        HubSet("HuggingFaceH4/MATH-500", _PROBLEM),
+        ("math500.jsonl",), "the test set of HuggingFaceH4/MATH-500", HubSet("HuggingFaceH4/MATH-500", _PROBLEM)
     ),
     "aime24": _Set(
         ("aime24.jsonl",), "the 30 problems of AIME 2024", HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train")
@@ -84,18 +82,12 @@ def math(context: BenchmarkContext) -> Benchmark:
 def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
     one = _SETS[name]
     hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
-    rows = rows_of(context, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
-    return [
-        Task(
-            row["id"],
-            (Message("system", asked), Message("user", row["problem"])),
-            ", ".join(answer_texts(_without_solution(row["answer"]), place, "answer")),
-            name,
-        )
-        for place, row in rows
-        if row["id"] not in one.faulty
-    ]
-
-
-def _without_solution(answer: str | list[str]) -> str | list[str]:
-    return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer
+    tasks = []
+    fields: Fields = {"id": str, "problem": str, "answer": (str, list)}
+    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
+        answer = row["answer"]
+        if isinstance(answer, str):
+            answer = answer.rpartition(_BEFORE_ANSWER)[2].strip()
+        prompt = (Message("system", asked), Message("user", row["problem"]))
+        tasks.append(Task(row["id"], prompt, ", ".join(answer_texts(answer, place, "answer")), name))
+    return [task for task in tasks if task.id not in one.faulty]

@@ -79,11 +79,8 @@ class Records:
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.path, whole)  # later tasks must not be appended to a partial line
-            raise DataError(
-                f"cannot be written ({error.strerror})",
-                hint="Free some space and start again: finished tasks are kept",
-                file=str(self.path),
-            ) from error
+            hint = "Free some space and start again: finished tasks are kept"
+            raise DataError(f"cannot be written ({error.strerror})", hint=hint, file=str(self.path)) from error
         self._done[digest] = rows
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
@@ -97,10 +94,7 @@ class Records:
             numbers = list(range(self._n))
             whole = {key: same for key, same in firsts.items() if sorted(row["index"] for row in same) == numbers}
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"is not a file of evaluation records ({type(error).__name__}: {error})",
-                hint="Remove it to evaluate everything again",
-                file=str(self.path),
-            ) from error
+            problem = f"is not a file of evaluation records ({type(error).__name__}: {error})"
+            raise DataError(problem, hint="Remove it to evaluate everything again", file=str(self.path)) from error
         write_jsonl(self.path, [row for same in whole.values() for row in same])
         return whole

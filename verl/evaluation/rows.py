@@ -22,12 +22,8 @@ def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     episode = EpisodeConfig(context.reward, context.reward_options, uses_tools=False)
     metric = EXACT if isinstance(build_reward(context.reward, context.reward_options), LabReward) else "total"
     tasks = cache(partial(_read, path, metric))
-    return Benchmark(
-        name,
-        (Category(name, tasks, episode, metric),),
-        notes=(f"{name}: rows of {path}, scored by {context.reward}",),
-        files=lambda: (str(tasks().report),),
-    )
+    category, note = Category(name, tasks, episode, metric), f"{name}: rows of {path}, scored by {context.reward}"
+    return Benchmark(name, (category,), notes=(note,), files=lambda: (str(tasks().report),))
 
 
 def _read(path: str, metric: str) -> TaskSet:
@@ -39,9 +35,6 @@ def _read(path: str, metric: str) -> TaskSet:
         if task.env not in (None, "single_turn"):
             raise DataError(f"{task.env!r} is not supported here", "single_turn", field="env").of_row(task.id)
         if metric == EXACT and task.reward is not None and not isinstance(named_reward(task.reward), LabReward):
-            raise DataError(
-                f"{task.reward!r} has no known maximum, which the metric of the other rows needs",
-                hint="Put the rows into a separate file",
-                field="reward",
-            ).of_row(task.id)
+            problem = f"{task.reward!r} has no known maximum, which the metric of the other rows needs"
+            raise DataError(problem, hint="Put the rows into a separate file", field="reward").of_row(task.id)
     return tasks

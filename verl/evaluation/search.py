@@ -83,13 +83,8 @@ def _episode(context: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
     hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
     corpora = ("wiki_passages.jsonl.gz", "wiki_passages.jsonl")
     options = context.search or {"corpus": str(find_file(context.data_dir, corpora, hint))}
-    return EpisodeConfig(
-        "qa",
-        {"judge": dict(context.judge)} if context.judge else {},
-        env="tool",
-        tools=({"name": "search", **options},),
-        max_tool_calls=calls,
-    )
+    judge, tools = {"judge": dict(context.judge)} if context.judge else {}, ({"name": "search", **options},)
+    return EpisodeConfig("qa", judge, env="tool", tools=tools, max_tool_calls=calls)
 
 
 def _notes(context: BenchmarkContext) -> tuple[str, ...]:
@@ -102,12 +97,8 @@ def _tasks(context: BenchmarkContext, name: str) -> list[Task]:
     one = _SETS[name]
     fields: Fields = {one.question: str, one.golds: (str, list)}
     hint = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
-    return [
-        Task(
-            place,
-            (_ASK, Message("user", row[one.question])),
-            json.dumps(answer_texts(row[one.golds], place, one.golds)),
-            name,
-        )
-        for place, row in rows_of(context, one.files, one.hub, name, fields, hint)
-    ]
+    tasks = []
+    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
+        answer = json.dumps(answer_texts(row[one.golds], place, one.golds))
+        tasks.append(Task(place, (_ASK, Message("user", row[one.question])), answer, name))
+    return tasks

@@ -26,10 +26,8 @@ CELL = "cell"  # cgroup of a session's processes, frozen between cells
 NAME = "verl-sandbox"
 REMOVE_S = 5.0  # for killed processes to disappear
 JOIN_S = 10.0
-HINT = (
-    "run as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND; a container needs a "
-    "writable /sys/fs/cgroup"
-)
+_DELEGATED = "in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND"
+HINT = f"run as root, or {_DELEGATED}; a container needs a writable /sys/fs/cgroup"
 log = logging.getLogger(__name__)
 
 

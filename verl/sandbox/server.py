@@ -75,11 +75,8 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
             done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
         except ServiceDownError as error:
             return RunCodeResponse(status="SandboxError", message=str(error))
-        return RunCodeResponse(
-            status="Success" if done.status is Status.FINISHED else "Failed",
-            run_result=run_result(done),
-            files=frames.pack_files(done.files),
-        )
+        status = "Success" if done.status is Status.FINISHED else "Failed"
+        return RunCodeResponse(status=status, run_result=run_result(done), files=frames.pack_files(done.files))
 
     @app.post("/run_jupyter")
     async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:

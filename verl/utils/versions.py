@@ -257,15 +257,12 @@ def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> li
     """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
     if flavour == "gpu" or cuda is not None:
         return []
+    found = {name: installed[name].version for name in STRAYS if name in installed}
+    problem = "is not a CPU build and breaks `import vllm` with CPU torch"
     return [
-        Check(
-            name,
-            "fail",
-            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` with CPU torch",
-            f"pip uninstall {name}",
-        )
-        for name in STRAYS
-        if name in installed and not installed[name].version.endswith("+cpu")
+        Check(name, "fail", f"{name} {version} {problem}", f"pip uninstall {name}")
+        for name, version in found.items()
+        if not version.endswith("+cpu")
     ]
 
 

@@ -65,11 +65,9 @@ def tau2_tasks(
                 raise ValueError(f"there is no task {min(wanted - chosen, key=str)!r}, which split {split!r} names")
             chosen = wanted
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"tasks.json or split_tasks.json cannot be read ({error!r})",
-            "a list of objects with ids, and lists of these ids by split",
-            file=str(folder),
-        ) from error
+        expected = "a list of objects with ids, and lists of these ids by split"
+        problem = f"tasks.json or split_tasks.json cannot be read ({error!r})"
+        raise DataError(problem, expected, file=str(folder)) from error
     path = str(folder / "tasks.json")
     return [_checked(row, domain, policy, path, number) for number, row in enumerate(rows) if row["id"] in chosen]
 
@@ -95,10 +93,8 @@ def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
 def read_file(path: Path) -> str:
     """A file of the data folder. Raises ConfigError if it is missing."""
     if not path.is_file():
-        raise ConfigError(
-            f"environment 'tau2': there is no file {path}; option `data` must be a folder like tau2-bench's "
-            "data/tau2/domains"
-        )
+        hint = "option `data` must be a folder like tau2-bench's data/tau2/domains"
+        raise ConfigError(f"environment 'tau2': there is no file {path}; {hint}")
     return path.read_text(encoding="utf-8")
 
 

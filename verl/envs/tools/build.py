@@ -45,10 +45,8 @@ def tool_name(wanted: Any) -> str:
     """The name in an entry of `wanted`, which is user input. Raises ConfigError for an invalid entry."""
     name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
     if not isinstance(name, str):
-        raise ConfigError(
-            f"env.tools: {wanted!r} is not a tool; use a name, or {{name: NAME, option: value}}. "
-            f"Known tools: {', '.join(TOOLS)}"
-        )
+        hint = f"use a name, or {{name: NAME, option: value}}. Known tools: {', '.join(TOOLS)}"
+        raise ConfigError(f"env.tools: {wanted!r} is not a tool; {hint}")
     return name
 
 

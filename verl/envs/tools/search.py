@@ -59,10 +59,8 @@ class SearchTool:
             signature(made_by).bind(**options)
         except TypeError as error:
             takes = ", ".join(f"{name}: .." for name in signature(made_by).parameters)
-            raise ConfigError(
-                f"tool 'search': {error} for retriever {retriever!r}; write env.tools=[{{name: search, "
-                f"retriever: {retriever}, {takes}}}]"
-            ) from error
+            hint = f"write env.tools=[{{name: search, retriever: {retriever}, {takes}}}]"
+            raise ConfigError(f"tool 'search': {error} for retriever {retriever!r}; {hint}") from error
         self._retriever: Retriever = made_by(**options)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:

@@ -89,12 +89,8 @@ class FunctionReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if "solution_str" in signature(self.function).parameters:
-            found = self.function(
-                data_source=task.data_source,
-                solution_str=trajectory.response,
-                ground_truth=task.answer,
-                extra_info=dict(task.extra),
-            )
+            texts = {"solution_str": trajectory.response, "ground_truth": task.answer}
+            found = self.function(data_source=task.data_source, **texts, extra_info=dict(task.extra))
         else:
             found = self.function(trajectory.response, task.answer)
         parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None

@@ -91,11 +91,9 @@ def gold_calls(answer: str) -> list[Call]:
     """The gold calls. Raises DataError if they cannot be parsed."""
     calls = read_calls(answer)
     if calls is None:
-        raise DataError(
-            f"the gold calls cannot be parsed: {answer[:80]!r}",
-            'a JSON list of {"name": text, "arguments": object}',
-            field="reward_model.ground_truth",
-        )
+        expected = 'a JSON list of {"name": text, "arguments": object}'
+        problem = f"the gold calls cannot be parsed: {answer[:80]!r}"
+        raise DataError(problem, expected, field="reward_model.ground_truth")
     return calls
 
 

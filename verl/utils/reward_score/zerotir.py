@@ -73,11 +73,9 @@ class ZeroTirReward:
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         response = self.gold(task, step)
-        corrupted = {
-            name: f"I know this.</think> <answer>{text}</answer>"
-            for name, text in corrupted_boxes(task.answer).items()
-            if name != "box unclosed"
-        }
+        boxes = corrupted_boxes(task.answer)
+        del boxes["box unclosed"]
+        corrupted = {name: f"I know this.</think> <answer>{text}</answer>" for name, text in boxes.items()}
         corrupted["answer unclosed"] = response.removesuffix("</answer>")
         corrupted["two answers"] = f"{response} <answer>{boxed(task.answer)}</answer>"
         corrupted["long tail"] = f"{response} and here follows a long tail of more text"
