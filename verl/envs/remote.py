@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Generic, TypeVar
@@ -60,22 +60,18 @@ class Batcher(Generic[Item, Result]):
         return await future
 
     async def _flush(self) -> None:
+        """Send what is waiting, in batches within the server limits."""
         await asyncio.sleep(self._window_s)
-        batch, self._waiting = self._waiting, []
-        await asyncio.gather(*(self._send_one(part) for part in self._split(batch)))
-
-    def _split(
-        self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]
-    ) -> Iterator[Sequence[tuple[Item, asyncio.Future[Result]]]]:
-        """Batches within the server limits, for any message length."""
-        begin = chars = 0
-        for at, (item, _) in enumerate(batch):
-            size = self._size(item)
-            if at > begin and (at - begin == MAX_ITEMS or chars + size > _MAX_CHARS):
-                yield batch[begin:at]
-                begin, chars = at, 0
+        waiting, self._waiting = self._waiting, []
+        batches, chars = [waiting[:1]], self._size(waiting[0][0])
+        for entry in waiting[1:]:
+            size = self._size(entry[0])
+            if len(batches[-1]) == MAX_ITEMS or chars + size > _MAX_CHARS:
+                batches.append([])
+                chars = 0
+            batches[-1].append(entry)
             chars += size
-        yield batch[begin:]
+        await asyncio.gather(*map(self._send_one, batches))
 
     async def _send_one(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:

@@ -94,7 +94,8 @@ class ForkServer:
         """A non-blocking channel to an idle supervisor. Raises ServiceDownError if no server can be started."""
         async with self._lock:
             if self._process and (ended := self._process.poll()) is not None:
-                log.warning("sandbox fork server %d exited (%s); restarting", self._process.pid, _cause(ended))
+                cause = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
+                log.warning("sandbox fork server %d exited (%s); restarting", self._process.pid, cause)
                 self.close()
             while self._idle:
                 channel = self._idle.pop()
@@ -197,10 +198,6 @@ class ForkServer:
         if isolated:
             return _in_bubblewrap(command, variables | HOME, control, output, counted)
         return _popen(command, control, output, env=variables)
-
-
-def _cause(ended: int) -> str:
-    return f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
 
 
 def _stopped(ancestor: int) -> str:

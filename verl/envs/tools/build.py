@@ -53,7 +53,11 @@ def tool_name(wanted: Any) -> str:
 def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
     found = resolve("tool", name, TOOLS)
     if isinstance(found, type):
-        return _instance(name, found, options, sandbox)
+        shared = {"sandbox": sandbox} if "sandbox" in signature(found).parameters else {}
+        if shared and sandbox is None:
+            raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
+        check_options("tool", name, found, options, **shared)
+        return found(**shared, **options)
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
     if isfunction(found):
@@ -61,11 +65,3 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
 
         return FunctionTool(found)
     return found
-
-
-def _instance(name: str, made_by: type, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
-    shared = {"sandbox": sandbox} if "sandbox" in signature(made_by).parameters else {}
-    if shared and sandbox is None:
-        raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
-    check_options("tool", name, made_by, options, **shared)
-    return made_by(**shared, **options)

@@ -33,7 +33,7 @@ class HttpRetriever(EndpointPool):
         async def ask(server: Endpoint) -> list[list[Passage]]:
             async with server.asked(ValueError, KeyError, TypeError):  # of a malformed response
                 answer = (await self.client.post(server.url, json=request)).raise_for_status().json()
-                found = [[_passage(one) for one in passages] for passages in answer["result"]]
+                found = [list(map(_passage, passages)) for passages in answer["result"]]
                 if len(found) != len(queries):
                     raise ValueError(f"{len(found)} results for {len(queries)} queries")
             return found

@@ -282,7 +282,9 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     wakes = _wake_at_ends()
     try:
-        post = Post(owner, jail, _join(owner), wakes)
+        hello, descriptors = frames.receive(owner)
+        cgroup = Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None  # which this process joins
+        post = Post(owner, jail, cgroup, wakes)
         while True:
             if jail.isolated:
                 _isolate(mounts)
@@ -306,12 +308,6 @@ def _wake_at_ends() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     return wakes
-
-
-def _join(owner: socket.socket) -> Cgroup | None:
-    """Join the cgroup in the owner's first message, if there is one."""
-    hello, descriptors = frames.receive(owner)
-    return Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None
 
 
 def _serve(task: dict[str, Any], descriptors: list[int], post: Post, work: Path) -> None:
