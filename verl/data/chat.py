@@ -4,8 +4,6 @@ An episode's tokens are append-only. Everything after a response is therefore to
 messages of other roles, `continuation_ids` for text that continues the assistant's turn.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

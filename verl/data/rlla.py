@@ -4,8 +4,6 @@ A raw example is {"instruction": system text, "input": dialogue so far, "output"
 rows. See docs/data.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

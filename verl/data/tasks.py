@@ -3,8 +3,6 @@
 files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> endless stream of tasks
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

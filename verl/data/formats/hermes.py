@@ -4,8 +4,6 @@ The chat template lists the tools and renders results with the role "tool"; for 
 support tools, a prompt template lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

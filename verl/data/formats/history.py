@@ -1,7 +1,5 @@
 """Rows under a format with its own prompt: renders earlier calls in that format and checks that nothing is dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

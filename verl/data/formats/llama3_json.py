@@ -1,7 +1,5 @@
 """Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several separated by semicolons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

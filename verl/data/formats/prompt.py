@@ -1,7 +1,5 @@
 """Prompt templates: plain text files with the placeholders `{question}` and `{tools}`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
 Every function is linear in the length of its input, for any input.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Its data has its own text format for the tools and the dialogue history, inside a system and a user message.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

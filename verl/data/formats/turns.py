@@ -1,7 +1,5 @@
 """Formats supported by the models' chat templates: calls end the turn, results are separate turns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.data.formats.prompt import PromptTemplateMixin

@@ -1,7 +1,5 @@
 """Calls as tags: `<function=NAME><parameter=ARG>value</parameter></function>`, as in Qwen3-Coder and OpenHands."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
