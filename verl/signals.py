@@ -43,7 +43,8 @@ def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
     Signals that the parent process ignores (nohup, background jobs) or that already have a handler are left alone.
     asyncio's own Ctrl-C handler acts only when its loop runs again, which it does not while it waits for workers.
     """
-    ours = [number for number in _ENDING if _is_default(number)]
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    ours = [number for number in _ENDING if signal.getsignal(number) in defaults]
     first: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -133,10 +134,6 @@ class StopRequest:
                 await requested.wait()
         finally:
             self._wake.remove(wake)
-
-
-def _is_default(number: int) -> bool:
-    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class RunProcesses:
         while (members := self._members()) and time.monotonic() < started + _END_S:
             patient = time.monotonic() < started + _TRACKER_S
             for pid, _ in members:
-                if not (patient and _is_tracker(pid)):
+                if not (patient and b"multiprocessing.resource_tracker" in _read(pid, "cmdline")):
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
@@ -115,10 +115,6 @@ def _read(pid: int, file: str) -> bytes:
     with suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:  # another user's process, or already gone
         return opened.read()
     return b""
-
-
-def _is_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
 def _shared_files() -> dict[int, str]:

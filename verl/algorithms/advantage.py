@@ -123,14 +123,12 @@ def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Adva
     A_t = delta_t + gamma * lam * A_{t+1};  the critic's target is A_t + V_t, before whitening
     """
     assert rollouts.values is not None, "GAE needs a critic"
-    raw = [_sample_gae(r, v, gamma, lam) for r, v in zip(rollouts.token_rewards, rollouts.values, strict=True)]
+    raw = []
+    for rewards_L, values_L in zip(rollouts.token_rewards, rollouts.values, strict=True):
+        next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
+        raw.append(returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam))
     returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
     return Advantages(whitened(raw), returns)
-
-
-def _sample_gae(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
-    next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
-    return returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam)
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:

@@ -63,17 +63,15 @@ class TrainTasks:
         return cls(tuple(dict.fromkeys((*before.traces, *map(trace_of, tasks)))))
 
     @cached_property
-    def _digests(self) -> frozenset[str]:
-        return frozenset(each.digest for each in self.traces if each.digest)
-
-    @cached_property
-    def _names(self) -> frozenset[tuple[str, str]]:
-        return frozenset((each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN)
+    def _known(self) -> frozenset[str | tuple[str, str]]:
+        """Digests, and names in environments."""
+        names = {(each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN}
+        return frozenset(each.digest for each in self.traces if each.digest) | names
 
     def has(self, task: Task) -> bool:
         """Whether the task, or one with the same user messages, was trained on."""
         trace = trace_of(task)
-        return trace.digest in self._digests or (trace.env, trace.task) in self._names
+        return trace.digest in self._known or (trace.env, trace.task) in self._known
 
     def write(self, path: Path) -> None:
         """One line per task, written atomically."""

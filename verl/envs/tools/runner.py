@@ -160,7 +160,7 @@ class ToolRunner:
         if task.done():
             return
         task.cancel()
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio logs the exception
         await asyncio.wait({task}, timeout=GRACE_S)
         if not task.done():
             if name not in self._abandoned:
@@ -180,9 +180,3 @@ async def _call(tool: Tool, call: ToolCall) -> str:
     if not isinstance(text, str):
         raise TypeError(f"it answered an object of {type(text).__name__} instead of a str")
     return text
-
-
-def _retrieve_exception(task: asyncio.Task[str]) -> None:
-    """Retrieves the exception of a canceled call, to avoid asyncio's `exception was never retrieved`."""
-    if not task.cancelled():
-        task.exception()

@@ -41,7 +41,8 @@ def usage(*, isolated: bool) -> Usage:
         count += 1
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
         with contextlib.suppress(OSError):  # it has exited
-            kib += _pss_kib(pid)
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            kib += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
     return Usage(cpu_s, memory_mib + kib / 1024, count)
 
 
@@ -100,10 +101,3 @@ def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
         waiting.extend(children.get(pid, []))
         if stats[pid][0] != "Z":
             yield pid, stats[pid]
-
-
-def _pss_kib(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1])
-    return 0

@@ -286,8 +286,9 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
         cgroup = Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None  # which this process joins
         post = Post(owner, jail, cgroup, wakes)
         while True:
-            if jail.isolated:
-                _isolate(mounts)
+            if jail.isolated:  # fresh namespaces; that of pids is kept: it has no other process left
+                kernel.setns(mounts, kernel.CLONE_NEWNS)  # the fork server's mounts; releases the last files
+                kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
             task, descriptors = frames.receive(owner)
             if not task:
                 return
@@ -370,12 +371,6 @@ def _remove(folder: Path) -> None:
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-
-
-def _isolate(mounts: int) -> None:
-    """Fresh namespaces, with the fork server's mounts. The pid namespace is kept: it has no other process left."""
-    kernel.setns(mounts, kernel.CLONE_NEWNS)  # releases the last execution's files
-    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
 
 
 def _mount_scratch(file_mib: int) -> None:
