@@ -71,7 +71,7 @@ class EndpointPool:
     service: name of a server in messages, such as "sandbox"
     hint:    what to do if no server answers
     ping:    path of the health watch, which answers at once even under load
-    health:  path of the check before the start and after a failure
+    health:  path of the check before the start and after a failure; empty: the URLs are routes, not servers
     client:  options of the HTTP client; proxies of the environment are ignored by default
 
     Raises ConfigError if there is no URL, or an invalid one.
@@ -87,7 +87,7 @@ class EndpointPool:
         health: str = "/health",
         **client: Any,
     ) -> None:
-        urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        urls = [url.rstrip("/") if health else url for url in ([urls] if isinstance(urls, str) else urls)]
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise ConfigError(f"urls={urls} names no {service}; expected e.g. http://127.0.0.1:8000")
         self._service, self._hint, self._health = service, hint, health
