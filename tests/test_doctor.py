@@ -119,7 +119,7 @@ def test_python_versions(version: tuple[int, int], status: str) -> None:
 
 
 def test_requirements_txt_and_the_table_say_the_same() -> None:
-    """Two readers, pip and the doctor, need the ranges in their own form; they must not drift apart."""
+    """The doctor, which may lack `packaging`, reads them as pip does."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     listed = {
         (requirement := Requirement(line.partition("#")[0])).name: requirement.specifier

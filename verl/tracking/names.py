@@ -66,9 +66,7 @@ METRICS = (
     Metric("critic/explained_variance", "1", "1 - Var(returns - values) / Var(returns); 1 is perfect, 0 a constant"),
     Metric("engine/logprob_diff_mean", "nats", "mean absolute difference of the trainer's and the engine's log p"),
     Metric("engine/logprob_diff_max", "nats", "maximum of the same"),
-    Metric(
-        "engine/kl", "nats", "token mean of log p by the engine - log p by the trainer; includes the bias of top_p etc."
-    ),
+    Metric("engine/kl", "nats", "token mean of log p by the engine - log p by the trainer; biased by top_p etc."),
     Metric("correction/engine_kl", "nats", "token mean of k3 for KL(engine, trainer), before the update"),
     Metric("correction/ess", "share", "effective sample size of the importance weights; 1 if all are equal"),
     Metric("correction/weight_mean", "1", "mean importance weight"),
