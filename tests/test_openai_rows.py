@@ -15,7 +15,7 @@ from tests.test_sft_run import group_ends, run  # noqa: F401  a fixture
 from tests.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.sft import read_demonstrations, sft_samples
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo, main_sft
 from verl.trainer.build import load_chat_template
@@ -105,7 +105,7 @@ def rendered(number: int) -> str:
 
 def test_demonstrations_teach_the_calls(model: Path, demonstrations: Path, tmp_path: Path) -> None:
     tool_call_format = load_chat_template(ModelConfig(path=str(model)))
-    samples = to_samples(read_demonstrations(str(demonstrations)), tool_call_format, 512)
+    samples = sft_samples(read_demonstrations(str(demonstrations)), tool_call_format, 512)
     assert len(samples) == 20  # a call and an answer of each
     trained = [
         tool_call_format.tokenizer.decode(

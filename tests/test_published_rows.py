@@ -27,7 +27,7 @@ from verl.config.load import load_config
 from verl.data.chat import ChatTemplate
 from verl.data.formats.base import build_tool_call_format
 from verl.data.formats.prompt import load_template
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.sft import read_demonstrations, sft_samples
 from verl.data.tasks import TaskSet
 from verl.trainer.build import episode_runner_of
 from verl.trainer.build_env import prompt_fn
@@ -210,7 +210,7 @@ def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path,
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
     assert retool_sft.main(["--input", str(source), "--output", str(sft)]) == 0
     assert math_problems.main(["--input", str(source), "--output", str(rl)]) == 0
-    (sample,) = to_samples(read_demonstrations(str(sft)), chat, 4096)
+    (sample,) = sft_samples(read_demonstrations(str(sft)), chat, 4096)
     prompt = opening("retool", rl, chat)
     assert sample.token_ids[: len(prompt)] == prompt
     assert not any(sample.action_mask[: len(prompt)]) and sample.action_mask[len(prompt)]

@@ -22,7 +22,7 @@ from transformers import Gemma2Config
 from tests.tiny import MINI, save_tiny_model
 from verl.config.schema import ModelConfig
 from verl.data.chat import ChatTemplate
-from verl.data.sft import read_demonstrations, to_samples
+from verl.data.sft import read_demonstrations, sft_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import Trace, TrainTasks
 from verl.signals import Ended
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def samples(model: Path) -> list[Sample]:
     chat: ChatTemplate = load_chat_template(ModelConfig(path=str(model)))
-    return to_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], chat, 512)
+    return sft_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], chat, 512)
 
 
 @pytest.fixture(autouse=True)

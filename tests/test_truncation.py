@@ -201,7 +201,7 @@ def test_sft_counts_responses_that_are_too_long(chat: ChatTemplate, tmp_path: Pa
     rows = [conversation(2, 3), conversation(2, 300), conversation(2, 3, 2, 300), {"messages": []}]
     source = str(write_jsonl(tmp_path / "sft.jsonl", rows))
     report = RowReport(source)
-    samples = sft.to_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
+    samples = sft.sft_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
     assert [sample.group for sample in samples] == [7, 9]
     assert str(report) == (
         "sft.jsonl: 4 rows, 2 used (1 with responses dropped for being longer than 100 tokens), "

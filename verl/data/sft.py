@@ -89,7 +89,7 @@ def _text(row: Mapping[str, Any], name: str, place: str = "") -> str:
     return value
 
 
-def to_samples(
+def sft_samples(
     demonstrations: Sequence[Demonstration],
     chat: ChatTemplate,
     max_length: int,

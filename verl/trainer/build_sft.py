@@ -13,7 +13,7 @@ from rich.console import Console
 from verl.config.schema import SFTConfig
 from verl.data.chat import ChatTemplate
 from verl.data.report import RowReport
-from verl.data.sft import Demonstration, read_demonstrations, to_samples
+from verl.data.sft import Demonstration, read_demonstrations, sft_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import TrainTasks
 from verl.single_controller.group import WorkerView
@@ -96,7 +96,7 @@ def _load(
     for source in files:
         report = RowReport(source)
         found = read_demonstrations(source, max_bad_share, report)
-        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
+        samples += sft_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
     return samples, demonstrations
