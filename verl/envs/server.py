@@ -22,17 +22,7 @@ from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
-from verl.envs.wire import (
-    Answer,
-    Closed,
-    CreateRequest,
-    CreateResponse,
-    EnvFault,
-    EpisodeList,
-    Health,
-    StepList,
-    Verdict,
-)
+from verl.envs.wire import Answer, CreateRequest, CreateResponse, EnvFault, EpisodeList, StepList, Verdict
 from verl.errors import ConfigError, ServiceDownError
 from verl.registry import option
 from verl.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
@@ -171,8 +161,8 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
     app = new_app(f"environment {name}", lifespan)
 
     @app.get("/health")
-    async def health() -> Health:
-        return Health(env=name, episodes=len(episodes))
+    async def health() -> dict[str, str | int]:
+        return {"env": name, "episodes": len(episodes)}
 
     @app.post("/create")
     async def create(request: CreateRequest) -> CreateResponse:
@@ -198,9 +188,9 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
         return StreamingResponse(episodes.ask([(name, _judge) for name in request.episodes]), media_type=_LINES)
 
     @app.post("/close")
-    async def close(request: EpisodeList) -> Closed:
+    async def close(request: EpisodeList) -> dict[str, str]:
         await episodes.close(request.episodes)
-        return Closed()
+        return {}
 
     return app
 

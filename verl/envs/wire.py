@@ -6,8 +6,8 @@ pydantic (de)serializes the dataclasses of verl/types.py and verl/envs/base.py d
     POST /reset   EpisodeList   -> Answer ..       an observation for each, streamed as JSON lines
     POST /step    StepList      -> Answer ..       a result for each, likewise
     POST /judge   EpisodeList   -> Answer ..       a verdict for each, likewise
-    POST /close   EpisodeList   -> Closed
-    GET  /health                -> Health
+    POST /close   EpisodeList   -> {}              unknown episodes are ignored
+    GET  /health                -> {"env": its name, "episodes": number of open ones}
 """
 
 import json
@@ -86,17 +86,6 @@ class Answer(BaseModel):
         if sum(found is not None for found in (self.observation, self.result, self.verdict, self.fault)) != 1:
             raise ValueError("an answer is an observation, a result, a verdict or a fault")
         return self
-
-
-class Closed(BaseModel):
-    """Acknowledges /close; unknown episodes are ignored."""
-
-
-class Health(BaseModel):
-    """Liveness: the environment served and the number of open episodes."""
-
-    env: str
-    episodes: int
 
 
 def sendable(message: Message) -> Message:
