@@ -92,15 +92,6 @@ def grpo(rollouts: AdvantageInputs) -> Advantages:
     return group_advantage(rollouts, group_normalized)
 
 
-def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
-    """REINFORCE++-baseline (arXiv 2501.03262): r - mean(group) on every token, whitened over all tokens of the batch.
-
-    Whitening uses the batch's trained tokens only. A group of one keeps its reward, as in veRL.
-    """
-    centered = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
-    return Advantages(whitened(centered.advantages))
-
-
 def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
     """[L] R_t = r_t + gamma * R_{t+1}"""
     running, returns = 0.0, []

@@ -13,8 +13,7 @@ from verl.config.schema import EnvConfig, SandboxConfig
 from verl.data.chat import ChatTemplate
 from verl.data.formats.base import ToolCallFormat, build_tool_call_format
 from verl.data.formats.inline import InlineFormat
-from verl.data.formats.prompt import PromptTemplateMixin
-from verl.data.formats.turns import TurnFormat
+from verl.data.formats.prompt import PromptTemplateMixin, TurnFormat
 from verl.data.lengths import PromptIds
 from verl.data.observation_tokenizer import Cut, ObservationTokenizer
 from verl.envs.base import EnvFactory

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.prompt import TurnFormat
 from verl.data.formats.text import BadCallError, find_spoken, parse_json, skip_space, speech_start, to_call, to_json
-from verl.data.formats.turns import TurnFormat
 from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import TOOL_CALL, TOOL_CALL_END
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.prompt import TurnFormat
 from verl.data.formats.text import BadCallError, parse_json, skip_space, speech_start, to_call, to_json
-from verl.data.formats.turns import TurnFormat
 from verl.types import Message, ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END
 

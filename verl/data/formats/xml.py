@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.data.formats.base import Calls, Final, Parsed, ParseError
+from verl.data.formats.prompt import TurnFormat
 from verl.data.formats.text import BadCallError, find_spoken, skip_space, speech_start, to_json
-from verl.data.formats.turns import TurnFormat
 from verl.data.formats.typed import argument_types, typed
 from verl.types import ToolCall, ToolSpec
 from verl.utils.reward_score.parsing import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
