@@ -109,10 +109,7 @@ class EndpointPool:
         await self.client.aclose()
 
     async def first_answer(self, first: int, ask: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """The answer of the server number `first` (modulo their number) or, if that is down, of the next.
-
-        Raises ServiceDownError with the problem of every server.
-        """
+        """The answer of server `first` (modulo their number) or the next one that is up. Raises ServiceDownError."""
         problems = []
         for offset in range(len(self.endpoints)):
             endpoint = self.endpoints[(first + offset) % len(self.endpoints)]

@@ -16,10 +16,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path` to write to; renamed to `path` at the end, removed on failure.
-
-    Creates the folder if needed. Raises DataError if the disk is full or the folder is not writable.
-    """
+    """A temporary path that replaces `path` at the end; removed on failure. Creates the folder. Raises DataError."""
     if not path.name:
         raise DataError("is not a file path", hint="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")

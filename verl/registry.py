@@ -45,10 +45,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 def check_options(
     kind: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], *given: Any, **shared: Any
 ) -> None:
-    """Raises ConfigError for unknown or missing options of `make`, and for values of another type than annotated.
-
-    given, shared: arguments added by the program, which are not options
-    """
+    """Raises ConfigError for options that `make` does not take. given, shared: the program's own arguments"""
     parameters = signature(make).parameters
     known = [key for key in list(parameters)[len(given) :] if key not in shared]
     open_end = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

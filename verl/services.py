@@ -101,10 +101,7 @@ class ChatEndpoint:
 
 
 def completion_text(response: httpx2.Response) -> str:
-    """The completion text of an OpenAI-compatible endpoint, without its leading thought.
-
-    Raises ValueError, quoting the response, for an HTTP error, an invalid completion or an empty text.
-    """
+    """A completion without its leading thought. Raises ValueError, quoting the response, if there is no text."""
     if response.is_error:
         raise ValueError(f"returned status {response.status_code}: {_short(response.text)}")
     try:

@@ -24,10 +24,7 @@ class EnvTimer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Time the block; raises TimeoutError past the limit, like asyncio.timeout.
-
-        Calls made through `acquire_slot` inside the block are tracked, also in tasks started there.
-        """
+        """Time the block; TimeoutError past the limit. Tracks `acquire_slot` in it, in tasks started there too."""
         token = _CURRENT.set(self)
         try:
             async with self._timeout:

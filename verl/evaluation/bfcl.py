@@ -66,11 +66,7 @@ def bfcl_multi_turn(context: BenchmarkContext) -> Benchmark:
 
 
 def single_turn_tasks(category: str) -> list[Task]:
-    """The rows of a category without the faulty ones, with all their messages.
-
-    Task.answer: BfclReward's key. Task.extra["tools"]: the functions as JSON Schema. Raises DataError for an
-    unexpected file in the package.
-    """
+    """Rows that are not faulty. answer: BfclReward's key; extra["tools"]: JSON Schemas. Raises DataError."""
     rows = bfcl_rows(category, ("function",), with_gold=category not in (*NO_CALL, *ANY))
     found = []
     for row, gold in rows:

@@ -15,8 +15,7 @@ from verl.utils.reward_score.rewards import named_reward
 def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     """Rows of a file, each a prompt and one response, scored by the context's reward or the row's own.
 
-    The score is the share of responses with the maximum reward, or the mean reward if the context's reward has no known
-    maximum. Raises ConfigError for a reward that cannot be built.
+    The score is the share with the maximum reward, or the mean if that is unknown. Raises ConfigError for the reward.
     """
     name = Path(path).name  # with its suffix, so that files with the same stem have separate results
     episode = EpisodeConfig(context.reward, context.reward_options, uses_tools=False)

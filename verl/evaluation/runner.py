@@ -51,11 +51,7 @@ class Runner:
     async def run(
         self, category: Category, tasks: Sequence[Task], records: ResultSink, done: Callable[[], None]
     ) -> list[str]:
-        """Run the tasks and add the results to `records`; `done` is called after each. Returns one reason per failed
-        task.
-
-        Failed tasks do not count as wrong: they are not recorded, and a resumed evaluation runs them again.
-        """
+        """Run and record the tasks, `done` after each. Returns a reason per failed task; these are not recorded."""
         assert self.n <= _MAX_ROLLOUTS
         slots = asyncio.Semaphore(self.max_concurrent)
         faults: list[str] = []

@@ -47,9 +47,8 @@ def read_causal_lm(
 ) -> PreTrainedModel:
     """A decoder-only model with all of its weights, on the CPU.
 
-    key: configuration key of `path`; attention: attn_implementation of transformers; None: its default
-    Raises ConfigError if there is no model, or if weights are missing, of other shapes, or not finite. Pickled weights
-    are loaded as tensors only; a pickle that would run code is rejected.
+    key: of `path` in the configuration; attention: transformers' attn_implementation. Raises ConfigError if there is no
+    model, weights are missing, of other shapes or not finite, and for a pickle that would run code.
     """
     quiet = logging.get_verbosity()
     logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below

@@ -22,9 +22,8 @@ TOOLS: Mapping[str, str] = {
 def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | None = None) -> list[Tool | EpisodeTool]:
     """The tools of a run.
 
-    wanted:  names, or mappings of `name` and options: `calculator`, `{"name": "search", "corpus": ..}`. A user's own
-             tool is `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool or not) or a
-             class
+    wanted:  names, or mappings of `name` and options, such as `{"name": "search", "corpus": ..}`; your own tool is
+             `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool or not) or a class
     sandbox: for tools that run code
 
     Raises ConfigError for an unknown name, invalid options, or a missing package or sandbox.

@@ -77,12 +77,9 @@ class ToolRunner:
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], in_order: Collection[str] = ()
     ) -> list[tuple[Message, ToolUse]]:
-        """Runs the calls concurrently and returns the answers in order.
+        """The answers in order. Calls run concurrently, those of the tools `in_order` one after the other.
 
-        in_order: names of tools whose calls run sequentially
-
-        Raises ServiceDownError if a tool's service stays down or the tool itself raises; pending calls are then
-        canceled.
+        Raises ServiceDownError, and cancels pending calls, if a service stays down or a tool itself raises.
         """
         turns: dict[str, AbstractAsyncContextManager[None]] = {name: asyncio.Lock() for name in in_order}
         running = [asyncio.create_task(self._answer(call, tools, turns)) for call in calls]

@@ -24,10 +24,7 @@ def normalized(answer: str) -> str:
 
 
 def accepted_answers(answer: str) -> list[str]:
-    """The accepted texts, from a JSON list or Search-R1's {"target": ..}; numbers are converted to text.
-
-    Raises DataError for an object without a target, which no response could match.
-    """
+    """The accepted texts, numbers as text. Raises DataError for an object without a target."""
     if answer.startswith(("[", "{")):
         try:
             found = json.loads(answer)

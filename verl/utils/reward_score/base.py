@@ -99,10 +99,7 @@ class FunctionReward:
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward named `name`: a built-in one, a class `module:Class` (built with `options`), or a plain function.
-
-    Raises ConfigError for an unknown name, an unknown option or a value of the wrong type.
-    """
+    """The reward `name`: built-in, `module:Class` (made with `options`) or a function. Raises ConfigError."""
     found = resolve("reward", name, REWARDS)
     options = dict(options or {})
     if isinstance(found, type):
