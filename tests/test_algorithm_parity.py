@@ -20,7 +20,6 @@ from verl.algorithms.advantage import (
     AdvantageInputs,
     gae,
     grpo,
-    reinforce_pp_baseline,
     whitened,
 )
 from verl.algorithms.aggregate import Aggregation, sample_weights
@@ -38,6 +37,7 @@ from verl.algorithms.pass_at_k import pass_at_k
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
 from verl.algorithms.ppo import clipped_value_loss
 from verl.algorithms.reinforce_pp import reinforce_pp
+from verl.algorithms.reinforce_pp_baseline import reinforce_pp_baseline
 from verl.algorithms.remax import remax
 from verl.algorithms.rloo import rloo
 from verl.algorithms.sapo import soft_gated
