@@ -16,7 +16,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from verl.errors import DataError
-from verl.evaluation.probe import prompt_sha256
+from verl.text import prompt_sha256
 from verl.tracking.jsonl import read_jsonl
 from verl.types import Message
 

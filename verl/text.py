@@ -1,7 +1,11 @@
-"""Text of unknown length and origin for the policy: results as text, truncated, without lone surrogates."""
+"""Text of unknown length and origin: results as text, truncated, without lone surrogates; digests of prompts."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
+
+from verl.types import Message
 
 NOTE_CHARS = 60  # upper bound for the note in a truncated text
 
@@ -22,3 +26,9 @@ def utf8(text: str) -> str:
 def as_text(result: Any) -> str:
     """A function's result: a string unchanged, everything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def prompt_sha256(messages: Iterable[Message]) -> str:
+    """Digest of a prompt's roles and contents."""
+    text = json.dumps([[message.role, message.content] for message in messages])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,7 +7,6 @@ A training run writes its tasks to `train_tasks.jsonl` in its folder and in ever
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +15,7 @@ from typing import NamedTuple, Self
 
 from verl.errors import ConfigError, DataError
 from verl.evaluation.base import Category
-from verl.files import replacing
-from verl.tracking.jsonl import read_jsonl
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.types import Message, Task
 
 TRAIN_TASKS = "train_tasks.jsonl"
@@ -75,8 +73,7 @@ class TrainTasks:
 
     def write(self, path: Path) -> None:
         """One line per task, written atomically."""
-        with replacing(path) as unfinished:
-            unfinished.write_text("".join(json.dumps(each._asdict()) + "\n" for each in self.traces), encoding="utf-8")
+        write_jsonl(path, (each._asdict() for each in self.traces))
 
     @classmethod
     def read(cls, model: str | None) -> Self:

@@ -1,7 +1,5 @@
 """Statistics of a probe's rollouts: does the data have a learning signal under these settings?"""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -10,7 +8,8 @@ from typing import Any
 from verl.evaluation.report import CUT_OFF
 from verl.evaluation.stats import estimate
 from verl.evaluation.zero_variance import predict
-from verl.types import Message, Task
+from verl.text import prompt_sha256
+from verl.types import Task
 
 SIZES = (2, 4, 8, 16, 32)
 _TOLERANCE = 1e-9
@@ -40,12 +39,6 @@ class Cost:
 
     tasks: int
     seconds: float
-
-
-def prompt_sha256(messages: Sequence[Message]) -> str:
-    """Digest of a row's prompt."""
-    text = json.dumps([[message.role, message.content] for message in messages])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def row_of(task: Task, group: Sequence[Rollout], criteria: Criteria) -> Row:
