@@ -24,7 +24,7 @@ class EnvTimer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Time the block; TimeoutError past the limit. Tracks `acquire_slot` in it, in tasks started there too."""
+        """Time the block and `acquire_slot` in it, in new tasks too. Raises TimeoutError past the limit."""
         token = _CURRENT.set(self)
         try:
             async with self._timeout:

@@ -45,7 +45,7 @@ _SCENARIO = EpisodeConfig(
 
 
 def bfcl(context: BenchmarkContext) -> Benchmark:
-    """All Python categories without network. ConfigError without the package, and for a single-tool format."""
+    """All Python categories without network. Raises ConfigError without the package or for a single-tool format."""
     check_several_tools("bfcl", context.tool_call_format)
     data_folder()
     single = [Category(f"bfcl/{name}", partial(single_turn_tasks, name), _SINGLE) for name in SINGLE_TURN]

@@ -47,7 +47,7 @@ def rows_of(
 
 
 def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
-    """(file#number, row) for every row, types checked. DataError names file and row, also for an empty file."""
+    """(file#number, row), types checked. Raises DataError that names file and row, also for an empty file."""
     yield from _checked(read_rows(str(path)), fields, str(path), path.name)
 
 

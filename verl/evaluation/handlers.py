@@ -18,7 +18,7 @@ _NATIVE = {  # marker of calls in a chat template -> the format that parses them
 
 
 def tool_call_format_of(handler: str, chat_template: str) -> str:
-    """The format of this name; `native`: the chat template's. ConfigError for an unknown one, or without."""
+    """The format of this name; for `native`, the chat template's. Raises ConfigError if there is none."""
     if handler != "native":
         if handler not in TOOL_CALL_FORMATS and ":" not in handler:
             raise ConfigError(f"unknown handler {handler!r}; {nearest(handler, ['native', *TOOL_CALL_FORMATS])}")

@@ -35,7 +35,7 @@ def check_benchmarks(names: Sequence[str]) -> None:
 
 
 def build_benchmarks(names: Sequence[str], context: BenchmarkContext) -> list[Benchmark]:
-    """With the requested categories. ConfigError for unknown ones, and for two of the same name."""
+    """With the requested categories. Raises ConfigError for unknown ones and duplicate names."""
     benchmarks = [_build(whole, parts, context) for whole, parts in _by_benchmark(names).items()]
     categories = [category.name for benchmark in benchmarks for category in benchmark.categories]
     for taken in ([benchmark.name for benchmark in benchmarks], categories):

@@ -60,7 +60,7 @@ class ScriptedUser(User):
 
 
 class ChatUser:
-    """A language model as the customer. ServiceDownError for no answer or text, or if it hangs up at once."""
+    """A language model as the customer. Raises ServiceDownError without an answer, or if it hangs up at once."""
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
         self._endpoint = ChatEndpoint(base_url, model, key_variable)

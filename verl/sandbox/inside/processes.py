@@ -47,7 +47,7 @@ def usage(*, isolated: bool) -> Usage:
 
 
 def spare(pid: int) -> None:
-    """Let the OOM killer prefer untrusted code. OSError if the minimum score was raised, as Ray does."""
+    """Let the OOM killer prefer untrusted code. Raises OSError if the minimum score was raised, as Ray does."""
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
         score.write_text(str(MOST_OOM_SCORE))

@@ -46,7 +46,7 @@ def last_box(response: str) -> str | None:
 
 
 def math_correct(response: str, gold: str) -> bool:
-    r"""Whether the last box has the gold answer (several values: any order). ConfigError without math-verify."""
+    r"""Whether the last box has the gold answer or, in any order, answers. Raises ConfigError without math-verify."""
     answer = last_box(response)
     return answer is not None and same_answer(answer, gold)
 

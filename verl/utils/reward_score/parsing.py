@@ -136,7 +136,7 @@ def _first_block(text: str) -> str:
 
 
 def parse_calls(text: str) -> list[Any]:
-    """One JSON value per line. ValueError for invalid JSON and huge integers, RecursionError for deep nesting."""
+    """One JSON value per line. Raises ValueError (also for huge integers), or RecursionError for deep nesting."""
     return [_decode(line) for line in text.split("\n")]
 
 

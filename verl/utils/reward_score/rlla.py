@@ -110,7 +110,7 @@ class RllaOptions:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
     ) -> RllaOptions:
-        """The variant that ToolRL's variables ("1": on) select, and `overrides`. ConfigError for an unknown one."""
+        """The variant that ToolRL's variables ("1": on) and `overrides` select. Raises ConfigError."""
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
         toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
@@ -189,7 +189,7 @@ def full_length(options: RllaOptions, step: int) -> float:
 
 
 def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
-    """In [0, 1]: points / maximum. TypeError, KeyError or AttributeError if a prediction is no call."""
+    """In [0, 1]: points / maximum. Raises TypeError, KeyError or AttributeError if a prediction is no call."""
     if gold == predicted:
         return 1.0
     if options.coarse:
