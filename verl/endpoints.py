@@ -126,10 +126,7 @@ class EndpointPool:
         raise ServiceDownError(self._service, "; ".join(problems))
 
     async def least_busy(self, deadline: float) -> Endpoint:
-        """The server with the fewest requests in flight; a server that failed must first pass a health check.
-
-        Waits for the end of a backoff if all are skipped. Raises ServiceDownError if that is after the deadline.
-        """
+        """The server with the fewest requests, after its backoff. Raises ServiceDownError past the deadline."""
         while True:
             now = time.monotonic()
             for endpoint in sorted(self.endpoints, key=lambda each: each.in_flight):

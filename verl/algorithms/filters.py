@@ -44,10 +44,7 @@ def length(group: TrajectoryGroup, max_tokens: int) -> list[bool]:
 
 
 def truncated(group: TrajectoryGroup) -> list[bool]:
-    """Drop rollouts that were truncated at the token limit (DAPO's overlong filtering).
-
-    DAPO masks such responses in the loss but keeps them in the group's mean; here they are dropped from both.
-    """
+    """Drop rollouts cut at the token limit, from the group's mean too (DAPO's overlong filtering only masks them)."""
     return [trajectory.stop_reason is not StopReason.LENGTH for trajectory in group.trajectories]
 
 
@@ -69,10 +66,7 @@ def name_of(function: Callable[..., object]) -> str:
 def passed(
     groups: Sequence[TrajectoryGroup], filters: Sequence[Filter], min_group_size: int
 ) -> tuple[list[TrajectoryGroup], Counter[str]]:
-    """(groups with the rollouts that passed all filters, {filter: number of rollouts that it dropped}).
-
-    min_group_size: a group with fewer rollouts left is dropped, and counts for the filter that caused it
-    """
+    """(groups of at least `min_group_size` rollouts that passed all filters, {filter: number of rollouts dropped})."""
     remaining, dropped = [], Counter[str]()
     for whole in groups:
         group = whole

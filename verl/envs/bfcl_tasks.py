@@ -83,11 +83,7 @@ def data_folder() -> Path:
 
 
 def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> list[tuple[dict[str, Any], list[Any]]]:
-    """(row, ground truth) for every row of a category; the ground truth is empty if the category has none.
-
-    Raises DataError, with file and row, for invalid JSON, a row that lacks one of `fields`, and a ground truth whose
-    ids do not match the rows.
-    """
+    """(row, its ground truth, if the category has any). Raises DataError, with file and row, for invalid files."""
     path = data_folder() / f"BFCL_v4_{category}.json"
     rows = _json_lines(path, ("id", "question", *fields))
     if not with_gold:

@@ -41,11 +41,7 @@ class ClassFactory(EnvFactory):
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory of the environment called `name`: one of ENVS, `package.module:Class` or `path/to/file.py:Class`.
-
-    The class is an environment (built from a task and the options) or a factory (built from the options).
-    Raises ConfigError for an unknown name or invalid options.
-    """
+    """Of ENVS, `package.module:Class` or `file.py:Class`: an environment or a factory. Raises ConfigError."""
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):

@@ -26,10 +26,7 @@ def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
 def rows_of(
     context: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
 ) -> Iterator[Numbered]:
-    """The rows of a file as in `numbered_rows`, or of the published data set if there is no file.
-
-    prefix: of the ids of published rows. Raises ConfigError that names the missing file and the failed data set.
-    """
+    """Rows of a file as in `numbered_rows`, else of the data set, with ids from `prefix`. Raises ConfigError."""
     try:
         path = find_file(context.data_dir, names, hint)
     except ConfigError as missing:

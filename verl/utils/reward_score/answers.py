@@ -73,18 +73,12 @@ def exact_match(response: str, answer: str) -> bool:
 
 
 def comparable(answer: str) -> str:
-    """The normalized text, or the text itself if that is empty: "The The" and "!!!" are bands, "A+" is a blood type.
-
-    Otherwise an empty answer, or any article, would match them.
-    """
+    """The normalized text, or the text itself if that is empty: "The The" and "!!!" are bands, "A+" a blood type."""
     return normalized(answer) or answer.strip().lower()
 
 
 def follows_cycle(trajectory: Trajectory, call: str, observation: str) -> bool:
-    """Whether the episode is thought, call, observation, thought, .. , thought, answer.
-
-    call: the tag of calls, e.g. "search"; observation: the environment's tag, which the policy must not write
-    """
+    """Whether the episode is thought, `call`, observation, .. , answer. The tag `observation` is never written."""
     tags = re.compile(f"(</?(?:think|answer|{call}|{observation})>)")
     moves = {
         ("start", "<think>"): "in think",
