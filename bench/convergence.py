@@ -24,7 +24,7 @@ from typing import Any
 from common import Result, console, report
 from scipy.stats import t as student
 
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 MAX_SHORTFALL = 0.15  # of k=1 relative to k=0, on a scale of -3 to 4
 LEVELS = {"mini": (2.0, 2.25, 2.4), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
@@ -79,7 +79,7 @@ def read_runs(folder: Path) -> Runs:
     for done in sorted(folder.glob("k*_seed*/done")):
         if named := _NAME.fullmatch(done.parent.name):
             staleness, seed = map(int, named.groups())
-            runs.setdefault(staleness, {})[seed] = Run(read_rows(done.with_name("metrics.jsonl")))
+            runs.setdefault(staleness, {})[seed] = Run(read_jsonl(done.with_name("metrics.jsonl")))
     lengths = {run.rows[-1]["step"] for seeds in runs.values() for run in seeds.values()}
     if len(lengths) != 1:
         found = f"finished runs of {sorted(lengths)} steps" if lengths else "no finished runs"

@@ -47,7 +47,7 @@ from tests.chaos.parts import AlwaysCalls, LookEnv
 from tests.chaos.processes import sandboxes, scorers
 from tests.service import free_port, wait_for
 from verl.kit.env_server.client import RemoteFactory
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 WARM_UP = 100  # steps until every code path has run once
 MAX_GROWTH = 0.05
@@ -220,7 +220,7 @@ def end(process: psutil.Popen) -> None:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The metrics rows of steps; empty while a row is being written."""
     with suppress(OSError, ValueError):
-        return [row for row in read_rows(folder / "run" / "metrics.jsonl") if "time/step_s" in row]
+        return [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "time/step_s" in row]
     return []
 
 

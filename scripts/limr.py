@@ -16,8 +16,8 @@ from statistics import fmean, median_low
 from typing import Any
 
 from verl.errors import DataError
-from verl.kit.probe.statistics import prompt_sha256
-from verl.tracking.jsonl import read_rows
+from verl.text import prompt_sha256
+from verl.tracking.jsonl import read_jsonl
 from verl.types import Message
 
 
@@ -60,7 +60,7 @@ def read_epochs(run: Path, data: str, right_at: float | None) -> Epochs:
         raise DataError("has no transcripts", "the folder of a training run", file=str(run))
     for path in paths:
         step: dict[int, list[bool]] = defaultdict(list)
-        for rollout in read_rows(path):
+        for rollout in read_jsonl(path):
             name, _, number = str(rollout["task_id"]).rpartition("#")
             if name == data:
                 step[int(number)].append(_right(rollout, right_at, path))

@@ -40,8 +40,8 @@ from scripts.limr import learning_impact, read_epochs  # noqa: E402
 from verl.data.rows import read_rows  # noqa: E402
 from verl.data.tasks import to_task  # noqa: E402
 from verl.errors import DataError, VerlError  # noqa: E402
-from verl.kit.probe.statistics import prompt_sha256  # noqa: E402
 from verl.system.files import replacing  # noqa: E402
+from verl.text import prompt_sha256  # noqa: E402
 
 _BATCH_ROWS = 512
 Probed = dict[int, tuple[float, str]]  # row -> (success rate or learning impact, the prompt's digest)

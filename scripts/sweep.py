@@ -43,7 +43,7 @@ from verl.config.show import as_yaml  # noqa: E402
 from verl.errors import ConfigError, VerlError  # noqa: E402
 from verl.system.files import replacing  # noqa: E402
 from verl.system.lock import alone_in  # noqa: E402
-from verl.tracking.jsonl import read_rows  # noqa: E402
+from verl.tracking.jsonl import read_jsonl  # noqa: E402
 
 INSTALL_PLOT = "install it with: pip install -r scripts/requirements/plot.txt, or pip install 'toolrl[plot]'"
 _FOLDER, _NAME = "trainer.default_local_dir", "trainer.experiment_name"
@@ -218,7 +218,7 @@ def _result(study: Study, point: Point) -> dict[str, Any]:
 
 def _metrics(study: Study, point: Point) -> list[dict[str, Any]]:
     path = study.folder / point.name / "metrics.jsonl"
-    return read_rows(path) if path.is_file() else []
+    return read_jsonl(path) if path.is_file() else []
 
 
 def _is_figure(name: str) -> bool:

@@ -22,7 +22,6 @@ from verl.algorithms.estimators.advantage import (
     AdvantageInputs,
     gae,
     grpo,
-    reinforce_pp_baseline,
     whitened,
 )
 from verl.algorithms.estimators.dr_grpo import group_centered
@@ -30,6 +29,7 @@ from verl.algorithms.estimators.gpg import gpg
 from verl.algorithms.estimators.opo import opo
 from verl.algorithms.estimators.pass_at_k import pass_at_k
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
+from verl.algorithms.estimators.reinforce_pp_baseline import reinforce_pp_baseline
 from verl.algorithms.estimators.remax import remax
 from verl.algorithms.estimators.rloo import rloo
 from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
@@ -39,8 +39,8 @@ from verl.algorithms.losses.gmpo import geometric_mean
 from verl.algorithms.losses.gspo import sequence_clipped
 from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
 from verl.algorithms.losses.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
+from verl.algorithms.losses.ppo import clipped_value_loss
 from verl.algorithms.losses.sapo import soft_gated
-from verl.algorithms.losses.value_loss import clipped_value_loss
 
 
 class Published:

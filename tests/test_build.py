@@ -29,8 +29,7 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.overlong import Overlong
-from verl.batch.demonstrations import read_demonstrations
-from verl.batch.demonstrations import to_samples as to_demonstration_samples
+from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.batch.samples import to_samples
 from verl.config.load import load_config
 from verl.config.schema import _NAMES, AlgorithmConfig, CorrectionConfig, ModelConfig
@@ -436,8 +435,8 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     assert len(kept) == 1 and "2 rows, 1 used, 1 dropped (1 unreadable, row 1: the chat template" in str(report)
     demonstrations = read_demonstrations(str(data))
     with pytest.raises(DataError, match=r"data\.jsonl, row 1: the chat template rejects"):
-        to_demonstration_samples(demonstrations, chat, 99)
-    assert len(to_demonstration_samples(demonstrations, chat, 99, 0.5)) == 1
+        sft_samples(demonstrations, chat, 99)
+    assert len(sft_samples(demonstrations, chat, 99, 0.5)) == 1
     template.write_text("{{ 'Hi' + messages[0].nothing.at_all }}")
     with pytest.raises(DataError, match=r"data\.jsonl: 2 of 2 rows .*row 0: the chat template rejects .* roles user"):
         load_tasks(config, load_chat_template(config.model).task_prompt_ids)

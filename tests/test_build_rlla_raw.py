@@ -13,7 +13,7 @@ from scripts.build_rlla_raw import main
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import flat_parameters, instruction_like, own_instruction
 from tests.conftest import real_data
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, to_row
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, to_row
 from verl.data.rows import read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError
@@ -165,7 +165,7 @@ def test_masking_refuses_a_name_that_is_listed_twice() -> None:
 
 
 def test_masks_never_collide() -> None:
-    tools = [Tool(f"tool {number}", "", {f"key {number}": {}}) for number in range(400)]
+    tools = [ListedTool(f"tool {number}", "", {f"key {number}": {}}) for number in range(400)]
 
     class FewNames(random.Random):
         def choices(self, population: Any, *args: Any, k: int = 1, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def test_broken_rows_of_any_kind_are_dropped_and_counted(tmp_path: Path, capsys:
 
 
 def test_the_wording_can_be_a_published_files() -> None:
-    instruction = instruction_like(str(real_data("toolrl", "rlla_sft.json")))([Tool("mine", "Does it")])
+    instruction = instruction_like(str(real_data("toolrl", "rlla_sft.json")))([ListedTool("mine", "Does it")])
     assert "1. Name: mine\nDescription: Does it\nParameters: {}\n\n**Steps for Each Turn**" in instruction
     assert "2. Name:" not in instruction
 

@@ -30,7 +30,7 @@ from verl.kit.collapse.collapse import (
     markdown,
     rules_for,
 )
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer.hooks import MAX_ROLLBACKS
 from verl.trainer.loop import CollapseError
 from verl.types import TrajectoryGroup
@@ -231,9 +231,9 @@ def test_a_run_goes_back_to_its_last_checkpoint_with_other_prompts(model: Path, 
         last = asyncio.run(fit.run())
     folder = tmp_path / "run"
     assert last.name == "step-000005" and fit.rollbacks == 1
-    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert len(asked) == 7 and len({name for names in asked for name in names}) == 7 * 4
-    (told,) = read_rows(folder / "collapses.jsonl")
+    (told,) = read_jsonl(folder / "collapses.jsonl")
     assert told["step"] == 4 and told["back_to"] == "step-000002" and "made up, steps 3 to 4" in told["alarms"][0]
     assert "actor/loss" in told["metrics"]
 
@@ -281,7 +281,7 @@ def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: 
         with pytest.raises(CollapseError, match=r"collapsed after 2 rollbacks. made up, steps 2 to 3.*\n.*step-000001"):
             asyncio.run(fit.run())
     assert fit.rollbacks == MAX_ROLLBACKS == 2
-    assert [row["back_to"] for row in read_rows(tmp_path / "run" / "collapses.jsonl")] == ["step-000001"] * 2 + [None]
+    assert [row["back_to"] for row in read_jsonl(tmp_path / "run" / "collapses.jsonl")] == ["step-000001"] * 2 + [None]
 
 
 def test_a_run_that_is_to_stop_saves_nothing_bad_and_goes_on_from_what_was_good(model: Path, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_run_that_is_to_stop_saves_nothing_bad_and_goes_on_from_what_was_good(
             asyncio.run(fit.run())
     folder = tmp_path / "run"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000001"]
-    assert [row["collapse/triggered_rules"] for row in read_rows(folder / "metrics.jsonl")] == [0.0, 1.0, 1.0]
+    assert [row["collapse/triggered_rules"] for row in read_jsonl(folder / "metrics.jsonl")] == [0.0, 1.0, 1.0]
 
 
 def test_without_a_checkpoint_there_is_no_way_back(model: Path, tmp_path: Path) -> None:

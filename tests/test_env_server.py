@@ -173,9 +173,7 @@ def test_a_group_is_one_request_of_each_kind() -> None:
             number = body["count"] if "count" in body else len(body.get("episodes") or body.get("steps"))
             asked.append((request.url.path, number))
 
-        remote._servers[0]._client = httpx2.AsyncClient(
-            base_url="http://server", transport=served, event_hooks={"request": [count]}
-        )
+        remote.client = httpx2.AsyncClient(base_url="http://server", transport=served, event_hooks={"request": [count]})
         (task,) = build_tasks("shop", {"count": 1})
         await asyncio.gather(*(play(remote(task), [say()]) for _ in range(16)))
         await remote.close()
@@ -294,7 +292,7 @@ def test_a_server_that_dies_is_a_service_that_is_down() -> None:
             with pytest.raises(ServiceDownError, match=url):
                 await env.step(say())
             await env.close()  # what is gone need not be closed
-            with pytest.raises(ServiceDownError, match="environment servers"):
+            with pytest.raises(ServiceDownError, match="environment server: "):
                 await remote(task).reset()
             await remote.close()
 
@@ -311,7 +309,7 @@ def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
         await remote.close()
 
     asyncio.run(use())
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.kit.env_server.client"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.net.endpoints"]
     assert warning.startswith("environment server http://127.0.0.1:1: ConnectError")
 
 
@@ -545,7 +543,7 @@ def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="names no server"):
+    with pytest.raises(ConfigError, match="names no environment server"):
         build_env_factory("remote", {"urls": []})
     command = [sys.executable, "-m", "verl.kit.env_server.server", "--env", "shopp"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

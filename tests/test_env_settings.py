@@ -64,7 +64,7 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ((*CHAT, "env.tools=[null]"), "env.tools: None is not a tool"),
         ((*CHAT, "env.tools=[{name: 5}]"), "env.tools: {'name': 5} is not a tool"),
         (CHAT, "env.tools is empty"),
-        ((*CHAT, "env.tools=[{name: search, retriever: http, urls: host}]"), "urls of a retriever"),
+        ((*CHAT, "env.tools=[{name: search, retriever: http, urls: host}]"), "names no retriever"),
         ((*FENCE, "env.tools=[{name: python, print_last: maybe}]"), "'print_last' must be of type bool"),
         ((*FENCE, "env.tools=[{name: python, limits: {wall_s: abc}}]"), "wall_s must be a positive number, not 'abc'"),
         ((*FENCE, "env.tools=[{name: python, limits: 5}]"), "limits of code must be"),
@@ -84,7 +84,10 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
-        (("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"), "names no server"),
+        (
+            ("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"),
+            "names no environment server",
+        ),
         (
             ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
             "data='/nowhere' has no folder retail",

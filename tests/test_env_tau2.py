@@ -26,7 +26,7 @@ from verl.envs.tools.functions import Toolbox
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.tau2.common import calculate
 from verl.kit.tau2.database import Database
-from verl.kit.tau2.env import Domain, Tau2Env, Tau2Factory, replay
+from verl.kit.tau2.env import Domain, Tau2Env, Tau2Factory, run_actions
 from verl.kit.tau2.retail import RetailTools
 from verl.kit.tau2.tasks import tau2_tasks
 from verl.kit.tau2.users import ChatUser, ScriptedUser
@@ -91,7 +91,7 @@ def used(name: str, **arguments: Any) -> tuple[Any, dict[str, Any]]:
 
 def refused(name: str, **arguments: Any) -> str:
     domain = small_domain()
-    database, failures = replay(domain, [ToolCall(name, arguments)])
+    database, failures = run_actions(domain, [ToolCall(name, arguments)])
     assert database.changes() == {} and len(failures) == 1
     return failures[0]
 
@@ -109,7 +109,7 @@ def test_an_order_that_was_paid_anew_is_refunded_once() -> None:
         ToolCall("modify_pending_order_payment", {"order_id": "#W1", "payment_method_id": "credit_card_1"}),
         ToolCall("cancel_pending_order", {"order_id": "#W1", "reason": "ordered by mistake"}),
     ]
-    database, failures = replay(small_domain(), actions)
+    database, failures = run_actions(small_domain(), actions)
     assert not failures
     assert database["users"]["ann_1"]["payment_methods"]["gift_card_1"]["balance"] == 24.0
     flows = [
@@ -446,7 +446,7 @@ def test_gold_actions_of_the_real_data(
     before = json.dumps(found.base, sort_keys=True)
     tasks = tau2_tasks(data, domain, "all")
     golds = [[ToolCall(**action) for action in json.loads(task.answer)["actions"]] for task in tasks]
-    played = [replay(found, gold) for gold in golds]
+    played = [run_actions(found, gold) for gold in golds]
     assert (len(tasks), sum(map(len, golds))) == (num_tasks, num_calls)
     assert sum(len(failures) for _, failures in played) == num_refused
     assert sum(bool(database.changes()) for database, _ in played) == num_changed
@@ -497,7 +497,9 @@ def test_airline_bookings_in_the_real_data() -> None:
         "insurance": "yes",
     }
     short = {**booking, "payment_methods": [{"payment_id": "credit_card_4196779", "amount": 1}]}
-    database, failures = replay(domain, [ToolCall("book_reservation", short), ToolCall("book_reservation", booking)])
+    database, failures = run_actions(
+        domain, [ToolCall("book_reservation", short), ToolCall("book_reservation", booking)]
+    )
     assert len(failures) == 1 and "payments add up to 1" in failures[0]
     after = database["flights"][flight["flight_number"]]["dates"]["2024-05-26"]["available_seats"]["economy"]
     assert after == flight["available_seats"]["economy"] - 1

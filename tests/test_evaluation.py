@@ -33,7 +33,7 @@ from verl.kit.evaluation.evaluate import _scorer, caveats, check_faults
 from verl.kit.evaluation.files import find_file, numbered_rows
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
 from verl.kit.evaluation.records import Records
-from verl.kit.evaluation.registry import build_benchmarks, check_names
+from verl.kit.evaluation.registry import build_benchmarks, check_benchmarks
 from verl.kit.evaluation.report import Evaluated, comparison_of, result_of
 from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.stats import aggregate, estimate
@@ -431,9 +431,9 @@ def test_benchmarks_by_name_category_and_file() -> None:
     (rows,) = build_benchmarks(["some/where/test.parquet"], setting)
     assert rows.name == "test.parquet" and rows.categories[0].metric == "exact"
     with pytest.raises(ConfigError, match="unknown benchmark 'mth'; did you mean 'math'"):
-        check_names(["math/gsm8k", "mth"])
+        check_benchmarks(["math/gsm8k", "mth"])
     with pytest.raises(ConfigError, match=r"duplicates: a\.parquet, a\.parquet"):
-        check_names(["a.parquet", "a.parquet"])
+        check_benchmarks(["a.parquet", "a.parquet"])
     with pytest.raises(ConfigError, match="math has no category 'math/gsm'; did you mean 'math/gsm8k'"):
         build_benchmarks(["math/gsm"], setting)
     with pytest.raises(ConfigError, match=r"have the name 'x\.parquet'"):  # their reports would be one file
@@ -450,7 +450,7 @@ def test_benchmarks_by_name_category_and_file() -> None:
 def test_own_benchmarks_by_file_and_category(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from tests.test_online_eval import sums\n")
     own, setting = f"{tmp_path}/mine.py:sums", BenchmarkContext(Path("nowhere"))
-    check_names([own, f"{own}/plain"])
+    check_benchmarks([own, f"{own}/plain"])
     (whole,) = build_benchmarks([own], setting)
     assert [each.name for each in whole.categories] == ["sums/plain", "sums/handled"]
     (part,) = build_benchmarks([f"{own}/handled"], setting)

@@ -14,7 +14,7 @@ from torch import nn
 from tests.conftest import ROOT
 from tests.test_attention import HEADS, PACK, SIZE, random_inputs
 from tests.tiny import run_words, save_tiny_model
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.transfer.bucket import Receiver, digest, plan
 from verl.transfer.gpu import CudaIpc
 from verl.workers.attention import by_segments, packed_attention
@@ -104,7 +104,7 @@ def train(dtype: str, num_gpus: int, more: list[str], tmp_path: Path) -> None:
         *more,
     ]
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT)
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["engine/canary_logprob_diff"] < (0.25 if dtype == "bfloat16" else 1e-2) for row in rows)
     assert all(row["memory/trainer_gib"] > 0 and row["perf/mfu"] >= 0 for row in rows)

@@ -23,7 +23,7 @@ from tests.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerError
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.loop import TrainingRun
 
@@ -78,7 +78,7 @@ def trained(words: list[str], signum: int = 0, who: str = "engine") -> Attack | 
 def figures(out: Path) -> list[dict[str, Any]]:
     """All metrics but those of time and of losses."""
     other = ("time", "perf", "memory", "rollout/")
-    return [{k: v for k, v in row.items() if not k.startswith(other)} for row in read_rows(out / "run/metrics.jsonl")]
+    return [{k: v for k, v in row.items() if not k.startswith(other)} for row in read_jsonl(out / "run/metrics.jsonl")]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def losses(out: Path) -> list[tuple[float, float]]:
     names = ("rollout/engine_restarts", "rollout/requests_retried")
-    return [(row[names[0]], row[names[1]]) for row in read_rows(out / "run/metrics.jsonl")]
+    return [(row[names[0]], row[names[1]]) for row in read_jsonl(out / "run/metrics.jsonl")]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.conftest import ROOT
 from tests.tiny import MINI
 from verl.algorithms import ALGORITHMS
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 
 def test_the_embedded_model_is_small_and_stored_in_bf16() -> None:
@@ -29,7 +29,7 @@ def test_the_embedded_default_learns(algorithm: str, gain: float, ratio: float, 
     words = [f"recipe=mini_{algorithm}", f"trainer.seed={seed}", f"data.seed={seed}"]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words, f"trainer.default_local_dir={tmp_path}"]
     subprocess.run(command, check=True, cwd=ROOT, env=dict(os.environ), stdout=subprocess.DEVNULL)
-    rows = read_rows(tmp_path / f"mini_{algorithm}" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / f"mini_{algorithm}" / "metrics.jsonl")
     before, after = rows[0], rows[-1]
     assert 0.15 <= before["val/test/exact"] <= 0.40
     assert after["val/test/total"] >= before["val/test/total"] + gain
@@ -44,5 +44,5 @@ def test_every_algorithm_raises_the_reward(algorithm: str, tmp_path: Path) -> No
     words = ["recipe=mini_grpo", f"algorithm.name={algorithm}", "trainer.total_training_steps=24"]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words, f"trainer.default_local_dir={tmp_path}"]
     subprocess.run(command, check=True, cwd=ROOT, env=dict(os.environ), stdout=subprocess.DEVNULL)
-    rows = read_rows(tmp_path / "mini_grpo" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "mini_grpo" / "metrics.jsonl")
     assert rows[-1]["val/test/total"] >= rows[0]["val/test/total"] + 0.3

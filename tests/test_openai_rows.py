@@ -13,10 +13,10 @@ from tests.local_run import local_trainer
 from tests.test_chat import TEMPLATES
 from tests.test_sft_run import group_ends, run  # noqa: F401  a fixture
 from tests.tiny import run_words, save_tiny_model
-from verl.batch.demonstrations import read_demonstrations, to_samples
+from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo, main_sft
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.ppo import PPOTrainer
@@ -105,7 +105,7 @@ def rendered(number: int) -> str:
 
 def test_demonstrations_teach_the_calls(model: Path, demonstrations: Path, tmp_path: Path) -> None:
     tool_call_format = load_chat_template(ModelConfig(path=str(model)))
-    samples = to_samples(read_demonstrations(str(demonstrations)), tool_call_format, 512)
+    samples = sft_samples(read_demonstrations(str(demonstrations)), tool_call_format, 512)
     assert len(samples) == 20  # a call and an answer of each
     trained = [
         tool_call_format.tokenizer.decode(
@@ -122,7 +122,7 @@ def test_demonstrations_teach_the_calls(model: Path, demonstrations: Path, tmp_p
     ]
     assert heads[0] == HEAD.replace("{city}", "Rome") and heads[1] == rendered(0)
     run(model, samples, tmp_path, steps=8)
-    losses = [row["actor/loss"] for row in read_rows(tmp_path / "metrics.jsonl")[1:]]
+    losses = [row["actor/loss"] for row in read_jsonl(tmp_path / "metrics.jsonl")[1:]]
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -157,5 +157,5 @@ def test_the_commands_do_both(model: Path, demonstrations: Path, prompts: Path, 
     assert main_sft.main([*sft, *trainer, "data.train_batch_size=4", "trainer.experiment_name=sft"]) == 0
     words = [*run_words(model, tmp_path, "hf", 2), f"data.train_files=[{prompts}]"]
     assert main_ppo.main([*words, "reward.name=math", "rollout.n=2"]) == 0
-    (first, *_) = read_rows(tmp_path / "run" / "transcripts" / "step-000001.jsonl")
+    (first, *_) = read_jsonl(tmp_path / "run" / "transcripts" / "step-000001.jsonl")
     assert first["tools"] == ["get_weather"] and first["prompt"][2]["tool_calls"][0]["name"] == "get_weather"

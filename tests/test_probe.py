@@ -23,13 +23,13 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import load_probe
 from verl.errors import ConfigError
 from verl.kit.probe.advice import advice
-from verl.kit.probe.run import Shaped, judge_of
-from verl.kit.probe.statistics import Cost, Judge, row_of, summary
+from verl.kit.probe.run import Shaped, criteria_of
+from verl.kit.probe.statistics import Cost, Criteria, row_of, summary
 from verl.kit.probe.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, build_reward
@@ -102,7 +102,7 @@ def rollout(reward: float, tokens: int = 10, stop: str = "stop", **parts: float)
     }
 
 
-RIGHT_IF_CORRECT = Judge(lambda task, found: found["score"]["parts"]["correct"] > 0, best_format=1.0)
+RIGHT_IF_CORRECT = Criteria(lambda task, found: found["score"]["parts"]["correct"] > 0, best_format=1.0)
 
 
 def test_statistics_by_hand() -> None:
@@ -149,16 +149,16 @@ def test_what_counts_follows_the_reward(
     name: str, answer: str, parts: dict[str, float], total: float, right: bool, formed: bool | None
 ) -> None:
     task = Task("x#0", TASK.prompt, answer, "any")
-    judge = judge_of(build_rewards(name), [task])
+    criteria = criteria_of(build_rewards(name), [task])
     found = rollout(total, **parts)
-    assert judge.right(task, found) is right
-    assert judge.well_formed(found) is formed
+    assert criteria.right(task, found) is right
+    assert criteria.well_formed(found) is formed
 
 
 def test_a_format_part_that_is_always_zero_says_nothing() -> None:
-    judge = judge_of(build_rewards("zerotir"), [TASK])
+    criteria = criteria_of(build_rewards("zerotir"), [TASK])
     group = [rollout(0.0, correct=0.0, format=0.0), rollout(1.0, correct=1.0, format=0.0)]
-    assert summary([row_of(TASK, group, judge)], [group], judge, Cost(1, 1.0), 10)["format"] is None
+    assert summary([row_of(TASK, group, criteria)], [group], criteria, Cost(1, 1.0), 10)["format"] is None
 
 
 def statistics(**changed: Any) -> dict[str, Any]:
@@ -279,16 +279,16 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert "SFT first: 100 % of the responses have no valid format" in said
     assert "raise max_response_length" in said
     (folder,) = (tmp_path / "out").iterdir()
-    rows = read_rows(folder / "probe.jsonl")
-    answers = read_rows(folder / "answers.jsonl")
+    rows = read_jsonl(folder / "probe.jsonl")
+    answers = read_jsonl(folder / "answers.jsonl")
     assert len(rows) == 2
     assert len(answers) == 4
     assert {row["success_rate"] for row in rows} == {0.0}
     assert main_eval.main([*words, "limit=3"]) == 0
-    more = read_rows(folder / "answers.jsonl")
+    more = read_jsonl(folder / "answers.jsonl")
     assert more[:4] == answers
     assert len(more) == 6
-    assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_rows(folder / "probe.jsonl")}
+    assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_jsonl(folder / "probe.jsonl")}
     found = json.loads((folder / "probe.json").read_text())
     assert found["rows"] == 3
     assert found["settings"]["env"]["tool_call_format"] is None

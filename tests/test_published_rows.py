@@ -23,7 +23,7 @@ from scripts.data import math_problems, retool_sft, search_qa
 from tests.test_data_scripts import SOLUTION, violations
 from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
-from verl.batch.demonstrations import read_demonstrations, to_samples
+from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
@@ -32,8 +32,8 @@ from verl.formats.prompt import load_template
 from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import episode_runner_of
 from verl.types import Message
+from verl.utils.reward_score.answers import accepted_answers
 from verl.utils.reward_score.base import build_reward
-from verl.utils.reward_score.search_r1 import accepted_answers
 
 PREFIX = (  # Search-R1's, of its template "base"
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
@@ -210,7 +210,7 @@ def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path,
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
     assert retool_sft.main(["--input", str(source), "--output", str(sft)]) == 0
     assert math_problems.main(["--input", str(source), "--output", str(rl)]) == 0
-    (sample,) = to_samples(read_demonstrations(str(sft)), chat, 4096)
+    (sample,) = sft_samples(read_demonstrations(str(sft)), chat, 4096)
     prompt = opening("retool", rl, chat)
     assert sample.token_ids[: len(prompt)] == prompt
     assert not any(sample.action_mask[: len(prompt)]) and sample.action_mask[len(prompt)]

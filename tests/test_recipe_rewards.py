@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.conftest import real_data
 from verl.errors import ConfigError, DataError
 from verl.kit.lab.__main__ import try_reward
+from verl.text import prompt_sha256
 from verl.types import (
     Completion,
     FinishReason,
@@ -31,10 +32,10 @@ from verl.types import (
     Turn,
 )
 from verl.utils.reward_score import LabReward, build_reward
+from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
-from verl.utils.reward_score.otc import fit, frugality, question_key
-from verl.utils.reward_score.search_r1 import accepted_answers, exact_match, follows_cycle, normalized
+from verl.utils.reward_score.otc import fit, frugality
 from verl.utils.reward_score.tool_n1 import last_block, read_calls
 from verl.utils.reward_score.zerotir import format_penalty
 
@@ -216,7 +217,7 @@ def group(of: Task, *told: tuple[bool, int], **options: Any) -> TrajectoryGroup:
 def test_otc_grpo_remembers_the_fewest_calls_of_a_right_answer() -> None:
     reward = build_reward("otc_grpo", {"answers": "math"})
     assert isinstance(reward, GroupReward)
-    key, state = question_key(FIVE), {"another": 0}
+    key, state = prompt_sha256(FIVE.prompt), {"another": 0}
 
     nobody, after = reward.shape(group(FIVE, (False, 0), (False, 2)), state)
     assert (nobody, after) == ((0.0, 0.0), state)  # there is no n yet
@@ -232,7 +233,7 @@ def test_otc_grpo_remembers_the_fewest_calls_of_a_right_answer() -> None:
     assert fourth == {"another": 0, key: 0}
     assert rewards == pytest.approx((1.0, sqrt(2) / 2))  # n = 0: the cosine with c = 4
 
-    assert question_key(task("5", "Another?")) != key == question_key(replace(FIVE, id="other#1"))
+    assert prompt_sha256(task("5", "Another?").prompt) != key == prompt_sha256(replace(FIVE, id="other#1").prompt)
 
 
 CALLS = '[{"name": "f", "arguments": {"a": 1, "b": {"c": [2], "d": null}}}, {"name": "g", "arguments": {}}]'

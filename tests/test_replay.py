@@ -39,7 +39,7 @@ from verl.kit.replay.record import (
 )
 from verl.kit.replay.replay import Replay, plan_replay, replay_from
 from verl.system.files import replacing
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.types import Sample
 
 STEPS = 3
@@ -87,7 +87,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     way = plan_replay(plain_run, step)
     assert (way.start.name if way.start else None) == start
     replayed = replay_step(plain_run, step)
-    told = next(row for row in read_rows(plain_run / "metrics.jsonl") if row["step"] == step)
+    told = next(row for row in read_jsonl(plain_run / "metrics.jsonl") if row["step"] == step)
     assert replayed.differing() == []
     for name in ("actor/loss", "actor/grad_norm", "engine/logprob_diff_mean", "actor/entropy"):
         assert replayed.replayed[name] == replayed.recorded[name] == told[name]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT, TOGGLES, real_data
 from tests.toolrl_oracle import oracle_score
 from verl.errors import ConfigError, DataError
-from verl.formats.toolrl_text import final_turn, matches_shape, render_response, shape_of
+from verl.formats.toolrl_text import final_turn, gold_shape, matches_shape, render_response
 from verl.kit.lab.__main__ import as_trajectory
 from verl.types import Message, Task
 from verl.utils.reward_score import build_reward
@@ -331,7 +331,7 @@ def test_hostile_text_is_never_quadratic(hostile: str) -> None:
 
 @pytest.mark.parametrize("answer", ANSWERS.values())
 def test_shape_of_the_gold_is_matched_by_itself(answer: str) -> None:
-    assert matches_shape(answer, shape_of(answer))
+    assert matches_shape(answer, gold_shape(answer))
 
 
 def test_environment_chooses_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:

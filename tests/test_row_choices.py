@@ -30,7 +30,7 @@ from verl.kit.preflight.preflight import check_reward
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, ScoringPool
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.trainer.builders.run import episode_runner_of, load_inputs
@@ -156,7 +156,7 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
     out = tmp_path / "out.jsonl"
     words = [f"model.path={model}", f"files=[{path}]", f"output={out}", "engine=hf", "dtype=float32", "device=cpu"]
     assert main_generation.main([*words, "max_response_length=4", "reward.name=math", "max_prompt_length=64"]) == 0
-    assert [each["score"]["total"] for each in read_rows(out)] == [0.0, 7.0]
+    assert [each["score"]["total"] for each in read_jsonl(out)] == [0.0, 7.0]
 
 
 # --- environments

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, need_vllm
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.tracking.names import known
 
 COMMAND = [sys.executable, "-m", "verl.trainer.main_ppo"]
@@ -68,7 +68,7 @@ def run(words: list[str], expected: int = 0, **environment: str) -> str:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    return read_rows(out / "run" / "metrics.jsonl")
+    return read_jsonl(out / "run" / "metrics.jsonl")
 
 
 def final_weights(out: Path) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     before = AutoModelForCausalLM.from_pretrained(model)
     assert not torch.equal(trained.lm_head.weight.float(), before.lm_head.weight.float())
     assert AutoTokenizer.from_pretrained(exported).chat_template
-    assert len(read_rows(folder / "transcripts" / "step-000002.jsonl")) == 8
+    assert len(read_jsonl(folder / "transcripts" / "step-000002.jsonl")) == 8
     assert (folder / "config.yaml").is_file() and list((folder / "tensorboard").iterdir())
 
 

@@ -198,7 +198,7 @@ def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
         assert child.stdin is not None and child.stdout is not None
         semaphore = Path("/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/"))
         assert semaphore.exists()
-        run = watcher.Run(str(folder), os.getpid())
+        run = watcher.RunProcesses(str(folder), os.getpid())
         run.look()
         threading.Timer(1.0, child.stdin.close).start()
         run.tidy()

@@ -119,7 +119,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         SearchTool("bm2")
     with pytest.raises(ConfigError, match="topk=0"):
         SearchTool(topk=0)
-    with pytest.raises(ConfigError, match="urls of a retriever"):
+    with pytest.raises(ConfigError, match="names no retriever"):
         SearchTool("http", urls=["127.0.0.1"])
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_dies_is_told(corpus: Path) -> None:
 )
 def test_an_answer_of_another_form_is_the_servers_fault(answer: Any) -> None:
     retriever = HttpRetriever("http://x/retrieve")
-    retriever._client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=answer)))
+    retriever.client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(200, json=answer)))
     with pytest.raises(ServiceDownError, match="http://x/retrieve"):
         ask(retriever, "q")
 

@@ -17,7 +17,7 @@ from tests.tiny import MINI
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet, to_task
 from verl.errors import DataError
-from verl.kit.probe.statistics import prompt_sha256
+from verl.text import prompt_sha256
 from verl.tracking.transcripts import Transcripts
 from verl.types import Score, TrajectoryGroup
 

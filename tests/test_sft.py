@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.test_chat import format_of, with_template
 from tests.tiny import MINI
-from verl.batch.demonstrations import Demonstration, read_demonstrations, to_demonstration, to_samples
+from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples, to_demonstration
 from verl.chat.template import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
@@ -39,7 +39,7 @@ def trained_text(sample: Sample, chat: ChatTemplate) -> str:
 
 def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(chat: ChatTemplate) -> None:
     messages = conversation("Hi", "Hello there", "buy 3", "Done")
-    one, two = to_samples([Demonstration(messages)], chat, 1000)
+    one, two = sft_samples([Demonstration(messages)], chat, 1000)
     assert trained_text(one, chat) == "Hello there<|im_end|>" and trained_text(two, chat) == "Done<|im_end|>"
     for sample, before in ((one, messages[:1]), (two, messages[:3])):
         prompt = chat.prompt_ids(before)
@@ -48,7 +48,7 @@ def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(chat: ChatT
 
 
 def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(chat: ChatTemplate) -> None:
-    (sample,) = to_samples([Demonstration(conversation("Hi", "Hello"))], replace(chat, more_stops=(5, 7)), 1000)
+    (sample,) = sft_samples([Demonstration(conversation("Hi", "Hello"))], replace(chat, more_stops=(5, 7)), 1000)
     assert trained_text(sample, chat) == "Hello<|im_end|>" and sample.action_mask[-1]
 
 
@@ -62,7 +62,7 @@ def test_a_demonstration_ends_once_even_where_a_model_may_end_in_several_ways(ch
     ],
 )
 def test_what_a_tool_said_inside_a_response_is_not_learned(response: str, own: str, chat: ChatTemplate) -> None:
-    (sample,) = to_samples([Demonstration(conversation("Hi", response))], chat, 1000)
+    (sample,) = sft_samples([Demonstration(conversation("Hi", response))], chat, 1000)
     assert trained_text(sample, chat).split() == own.split()
 
 
@@ -105,9 +105,9 @@ def test_bad_rows_name_their_fault(row: Any, said: str, tmp_path: Path) -> None:
 
 def test_long_demonstrations_are_left_out_and_never_cut(chat: ChatTemplate) -> None:
     short, long = Demonstration(conversation("Hi", "Ho")), Demonstration(conversation("Hi", "Ho " * 200))
-    assert len(to_samples([short, long], chat, 60)) == 1
+    assert len(sft_samples([short, long], chat, 60)) == 1
     with pytest.raises(DataError, match=r"has no usable row \(1 longer than 60 tokens\)"):
-        to_samples([long], chat, 60)
+        sft_samples([long], chat, 60)
 
 
 def test_toolrls_own_file_is_read() -> None:
@@ -149,7 +149,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"pr
 def test_calls_are_trained_as_the_template_writes_them(template: str, call: str) -> None:
     chat = format_of(template)
     demonstration = to_demonstration({"messages": CALLS, "tools": TOOLS})
-    one, two = to_samples([demonstration], chat, 1000)
+    one, two = sft_samples([demonstration], chat, 1000)
     assert trained_text(one, chat) == call and trained_text(two, chat) == "It is 21 degrees.<|im_end|>"
     said = [*CALLS[:1], {**CALLS[1], "tool_calls": [with_object(CALLS[1]["tool_calls"][0])]}, *CALLS[2:]]
     render = partial(chat.tokenizer.apply_chat_template, tools=TOOLS, return_dict=False)
@@ -167,7 +167,7 @@ def with_object(call: dict[str, Any]) -> dict[str, Any]:
 def test_arguments_may_hold_what_a_response_may_not_quote() -> None:
     call = {"function": {"name": "weather", "arguments": {"city": "<result>Rome</result>"}}}
     rows = {"messages": [CALLS[0], {"role": "assistant", "content": "See <obs> 3 </obs>", "tool_calls": [call]}]}
-    (sample,) = to_samples([to_demonstration(rows)], format_of("qwen2.5"), 1000)
+    (sample,) = sft_samples([to_demonstration(rows)], format_of("qwen2.5"), 1000)
     text = trained_text(sample, format_of("qwen2.5"))
     assert "<result>Rome</result>" in text and "obs" not in text and text.startswith("See")
 
@@ -193,12 +193,12 @@ def test_templates_whose_turns_cannot_be_trained_are_errors_with_the_row(templat
     chat = with_template(others[template]) if template in others else format_of(template)
     demonstration = replace(to_demonstration({"messages": CALLS}), id="rows.jsonl#3")
     with pytest.raises(DataError, match=said):
-        to_samples([demonstration], chat, 1000)
+        sft_samples([demonstration], chat, 1000)
     plain = Demonstration(conversation("Hi", "Ho"))
-    assert len(to_samples([demonstration, plain], chat, 1000, max_bad_share=1.0)) == 1
+    assert len(sft_samples([demonstration, plain], chat, 1000, max_bad_share=1.0)) == 1
 
 
 def test_a_template_that_lists_no_tools_teaches_no_calls() -> None:
     demonstration = to_demonstration({"messages": CALLS[:1] + CALLS[3:], "tools": TOOLS})
     with pytest.raises(ConfigError, match=r"does not list tools, .* weather, weather\(city\)"):
-        to_samples([demonstration], format_of("mini"), 1000, max_bad_share=1.0)
+        sft_samples([demonstration], format_of("mini"), 1000, max_bad_share=1.0)

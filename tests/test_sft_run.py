@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
-from verl.batch.demonstrations import read_demonstrations, to_samples
+from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.state import find_saved
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def samples(model: Path) -> list[Sample]:
     chat: ChatTemplate = load_chat_template(ModelConfig(path=str(model)))
-    return to_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], chat, 512)
+    return sft_samples(read_demonstrations(str(MINI / "sft.parquet"))[:60], chat, 512)
 
 
 @pytest.fixture(autouse=True)
@@ -120,13 +120,13 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
 def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     model: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    from verl.tracking.jsonl import read_rows
+    from verl.tracking.jsonl import read_jsonl
 
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     run(model, samples, straight, steps=8)
     run(model, samples, broken, steps=4)
     resumed = run(model, samples, broken, steps=8)
-    one, two = (read_rows(folder / "metrics.jsonl") for folder in (straight, broken))
+    one, two = (read_jsonl(folder / "metrics.jsonl") for folder in (straight, broken))
     assert [row["step"] for row in two] == list(range(9)) and resumed.step == 8
     assert [row["actor/loss"] for row in one[1:]] == [row["actor/loss"] for row in two[1:]]
     assert one[8]["val/demonstrations/loss"] < 0.8 * one[0]["val/demonstrations/loss"]

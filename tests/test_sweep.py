@@ -14,7 +14,7 @@ from verl.config.load import load_config
 from verl.config.show import as_yaml
 from verl.data.overlap import TrainTasks
 from verl.errors import ConfigError
-from verl.tracking.jsonl import append_row, read_rows
+from verl.tracking.jsonl import append_jsonl, read_jsonl
 
 STUDY = ["recipe=zerotir", "env.max_tool_calls=0,2", "env.max_turns=5", "trainer.total_training_steps=12"]
 
@@ -33,10 +33,10 @@ class Runs:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(as_yaml(config))
         calls, metrics = config.env.max_tool_calls, folder / "metrics.jsonl"
-        append_row(metrics, {"step": 0, "val/aime/total": 0.1})
+        append_jsonl(metrics, {"step": 0, "val/aime/total": 0.1})
         for step in range(1, 13):
             row = {"step": step, "time/step_s": 300.0, "reward/total": step / 100, "tools/calls_mean": calls / 2}
-            append_row(metrics, row | ({"val/aime/total": 0.2 + calls / 10} if step == 12 else {}))
+            append_jsonl(metrics, row | ({"val/aime/total": 0.2 + calls / 10} if step == 12 else {}))
         return self.codes.get(name.replace("-", "_"), 0)
 
 
@@ -166,7 +166,7 @@ def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureF
     ]
     assert sweep.main(words) == 0
     for name in ("temperature-0.8", "temperature-1.0"):
-        assert [row["step"] for row in read_rows(tmp_path / "study" / name / "metrics.jsonl")] == [1]
+        assert [row["step"] for row in read_jsonl(tmp_path / "study" / name / "metrics.jsonl")] == [1]
         exported = tmp_path / "study" / name / "checkpoints" / "step-000001" / "hf"
         assert len(TrainTasks.read(str(exported)).traces) > 1000  # what it was trained on, and in the run's folder
         assert TrainTasks.read(str(exported)) == TrainTasks.read(str(tmp_path / "study" / name))

@@ -28,14 +28,15 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from verl.data.report import RowReport
-from verl.data.rlla import SCHEMA, Tool, dialogue, to_row, tool_list
+from verl.data.rlla import SCHEMA, ListedTool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import render_response
 from verl.types import Message
 
-INSTRUCTION = "Use tools.\n\n" + tool_list([Tool("get_weather", "Weather of a city"), Tool("get_time", "Time")])
+LISTED = [ListedTool("get_weather", "Weather of a city"), ListedTool("get_time", "Time")]
+INSTRUCTION = "Use tools.\n\n" + tool_list(LISTED)
 
 
 def example(city: str = "Rome", name: str = "get_weather") -> dict[str, str]:

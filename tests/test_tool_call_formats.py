@@ -29,8 +29,7 @@ from verl.formats.base import (
 )
 from verl.formats.prompt import load_template
 from verl.formats.text import shorten
-from verl.formats.toolrl_prompt import listed_tools
-from verl.formats.toolrl_text import call_text, parse_calls
+from verl.formats.toolrl_text import call_text, listed_tools, parse_calls
 from verl.types import Message, ToolCall, ToolSpec
 
 CORPORA = sorted((ROOT / "tests" / "formats").glob("*.jsonl"))

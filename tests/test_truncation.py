@@ -34,7 +34,7 @@ from verl.errors import DataError
 from verl.kit.plan.plan import read_lengths
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval, main_generation
 from verl.trainer.builders.env import prompt_fn, truncating
 from verl.trainer.builders.run import load_inputs
@@ -82,7 +82,7 @@ def test_otherwise_nothing_is_cut(truncation: str, chat: ChatTemplate) -> None:
     assert truncating(truncation, 40, chat, uncut) == (chat, uncut)
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -93,7 +93,7 @@ def row(words: int) -> dict[str, Any]:
 
 
 def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> None:
-    data = str(write_rows(tmp_path / "rows.jsonl", [row(5), row(100), {}, row(6), row(200)]))
+    data = str(write_jsonl(tmp_path / "rows.jsonl", [row(5), row(100), {}, row(6), row(200)]))
 
     def read(truncation: str) -> tuple[list[str], str]:
         tasks, report = read_tasks(data, chat.task_prompt_ids, RowPolicy(60, truncation, 0.2))
@@ -114,7 +114,7 @@ def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> 
 
 def test_a_dropped_row_has_no_note(chat: ChatTemplate, tmp_path: Path) -> None:
     stranger = to_row(example(name="get_news"), "train", 0)
-    data = str(write_rows(tmp_path / "rows.jsonl", [stranger, row(5)]))
+    data = str(write_jsonl(tmp_path / "rows.jsonl", [stranger, row(5)]))
     used, dropped = (str(read_tasks(data, chat.task_prompt_ids, RowPolicy(length, "drop"))[1]) for length in (1000, 60))
     assert used == "rows.jsonl: 2 rows, 2 used (1 with gold calls of unlisted tools, row 0), 0 dropped"
     assert dropped == "rows.jsonl: 2 rows, 1 used, 1 dropped (1 longer than 60 tokens)"
@@ -169,11 +169,11 @@ def test_toolrls_scripts_train_smollm2_on_toolrls_rows(algorithm: str, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     cut = {"grpo": "1 cut to the last 2048 tokens", "ppo": "17 cut to the last 1024 tokens"}[algorithm]
     assert f"train.parquet: 80 rows, 80 used ({cut}; 1 with gold calls of unlisted tools, row 9)" in done.stdout
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 3
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= 3
 
 
 def test_generation_cuts_and_counts_too(roomy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [row(300)])
+    data = write_jsonl(tmp_path / "rows.jsonl", [row(300)])
     words = [f"model.path={roomy}", f"files=[{data}]", "engine=hf", "device=cpu", "max_response_length=4"]
     words += ["reward.name=search_r1", f"output={tmp_path / 'out.jsonl'}", "max_prompt_length=64"]
     assert main_generation.main(words) == 2
@@ -184,7 +184,7 @@ def test_generation_cuts_and_counts_too(roomy: Path, tmp_path: Path, capfd: pyte
 
 @pytest.mark.parametrize(("truncation", "too_long"), [("left", 0), ("drop", 1)])
 def test_a_probe_cuts_as_training_does_or_counts(truncation: str, too_long: int, roomy: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [row(300), row(5)])
+    data = write_jsonl(tmp_path / "rows.jsonl", [row(300), row(5)])
     words = ["probe=true", f"model={roomy}", f"data={data}", "n=2", "engine=hf", "device=cpu", "max_response_length=4"]
     words += ["reward.name=search_r1", f"output={tmp_path / 'out'}", "max_prompt_length=64"]
     assert main_eval.main([*words, f"truncation={truncation}"]) == 0
@@ -199,9 +199,9 @@ def test_sft_counts_responses_that_are_too_long(chat: ChatTemplate, tmp_path: Pa
         return {"messages": [{"role": role, "content": "very " * number} for role, number in turns]}
 
     rows = [conversation(2, 3), conversation(2, 300), conversation(2, 3, 2, 300), {"messages": []}]
-    source = str(write_rows(tmp_path / "sft.jsonl", rows))
+    source = str(write_jsonl(tmp_path / "sft.jsonl", rows))
     report = RowReport(source)
-    samples = sft.to_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
+    samples = sft.sft_samples(sft.read_demonstrations(source, 0.25, report), chat, 100, 0.25, report, first_group=7)
     assert [sample.group for sample in samples] == [7, 9]
     assert str(report) == (
         "sft.jsonl: 4 rows, 2 used (1 with responses dropped for being longer than 100 tokens), "

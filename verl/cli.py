@@ -4,8 +4,6 @@
 else is imported, so that `toolrl --help` is fast and a command needs only its own packages.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ COMMANDS = {
     "replay": Command("verl.kit.replay", "run a recorded training step again"),
     "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
-    "metrics": Command("verl.tracking.names", "table of all metrics, as Markdown"),
+    "metrics": Command("verl.tracking.names", "table of all metrics"),
     "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
     "collapse": Command("verl.kit.collapse.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.kit.env_server.server", "serve an environment over HTTP"),
@@ -46,26 +44,18 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
+def help_text() -> str:
     """The help text of `toolrl`."""
-    rows = [f"  {name:18}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: toolrl COMMAND [key=value ...] [--option ...]",
-            "",
-            *rows,
-            "",
-            "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version.",
-            "",
-        ]
-    )
+    rows = "".join(f"  {name:18}{command.summary}\n" for name, command in COMMANDS.items())
+    hint = "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version."
+    return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{rows}\n{hint}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command in this process, with its own `sys.argv`. Raises SystemExit with the command's exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        sys.stdout.write(usage())
+        sys.stdout.write(help_text())
         return 0
     if name == "--version":
         sys.stdout.write(f"toolrl {__version__}\n")

@@ -3,8 +3,6 @@
 `mini` next to this file is a link to `dataset/mini` in a checkout, and a folder in an installed package.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,7 @@ PREFIX = "embedded:"
 
 
 def embedded_path(name: str) -> str:
-    """The path of the file or folder that `embedded:FILE` names; other names unchanged.
-
-    Raises ConfigError, with the nearest name if there is no such file, or if git created no link.
-    """
+    """The path that `embedded:FILE` names; other names unchanged. Raises ConfigError with the nearest name."""
     if not name.startswith(PREFIX):
         return name
     if not FOLDER.is_dir():

@@ -42,9 +42,8 @@ class DataError(VerlError, ValueError):
 
     def at(self, *, file: str = "", row: int | None = None, field: str = "") -> DataError:
         """A copy of this error with its location; fields that are already set are kept."""
-        return replace(
-            self, file=self.file or file, row=row if self.row is None else self.row, field=self.field or field
-        )
+        row = row if self.row is None else self.row
+        return replace(self, file=self.file or file, row=row, field=self.field or field)
 
     def of_row(self, id: str) -> DataError:
         """A copy of this error with the location given by an id (`file#row`)."""
@@ -93,7 +92,4 @@ class ServiceDownError(VerlError):
 
 
 class JudgeError(VerlError):
-    """An environment could not judge an episode, or not in time. Never the policy's fault.
-
-    The episode is not retried: that would bias the sample toward episodes that can be judged.
-    """
+    """An environment could not judge an episode in time. Not retried: that would bias the sample."""

@@ -6,8 +6,6 @@ become one error type, too. Code shipped with a model is never run: without trus
 prompt on the terminal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,9 +47,8 @@ def read_causal_lm(
 ) -> PreTrainedModel:
     """A decoder-only model with all of its weights, on the CPU.
 
-    key: configuration key of `path`; attention: attn_implementation of transformers; None: its default
-    Raises ConfigError if there is no model, or if weights are missing, of other shapes, or not finite. Pickled weights
-    are loaded as tensors only; a pickle that would run code is rejected.
+    key: of `path` in the configuration; attention: transformers' attn_implementation. Raises ConfigError if there is no
+    model, weights are missing, of other shapes or not finite, and for a pickle that would run code.
     """
     quiet = logging.get_verbosity()
     logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
@@ -122,10 +119,8 @@ def _readable(path: str, key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # safetensors, pickle, json, huggingface_hub and torch have their own exceptions
-        kind = "folder" if Path(path).exists() else "name"
-        raise ConfigError(
-            f"{key}: no causal language model can be loaded from the {kind} {path!r} ({_in_short(error)})"
-        ) from error
+        source = f"the {'folder' if Path(path).exists() else 'name'} {path!r} ({_in_short(error)})"
+        raise ConfigError(f"{key}: no causal language model can be loaded from {source}") from error
 
 
 def _in_short(error: Exception) -> str:

@@ -4,8 +4,6 @@ A registry is an explicit table of `name -> "module:attribute"`; modules are imp
 need no registration: `package.module:attribute` or `path/to/file.py:attribute`.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib
@@ -20,13 +18,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 
-_FITTING: Mapping[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "None": (type(None),),
-}
+_FITTING = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
 
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
@@ -36,18 +28,13 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object for `name` in `table`, or for a name of the form `module:attribute` or `file.py:attribute`.
-
-    Raises ConfigError, with the nearest name, if there is none.
-    """
+    """The object for a key of `table`, `module:attribute` or `file.py:attribute`. Raises ConfigError for others."""
     location = table.get(name, name)
     module_name, colon, attribute = location.rpartition(":")
     if not colon or not module_name.strip("."):
         known = nearest(name, list(table))
-        raise ConfigError(
-            f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} For your own, use "
-            "package.module:attribute or path/to/file.py:attribute"
-        )
+        own = "For your own, use package.module:attribute or path/to/file.py:attribute"
+        raise ConfigError(f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} {own}")
     module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
     if not hasattr(module, attribute):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -58,10 +45,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
 def check_options(
     kind: str, name: str, make: Callable[..., Any], options: Mapping[str, Any], *given: Any, **shared: Any
 ) -> None:
-    """Raises ConfigError for unknown or missing options of `make`, and for values of another type than annotated.
-
-    given, shared: arguments added by the program, which are not options
-    """
+    """Raises ConfigError for options that `make` does not take. given, shared: the program's own arguments"""
     parameters = signature(make).parameters
     known = [key for key in list(parameters)[len(given) :] if key not in shared]
     open_end = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

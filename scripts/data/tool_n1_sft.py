@@ -32,7 +32,7 @@ from scripts.data.common import DEMONSTRATIONS, TASKS, Row, parser, run, task, t
 from scripts.data.tool_n1 import instruction
 from verl.errors import DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL_END
-from verl.utils.reward_score.tool_n1 import last_block, read_calls, read_json
+from verl.utils.reward_score.tool_n1 import json_value, last_block, read_calls
 
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
 _NO_REASON = str(Path(__file__).with_name("tool_n1_no_reason.txt"))
@@ -75,7 +75,7 @@ def _trace(output: str) -> tuple[str, list[dict[str, Any]]]:
     block = last_block(response)
     if block is None or read_calls(block) is None:
         raise DataError("has no calls that can be read", "a JSON list of calls in <tool_call>", field="output")
-    found = read_json(block)
+    found = json_value(block)
     return response, [found] if isinstance(found, dict) else list(found)
 
 

@@ -12,7 +12,7 @@ from scripts.mini.reading import MASK
 from scripts.mini.requests import Call, World
 from scripts.mini.tools import Parameter, ToolSpec
 from scripts.mini.values import JSON_TYPES
-from verl.data.rlla import Tool, tool_list
+from verl.data.rlla import ListedTool, tool_list
 
 INSTRUCTION = "Call tools or respond."
 MAX_PROMPT_CHARS = 600
@@ -22,12 +22,12 @@ _NEAR_SHARE = 0.3  # share of distractors from the domain of a needed tool
 _MASKS = [f"{MASK}{letter}{digit}" for letter in "bdfghjkmprtvwxz" for digit in range(10)]
 
 
-def _as_tool(tool: ToolSpec) -> Tool:
+def _as_tool(tool: ToolSpec) -> ListedTool:
     parameters = {
         p.name: {"description": p.description, "type": JSON_TYPES.get(p.kind, "str"), "default": ""}
         for p in tool.parameters
     }
-    return Tool(tool.name, tool.description, parameters)
+    return ListedTool(tool.name, tool.description, parameters)
 
 
 def instruction(tools: Sequence[ToolSpec]) -> str:

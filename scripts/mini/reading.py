@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.formats.toolrl_prompt import listed_tools
-from verl.formats.toolrl_text import parse_gold
+from verl.formats.toolrl_text import listed_tools, parse_gold
 from verl.types import Message
 
 Row = Mapping[str, Any]

@@ -7,13 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, Tool, check_example, tool_list
+from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, check_example, tool_list
 from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.formats.toolrl_prompt import TOOLS_HEADING
-from verl.formats.toolrl_text import render_response
+from verl.formats.toolrl_text import TOOLS_HEADING, render_response
 
-Instruction = Callable[[Sequence[Tool]], str]
+Instruction = Callable[[Sequence[ListedTool]], str]
 
 
 @cache
@@ -21,7 +20,7 @@ def _own_wording() -> str:
     return Path(__file__).with_name("instruction.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
-def own_instruction(tools: Sequence[Tool]) -> str:
+def own_instruction(tools: Sequence[ListedTool]) -> str:
     """The system text in this project's wording."""
     return _own_wording().replace("{tools}", tool_list(tools))
 
@@ -50,12 +49,14 @@ def to_response(calls: Sequence[dict[str, Any]] | None, response: str | None) ->
     return render_response(CALL_THOUGHT if calls else RESPONSE_THOUGHT, calls or None, response)
 
 
-def to_tool(function: Mapping[str, Any]) -> Tool:
+def to_tool(function: Mapping[str, Any]) -> ListedTool:
     """A function in ToolRL's list format. Raises DataError if the name is not a text."""
     name = function["name"]
     if not isinstance(name, str) or not name.strip():
         raise DataError("has a name that is not a text", field="tools")
-    return Tool(name.strip(), str(function.get("description") or ""), flat_parameters(function.get("parameters") or {}))
+    return ListedTool(
+        name.strip(), str(function.get("description") or ""), flat_parameters(function.get("parameters") or {})
+    )
 
 
 def flat_parameters(parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scripts.raw.decision import Instruction, to_response, to_tool
-from verl.data.rlla import Tool, dialogue, observation
+from verl.data.rlla import ListedTool, dialogue, observation
 from verl.errors import DataError
 
 _LOOKS_LIKE_CALLS = re.compile(r"\[.*\(.*\)\s*\]", re.DOTALL)
@@ -49,7 +49,7 @@ def decisions(row: Any, instruction: Instruction) -> Iterator[dict[str, str]]:
             raise DataError("has a turn that is not user, assistant, or tool after a call", field="conversations")
 
 
-def listed_functions(system: str) -> list[Tool]:
+def listed_functions(system: str) -> list[ListedTool]:
     """The functions in ToolACE's system text: the first JSON list of objects in it."""
     start = system.find("[{")
     if start < 0:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scripts.raw.decision import Instruction, to_response, to_tool
-from verl.data.rlla import Tool, dialogue
+from verl.data.rlla import ListedTool, dialogue
 from verl.errors import DataError
 
 Calls = list[dict[str, Any]]
-Mask = Callable[[list[Tool], Calls], tuple[list[Tool], Calls]]
+Mask = Callable[[list[ListedTool], Calls], tuple[list[ListedTool], Calls]]
 
 
 def decisions(row: Any, instruction: Instruction, mask: Mask | None = None) -> Iterator[dict[str, str]]:
@@ -64,14 +64,14 @@ def _listed(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def masker(generator: random.Random) -> Mask:
     """Masks the names of one row consistently in tools and calls."""
 
-    def mask(tools: list[Tool], calls: Calls) -> tuple[list[Tool], Calls]:
+    def mask(tools: list[ListedTool], calls: Calls) -> tuple[list[ListedTool], Calls]:
         if len({tool.name for tool in tools}) < len(tools):
             raise DataError("lists a name twice, so that calls are ambiguous", field="tools")
         taken: set[str] = set()
         names = _random_names((tool.name for tool in tools), generator, taken)
         keys = {tool.name: _random_names(tool.parameters, generator, taken) for tool in tools}
         masked_tools = [
-            Tool(
+            ListedTool(
                 names[tool.name],
                 tool.description,
                 {keys[tool.name][key]: about for key, about in tool.parameters.items()},

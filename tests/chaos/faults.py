@@ -33,7 +33,7 @@ from tests.chaos.harness import (
 from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.place import Place
 from tests.service import free_port
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 _NO_JUMP = bytes(8)
 _JUMP_S = 3600
@@ -237,7 +237,7 @@ def _clock(lab: Lab, result: Result, seconds: int) -> None:
         running.go()
         ended = running.ended()
         _check_whole(result, ended, out, lab.baseline("hf"), where)
-        times = [row["time"] for row in read_rows(out / "run" / "metrics.jsonl")]
+        times = [row["time"] for row in read_jsonl(out / "run" / "metrics.jsonl")]
         result.need(abs(times[-1] - times[0]) > _JUMP_S / 2, "the clock did not jump")
 
 

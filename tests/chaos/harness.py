@@ -28,7 +28,7 @@ from tests.chaos.place import GONE_S, Place
 from tests.conftest import ROOT
 from tests.service import free_port, wait_for
 from tests.tiny import run_words, save_tiny_model
-from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 
 STEPS = 3
 BROKEN_STEP = 2
@@ -214,8 +214,8 @@ class Lab:
         with self._alone():
             if not self.val.exists():
                 save_tiny_model(self.model)
-                write_rows(self.train, _rows(64))
-                write_rows(self.val, _rows(4))
+                write_jsonl(self.train, _rows(64))
+                write_jsonl(self.val, _rows(4))
 
     def words(self, setup: str, out: Path, urls: Sequence[str] = (), *more: str) -> list[str]:
         """Of the training command."""
@@ -408,7 +408,7 @@ def uncounted(out: Path) -> list[str]:
     """Steps in which a response is neither scored as it deserves nor counted as a fault."""
     problems = []
     for row in metrics(out):
-        shown = read_rows(out / "run" / "transcripts" / f"step-{row['step']:06d}.jsonl")
+        shown = read_jsonl(out / "run" / "transcripts" / f"step-{row['step']:06d}.jsonl")
         faults = row.get("reward/infrastructure_faults", 0.0)
         if len(shown) + faults != PROMPTS * RESPONSES:
             problems.append(f"step {row['step']}: {len(shown)} responses and {faults:g} faults")

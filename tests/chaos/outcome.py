@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 _TIMED = re.compile(r"time|perf/|memory/|tools/\w+/seconds")
 _COUNTS = ("rollout/engine_restarts", "rollout/requests_retried")  # of what was healed
@@ -16,7 +16,7 @@ _COUNTS = ("rollout/engine_restarts", "rollout/requests_retried")  # of what was
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Rows of metrics, without what depends on the machine's speed and counts of what was healed."""
-    rows = read_rows(out / "run" / "metrics.jsonl")
+    rows = read_jsonl(out / "run" / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not _TIMED.match(key) and key not in _COUNTS} for row in rows]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.cases import CASES, FAULTS, Case
 from verl.system.files import replacing
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "chaos"
@@ -42,7 +42,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     page, results = session.config.getoption("--chaos-table"), session.config.getoption("--chaos-results")
     if page is not None and results.exists():
-        write_table(page, read_rows(results))
+        write_table(page, read_jsonl(results))
 
 
 @cache
@@ -87,7 +87,7 @@ def note(results: Path, name: str, problems: list[str], facts: Mapping[str, Any]
 
 
 def _rows(results: Path) -> list[dict[str, Any]]:
-    return read_rows(results) if results.exists() else []
+    return read_jsonl(results) if results.exists() else []
 
 
 def write_table(page: Path, rows: Iterable[Mapping[str, Any]]) -> None:

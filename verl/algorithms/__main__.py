@@ -1,5 +1,6 @@
-"""List the components of every algorithm: python -m verl.algorithms [--markdown]"""
+"""List the components of every algorithm: python -m verl.algorithms"""
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -12,25 +13,16 @@ _FILE_WIDTH = 160  # characters, where the output is not a terminal
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, or the page docs/algorithms.md."""
-    if list(argv) in (["-h"], ["--help"]):
-        Console().print(__doc__, markup=False)
-        return 0
-    if list(argv) not in ([], ["--markdown"]):
-        known = "the only option is --markdown"
-        Console(stderr=True, emoji=False).print(f"unknown arguments {' '.join(argv)}; {known}", markup=False)
-        return 2
+    """Print the table."""
+    argparse.ArgumentParser(prog="python -m verl.algorithms", description=__doc__).parse_args(argv)
     try:
-        from verl.algorithms.table import COLUMNS, markdown, presets, row  # needs torch
+        from verl.algorithms.table import COLUMNS, presets, row  # needs torch
     except ModuleNotFoundError as error:
         problem = missing_package(error)
         if problem is None:
             raise
         Console(stderr=True, emoji=False).print(f"ConfigError: {problem}", markup=False, soft_wrap=True)
         return 2
-    if argv:
-        sys.stdout.write(markdown())
-        return 0
     table = Table(title="algorithm.name (docs/algorithms.md)", show_lines=True)
     for name in COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name in ("name", "paper"))

@@ -6,8 +6,6 @@ The weights are computed once per mini-batch, before it is split into packs and 
 not depend on the split. Shape legend: B samples.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import torch

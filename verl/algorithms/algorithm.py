@@ -1,7 +1,5 @@
 """The `Algorithm` value: advantage estimator, policy loss, loss aggregation, KL term and rollout requirements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum

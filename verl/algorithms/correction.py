@@ -20,8 +20,6 @@ sample gets the mean of its tokens' weights; veRL uses the geometric mean.
 Shape legend: T trained tokens of a pack; samples are never split, so the split into packs changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Filters see the rewards after reward shaping within the group and before the ove
 per-turn rewards. Rollouts are dropped before advantages are estimated, so the baseline is that of the kept rollouts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +16,7 @@ Filter = Callable[[TrajectoryGroup], Sequence[bool]]  # [G]
 
 
 def zero_variance(group: TrajectoryGroup, least_spread: float = 1e-6) -> list[bool]:
-    """Drop groups whose rewards are all equal (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
-
-    Uses the spread, because a mean of 0 or 1 would miss groups of equal graded rewards.
-    """
+    """Drop groups of equal rewards, graded ones too (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
     return _all_or_none(group, max(group.returns) - min(group.returns) > least_spread)
 
 
@@ -49,10 +44,7 @@ def length(group: TrajectoryGroup, max_tokens: int) -> list[bool]:
 
 
 def truncated(group: TrajectoryGroup) -> list[bool]:
-    """Drop rollouts that were truncated at the token limit (DAPO's overlong filtering).
-
-    DAPO masks such responses in the loss but keeps them in the group's mean; here they are dropped from both.
-    """
+    """Drop rollouts cut at the token limit, from the group's mean too (DAPO's overlong filtering only masks them)."""
     return [trajectory.stop_reason is not StopReason.LENGTH for trajectory in group.trajectories]
 
 
@@ -74,10 +66,7 @@ def name_of(function: Callable[..., object]) -> str:
 def passed(
     groups: Sequence[TrajectoryGroup], filters: Sequence[Filter], min_group_size: int
 ) -> tuple[list[TrajectoryGroup], Counter[str]]:
-    """(groups with the rollouts that passed all filters, {filter: number of rollouts that it dropped}).
-
-    min_group_size: a group with fewer rollouts left is dropped, and counts for the filter that caused it
-    """
+    """(groups of at least `min_group_size` rollouts that passed all filters, {filter: number of rollouts dropped})."""
     remaining, dropped = [], Counter[str]()
     for whole in groups:
         group = whole

@@ -10,8 +10,6 @@ With r = log p_ref - log p, for a token drawn from p:
 Shape legend: T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

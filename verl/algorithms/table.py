@@ -1,90 +1,14 @@
-"""The components of every preset: the table of `python -m verl.algorithms` and the page docs/algorithms.md."""
+"""The components of every preset, for `python -m verl.algorithms` and docs/algorithms.md."""
 
-from __future__ import annotations
-
-import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
+from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
 from verl.algorithms.filters import name_of
 from verl.registry import resolve
 
 COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")
-_INTRODUCTION = """# Algorithms
-
-An algorithm is a value: an advantage estimator, a policy loss, a loss aggregation, the placement of KL, and its
-requirements for the rollout. Each is a short file in `verl/algorithms/`; `algorithm.name` selects one (default `ppo`),
-and these keys override it:
-
-| key | meaning |
-|---|---|
-| `algorithm.adv_estimator` | the advantage estimator only, by veRL's name: ESTIMATORS |
-| `algorithm.clip_low`, `clip_high`, `dual_clip` | the clip ratio, for losses that clip |
-| `algorithm.gamma`, `lam` | discount and GAE lambda, for advantages that use them |
-| `algorithm.options.<setting>` | any other setting of the preset's functions, as shown in the table |
-| `algorithm.aggregation`, `aggregation_length` | loss aggregation over tokens and samples |
-| `algorithm.kl_placement`, `kl_estimator`, `kl_coefficient`, `kl_target`, `kl_horizon` | KL to the reference |
-| `algorithm.entropy_coefficient`, `old_logprobs` | the entropy bonus; the source of the ratio's old log-probs |
-| `algorithm.correction.is_level`, `is_cap` | importance sampling weights, truncated at `is_cap` (see below) |
-| `algorithm.correction.rejection_level`, `rejection_upper`, `rejection_lower`, `token_veto` | rejection sampling |
-| `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
-| `algorithm.max_resample_rounds` | rounds of prompts that a step may draw until enough groups pass the filters |
-| `algorithm.overlong_buffer`, `overlong_factor` | overlong penalty: tokens before the limit, penalty at the limit |
-
-A key that the preset does not use is an error. Filters (`verl/algorithms/filters.py`): `zero_variance`, `accuracy`,
-`grader_faults`, `length`, `truncated`, or your own `file.py:function`. To define your own algorithm, write a file with
-an `Algorithm` in it: `algorithm.name=mine.py:MINE`.
-
-Per-turn rewards (`StepResult.reward` of an environment) are added to the episode's: each goes to the last token of its
-turn, the episode's to the last token of all. `ppo` and `gigpo` use them; with any other algorithm they are an error
-(set `Algorithm.takes_turn_rewards` in your own).
-
-Losses are sums over trained tokens with weights computed once per mini-batch: its split into packs and over ranks
-changes nothing. Below, p is the policy, p_old the policy before the step's updates, p_ref the reference, r a response's
-reward, clip(A, x) = max(-A x, -A * (x clipped to 1 - low .. 1 + high)), and stop() stops the gradient.
-
-## Off-policy correction
-
-Responses are sampled by an engine that differs slightly from the policy being trained: its numerics differ, and with
-`rollout.max_staleness` above 0 its weights are older. `verl/algorithms/correction.py` holds the formulas. A token's
-policy loss is multiplied by stop(min(ratio, is_cap)), where the ratio is the trainer's probability before the update
-divided by the engine's; the loss's own ratio p / p_old is unchanged, which makes it decoupled PPO. KL, entropy and the
-critic's loss are not weighted.
-
-- `is_level=auto`, the default, is `token` if `rollout.max_staleness` is above 0, else `none`. `is_cap=2` is the value
-  of veRL and of the first work on truncated engine ratios: bounded variance, at the cost of a small bias. Your own
-  algorithm may have a correction; each key replaces that part of it. A bound without its level is an error.
-- `is_level=sequence` uses the product over the response: unbiased below `is_cap`; its variance grows with length.
-- `is_level=token rejection_level=token is_cap=5 rejection_upper=5 rejection_lower=0.5` is IcePop, `is_level=sequence
-  rejection_level=sequence is_cap=3 rejection_upper=3 rejection_lower=0` TRL's default. `rejection_level=geometric` with
-  bounds near 1 (1.001) rejects off-policy responses independently of their length. Rejected tokens still count in the
-  loss's denominators.
-- `token_veto=1e-4` rejects responses with a token that is ten thousand times less likely under the trainer.
-- `old_logprobs=rollout` takes the engine's log-probs as the ratio's denominator, which is a correction by itself; an
-  additional correction is an error.
-
-A step with one update needs no extra forward pass: the update's own log-probs are those before it.
-`correction/engine_kl`, `ess`, `weight_mean` and `weight_max` are logged with and without a correction. veRL's keys
-below `algorithm.rollout_correction.` are supported. With `rollout.top_p`, `top_k`, `min_p` or `repetition_penalty` the
-engine's log-probs are those of another distribution: a correction is refused ([training.md](training.md#sampling)).
-
-## veRL's estimators
-
-In veRL `algorithm.adv_estimator` selects how advantages are computed and nothing else, and so it does here: with
-`adv_estimator=rloo` the loss is still the clipped one of `ppo` with a token mean, unless `algorithm.name` or a recipe
-overrides it. `algorithm.name=rloo` is the paper's complete algorithm, which clips nothing and sums over the response's
-tokens. Where the formulas differ: `grpo_passk` divides by the group's std, as in veRL
-(`algorithm.norm_adv_by_std_in_grpo=false` for the paper's); `grpo` with that key false is `dr_grpo`; `gpg` scales as
-in its paper, by the number of responses with a gradient, where veRL counts nonzero rewards.
-
-## Presets
-
-This page is generated by `python -m verl.algorithms --markdown`.
-
-"""
 
 
 def describe(function: Callable[..., object]) -> str:
@@ -92,12 +16,6 @@ def describe(function: Callable[..., object]) -> str:
     bound = function.keywords if isinstance(function, partial) else {}
     values = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in bound.items()}
     return " ".join([name_of(function), *(f"{name}={value}" for name, value in values.items())])
-
-
-def describe_kl(algorithm: Algorithm) -> str:
-    """KL estimator, placement and coefficient."""
-    kl = algorithm.kl
-    return "none" if kl.placement is KLPlacement.NONE else f"{kl.estimator} in {kl.placement}, {kl.coefficient:g}"
 
 
 def describe_extras(algorithm: Algorithm) -> str:
@@ -121,12 +39,13 @@ def describe_extras(algorithm: Algorithm) -> str:
 
 def row(algorithm: Algorithm) -> tuple[str, ...]:
     """The algorithm's table cells, in the order of COLUMNS."""
+    kl = algorithm.kl
     return (
         algorithm.name,
         describe(algorithm.advantage),
         describe(algorithm.policy_loss),
         algorithm.aggregation.value,
-        describe_kl(algorithm),
+        "none" if kl.placement is KLPlacement.NONE else f"{kl.estimator} in {kl.placement}, {kl.coefficient:g}",
         describe_extras(algorithm),
         algorithm.paper,
     )
@@ -135,16 +54,3 @@ def row(algorithm: Algorithm) -> tuple[str, ...]:
 def presets() -> list[Algorithm]:
     """All presets."""
     return [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]
-
-
-def markdown() -> str:
-    """The page docs/algorithms.md: the table, and the module docstring of each preset."""
-    rows = [f"| {' | '.join(row(each))} |" for each in presets()]
-    table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows])
-    pages = [f"## {name}\n\n{_module_docstring(location)}\n" for name, location in ALGORITHMS.items()]
-    estimators = ", ".join(f"`{name}`" for name in ADV_ESTIMATORS)
-    return "\n".join([_INTRODUCTION.replace("ESTIMATORS", estimators) + table + "\n", *pages])
-
-
-def _module_docstring(location: str) -> str:
-    return inspect.getdoc(sys.modules[location.partition(":")[0]]) or ""

@@ -5,8 +5,6 @@ the response, the end-of-turn token. A turn with tool calls or other fields than
 Samples of one conversation share a group, so that packing stores their common prefix once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +89,7 @@ def _text(row: Mapping[str, Any], name: str, place: str = "") -> str:
     return value
 
 
-def to_samples(
+def sft_samples(
     demonstrations: Sequence[Demonstration],
     chat: ChatTemplate,
     max_length: int,

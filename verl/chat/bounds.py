@@ -3,8 +3,6 @@
 Jinja's sandbox keeps a template from the interpreter, but does not bound its run time or output.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Templates are rendered, not parsed: the row is rendered again with a unique mark
 appear in the output. So it does not matter how a template formats, trims or quotes its input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

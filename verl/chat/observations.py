@@ -1,7 +1,5 @@
 """Observations as tokens: the tool-call format renders them as text, the chat template and tokenizer encode them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

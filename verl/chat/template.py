@@ -4,8 +4,6 @@ An episode's tokens are append-only. Everything after a response is therefore to
 messages of other roles, `continuation_ids` for text that continues the assistant's turn.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ from verl.chat.dropped_fields import check_messages, tool_fault, tools_left_out
 from verl.data.messages import as_openai
 from verl.errors import ConfigError, DataError
 from verl.formats.prompt import function_schema
+from verl.text import utf8
 from verl.types import Message, Task, ToolSpec
 
 # two conversations that differ only in the assistant's message; their common suffix is what follows that message
@@ -175,7 +174,7 @@ class ChatTemplate:
 
     def continuation_ids(self, text: str) -> tuple[int, ...]:
         """A text that continues the assistant's turn; special-token strings in it are encoded as plain text."""
-        encoded = self.tokenizer(_writable(text), add_special_tokens=False, split_special_tokens=True)
+        encoded = self.tokenizer(utf8(text), add_special_tokens=False, split_special_tokens=True)
         return tuple(encoded["input_ids"])
 
     @cached_property
@@ -185,7 +184,7 @@ class ChatTemplate:
 
     def _without_marks(self, text: str) -> str:
         """The text with a space after the first character of every special-token string."""
-        return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", _writable(text))
+        return self._marks.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", utf8(text))
 
     def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
         """The prompt of a single-turn task with its tools. Raises like `initial_ids`."""
@@ -204,11 +203,6 @@ class ChatTemplate:
         ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
         text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
         return text
-
-
-def _writable(text: str) -> str:
-    """The text with "?" for lone surrogates, which tools may return but no tokenizer accepts."""
-    return text.encode(errors="replace").decode()
 
 
 def _rendered(render: Callable[[Sequence[Mapping[str, Any]]], str], given: Sequence[Mapping[str, Any]]) -> str:

@@ -4,8 +4,6 @@ The length is that of the initial observation: `prompt_ids` returns its tokens b
 (verl.trainer.builders.env.prompt_fn).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

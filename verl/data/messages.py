@@ -4,8 +4,6 @@ The single reader for RL prompts, SFT demonstrations and all other data with cha
 it produces the input of a chat template.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

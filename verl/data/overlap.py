@@ -7,7 +7,6 @@ A training run writes its tasks to `train_tasks.jsonl` in its folder and in ever
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from verl.errors import ConfigError, DataError
-from verl.system.files import replacing
-from verl.tracking.jsonl import read_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.types import Message, Task
 
 TRAIN_TASKS = "train_tasks.jsonl"
@@ -62,34 +60,28 @@ class TrainTasks:
         return cls(tuple(dict.fromkeys((*before.traces, *map(trace_of, tasks)))))
 
     @cached_property
-    def _digests(self) -> frozenset[str]:
-        return frozenset(each.digest for each in self.traces if each.digest)
-
-    @cached_property
-    def _names(self) -> frozenset[tuple[str, str]]:
-        return frozenset((each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN)
+    def _known(self) -> frozenset[str | tuple[str, str]]:
+        """Digests, and names in environments."""
+        names = {(each.env, each.task) for each in self.traces if each.env != _SINGLE_TURN}
+        return frozenset(each.digest for each in self.traces if each.digest) | names
 
     def has(self, task: Task) -> bool:
         """Whether the task, or one with the same user messages, was trained on."""
         trace = trace_of(task)
-        return trace.digest in self._digests or (trace.env, trace.task) in self._names
+        return trace.digest in self._known or (trace.env, trace.task) in self._known
 
     def write(self, path: Path) -> None:
         """One line per task, written atomically."""
-        with replacing(path) as unfinished:
-            unfinished.write_text("".join(json.dumps(each._asdict()) + "\n" for each in self.traces), encoding="utf-8")
+        write_jsonl(path, (each._asdict() for each in self.traces))
 
     @classmethod
     def read(cls, model: str | None) -> Self:
-        """The training tasks of the model in a folder; empty for a hub name and for a folder without the file.
-
-        Raises DataError for an invalid file.
-        """
+        """The training tasks of a model's folder, if it has the file. Raises DataError for an invalid file."""
         path = Path(str(model)) / TRAIN_TASKS
         if not path.is_file():
             return cls()
         try:
-            return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_rows(path)))
+            return cls(tuple(Trace(row["env"], row["task"], row["digest"]) for row in read_jsonl(path)))
         except (ValueError, KeyError, TypeError) as error:
             expected = ", ".join(Trace._fields)
             raise DataError(f"is not a list of training tasks ({error!r})", expected, file=str(path)) from error

@@ -1,7 +1,5 @@
 """One-line report of how many rows of a data file are used, noted or dropped."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace

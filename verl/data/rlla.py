@@ -4,8 +4,6 @@ A raw example is {"instruction": system text, "input": dialogue so far, "output"
 rows. See docs/data.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from verl.errors import DataError
-from verl.formats.toolrl_prompt import TOOLS_HEADING
-from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOLS_HEADING
 
 DATA_SOURCE = "rlla"
 RAW_FIELDS = ("instruction", "input", "output")
@@ -82,7 +79,7 @@ def to_row(example: Mapping[str, str], split: str, index: int) -> dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ListedTool:
     """A tool as ToolRL lists it: parameters are a flat map of name -> {description, type, default}."""
 
     name: str
@@ -90,7 +87,7 @@ class Tool:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def tool_list(tools: Iterable[Tool]) -> str:
+def tool_list(tools: Iterable[ListedTool]) -> str:
     """The numbered list under ToolRL's heading, three lines per tool."""
     lines = [TOOLS_HEADING, "In your response, you can use the following tools:"]
     for number, tool in enumerate(tools, 1):
@@ -103,7 +100,7 @@ def tool_list(tools: Iterable[Tool]) -> str:
 
 
 def observation(results: Iterable[Mapping[str, Any]]) -> str:
-    """Tool feedback in the dialogue so far: <obs> [{"name": .., "results": ..}, ..] </obs>."""
+    """ListedTool feedback in the dialogue so far: <obs> [{"name": .., "results": ..}, ..] </obs>."""
     return f"<obs> {json.dumps(list(results))} </obs>"
 
 

@@ -3,8 +3,6 @@
 No file is held in memory: 1,000,000 rows take 8 MB plus one batch.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

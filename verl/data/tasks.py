@@ -3,8 +3,6 @@
 files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> endless stream of tasks
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +17,7 @@ from verl.data.report import RowReport
 from verl.data.rlla import DATA_SOURCE
 from verl.data.rows import RowStore
 from verl.errors import ConfigError, DataError
-from verl.formats.toolrl_prompt import listed_tools
-from verl.formats.toolrl_text import parse_gold
+from verl.formats.toolrl_text import listed_tools, parse_gold
 from verl.types import Message, Task, ToolCall, ToolSpec
 from verl.utils.reward_score.rewards import named_reward
 

@@ -6,8 +6,6 @@ environment never raises because of the policy's actions; verl.errors.ServiceDow
 and ends the episode as an infrastructure fault.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -43,7 +41,8 @@ class Env(Protocol):
         """Apply the policy's message. Its tool calls are in `message.tool_calls`."""
 
     async def close(self) -> None:
-        """Release the episode's resources. Called exactly once, on every outcome."""
+        """Release the episode's resources. Called exactly once, on every outcome. By default a no-op."""
+        return
 
 
 @runtime_checkable
@@ -64,7 +63,8 @@ class EnvFactory(Protocol):
         """A fresh environment for one episode of the task."""
 
     async def close(self) -> None:
-        """Release the shared resources."""
+        """Release the shared resources. By default a no-op."""
+        return
 
 
 @runtime_checkable

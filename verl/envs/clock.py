@@ -1,7 +1,5 @@
 """Times an environment. Time that its calls spend queued for a free slot depends on the load and is not counted."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,10 +24,7 @@ class EnvTimer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Time the block; raises TimeoutError past the limit, like asyncio.timeout.
-
-        Calls made through `acquire_slot` inside the block are tracked, also in tasks started there.
-        """
+        """Time the block and `acquire_slot` in it, in new tasks too. Raises TimeoutError past the limit."""
         token = _CURRENT.set(self)
         try:
             async with self._timeout:

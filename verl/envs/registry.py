@@ -1,7 +1,5 @@
 """The registry of environments: resolves a name or a user's class to a factory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +25,7 @@ TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_tur
 
 
 @dataclass(frozen=True, slots=True)
-class ClassFactory:
+class ClassFactory(EnvFactory):
     """An environment class as a factory: every episode is `env_class(task, **options)`, with no shared resources."""
 
     env_class: Callable[..., Env]
@@ -41,23 +39,14 @@ class ClassFactory:
         if isinstance(self.env_class, TaskChecker):
             self.env_class.check_task(task)
 
-    async def close(self) -> None:
-        """No-op: no shared resources."""
-
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:
-    """The factory of the environment called `name`: one of ENVS, `package.module:Class` or `path/to/file.py:Class`.
-
-    The class is an environment (built from a task and the options) or a factory (built from the options).
-    Raises ConfigError for an unknown name or invalid options.
-    """
+    """Of ENVS, `package.module:Class` or `file.py:Class`: an environment or a factory. Raises ConfigError."""
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):
-        raise ConfigError(
-            f"environment {name!r} must be a class with `reset`, `step` and `close`, or a class of factories: called "
-            "with a task, they make such an environment"
-        )
+        factories = "a class of factories: called with a task, they make such an environment"
+        raise ConfigError(f"environment {name!r} must be a class with `reset`, `step` and `close`, or {factories}")
     if hasattr(found, "step"):
         check_options("environment", name, found, options, None)
         return ClassFactory(found, options)

@@ -1,7 +1,5 @@
 """Validates that a data row is a task of its environment, before the run starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError

@@ -1,7 +1,5 @@
 """The sandbox interface: code in, output out. Whatever the code does, only an `Execution` is returned."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

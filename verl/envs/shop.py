@@ -3,15 +3,13 @@
 The policy must find products by name, stay within the stock and check out.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from verl.envs.base import Observation, StepResult
+from verl.envs.base import Env, Observation, StepResult
 from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox, answer_calls
@@ -73,7 +71,7 @@ class ShopExtra(BaseModel):
     products: dict[str, Product]
 
 
-class ShopEnv:
+class ShopEnv(Env):
     """One errand. Task.extra: `products`; Task.answer: JSON of {product id: number} to buy."""
 
     def __init__(self, task: Task) -> None:
@@ -99,9 +97,6 @@ class ShopEnv:
         """1 if exactly the requested products were bought."""
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return Score(bought, {"bought": bought})
-
-    async def close(self) -> None:
-        """No-op: no resources."""
 
 
 def shop_tasks(count: int = 8, seed: int = 0) -> list[Task]:

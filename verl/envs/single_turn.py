@@ -4,15 +4,13 @@ Rows of these recipes describe their tools in the prompt. A task may instead hol
 `extra["tools"]`, for the run's tool-call format to list; parsed calls are then in the message's `tool_calls`.
 """
 
-from __future__ import annotations
-
 from verl.data.messages import read_tools
-from verl.envs.base import Observation, StepResult
+from verl.envs.base import Env, Observation, StepResult
 from verl.errors import DataError
 from verl.types import Message, Task
 
 
-class SingleTurnEnv:
+class SingleTurnEnv(Env):
     """The task's prompt; the policy's first message ends the episode."""
 
     def __init__(self, task: Task) -> None:
@@ -33,6 +31,3 @@ class SingleTurnEnv:
     async def step(self, message: Message) -> StepResult:
         """Ends the episode."""
         return StepResult(done=True)
-
-    async def close(self) -> None:
-        """No-op: no resources."""

@@ -1,7 +1,5 @@
 """Per-task environments: the run's default, or the one named in the row."""
 
-from __future__ import annotations
-
 from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError
@@ -20,10 +18,7 @@ def check_offered(task: Task, initial: Observation, env: str) -> None:
 
 
 class TaskEnvs:
-    """A factory that dispatches each task to the factory of its environment.
-
-    Rows select by name only and get that environment's default options; the run's own environment has the run's.
-    """
+    """Dispatches each task to the factory of its environment: the run's, or that of its row, with default options."""
 
     def __init__(self, name: str, default: EnvFactory) -> None:
         self._name = name
@@ -45,10 +40,7 @@ class TaskEnvs:
         return self._factories[name]
 
     def check_judged(self, task: Task, reward: str) -> None:
-        """Raises DataError if a task's reward is the verdict of an environment that does not judge.
-
-        reward: the default, for tasks that name none
-        """
+        """Raises DataError if the task's reward (default: `reward`) is an absent verdict of its environment."""
         name, factory = self.name_of(task), self.factory_of(task)
         judges = isinstance(factory.env_class, Judge) if isinstance(factory, ClassFactory) else name != "tool"
         if (task.reward or reward) == "env" and not judges:

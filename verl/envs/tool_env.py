@@ -3,8 +3,6 @@
 A row may list a subset of the tools with its own descriptions (`Task.tools`): its episodes then offer only these.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ on the load and is not charged to the episode; a lost engine has its own timeout
 a tool call that waits for a slot (`env.tool_timeout_s`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence

@@ -1,7 +1,5 @@
 """Rolls out one prompt: G concurrent episodes, each scored as soon as it is finished."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace

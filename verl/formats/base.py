@@ -3,8 +3,6 @@
 Formats handle text only; the framework tokenizes what a format returns, once, and appends it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

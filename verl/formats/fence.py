@@ -4,8 +4,6 @@ ToRL (arXiv 2503.23383) lets the policy open the output fence and pauses there. 
 arXiv 2505.07773) pauses twice: where the code fence opens, and where it closes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

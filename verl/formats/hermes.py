@@ -4,16 +4,14 @@ The chat template lists the tools and renders results with the role "tool"; for 
 support tools, a prompt template lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from verl.formats.base import Calls, Final, Parsed, ParseError
-from verl.formats.text import BadCallError, find_spoken, read_json, skip_space, speech_start, to_call, to_json
+from verl.formats.prompt import TurnFormat
+from verl.formats.text import BadCallError, find_spoken, parse_json, skip_space, speech_start, to_call, to_json
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
-from verl.formats.turns import TurnFormat
 from verl.types import ToolCall, ToolSpec
 
 
@@ -45,7 +43,7 @@ def _read(written: str, start: int) -> tuple[ToolCall, int]:
     """(the call of the block opened before `start`, end of the block). The JSON may contain the closing tag."""
     if written.find(TOOL_CALL_END, start) < 0:
         raise BadCallError(f"{TOOL_CALL} is never closed with {TOOL_CALL_END}.")
-    value, end = read_json(written, start)
+    value, end = parse_json(written, start)
     end = skip_space(written, end)
     if not written.startswith(TOOL_CALL_END, end):
         raise BadCallError(f"The JSON object of a call must be followed by {TOOL_CALL_END}; write one block per call.")

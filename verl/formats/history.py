@@ -1,7 +1,5 @@
 """Rows under a format with its own prompt: renders earlier calls in that format and checks that nothing is dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TOOLS, PromptTemplateMixin
-from verl.formats.toolrl_prompt import listed_tools
+from verl.formats.toolrl_text import listed_tools
 from verl.types import Message, ToolSpec
 
 _HINT = "Change the row, or choose another env.tool_call_format"

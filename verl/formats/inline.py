@@ -1,7 +1,5 @@
 """Formats in which the policy pauses at a stop string and the tool output continues the same turn."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,15 +1,13 @@
 """Llama 3.1: the whole response is a call, `{"name": .., "parameters": {..}}`, or several separated by semicolons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.formats.base import Calls, Final, Parsed, ParseError
-from verl.formats.text import BadCallError, read_json, skip_space, speech_start, to_call, to_json
+from verl.formats.prompt import TurnFormat
+from verl.formats.text import BadCallError, parse_json, skip_space, speech_start, to_call, to_json
 from verl.formats.toolrl_text import THINK, THINK_END
-from verl.formats.turns import TurnFormat
 from verl.types import Message, ToolCall, ToolSpec
 
 PYTHON_TAG = "<|python_tag|>"
@@ -61,7 +59,7 @@ def _values(text: str) -> list[Any]:
     values: list[Any] = []
     position = 0
     while True:
-        value, position = read_json(text, position)
+        value, position = parse_json(text, position)
         values.append(value)
         position = skip_space(text, position)
         if position < len(text) and text[position] != ";":

@@ -1,7 +1,5 @@
 """Prompt templates: plain text files with the placeholders `{question}` and `{tools}`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -155,3 +153,20 @@ class SystemPromptTemplateMixin(PromptTemplateMixin):
 def _last_user(messages: Sequence[Message]) -> int:
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return users[-1] if users else len(messages) - 1
+
+
+@dataclass(frozen=True)
+class TurnFormat(PromptTemplateMixin):
+    """Base class of formats of chat templates: calls end the turn, results are separate turns.
+
+    A prompt template lists the tools if the chat template cannot.
+
+    in_thought: the chat template opens `<think>` itself, so that a response without `</think>` is all thought
+    """
+
+    in_thought: bool = False
+
+    @property
+    def template_tools(self) -> bool:
+        """True unless a prompt template lists the tools."""
+        return self.prompt is None

@@ -1,7 +1,5 @@
 """One tool called in a pair of tags, its output in another pair: presets for ReTool, Search-R1, OTC and ARTIST."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

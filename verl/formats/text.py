@@ -3,8 +3,6 @@
 Every function is linear in the length of its input, for any input.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -85,7 +83,7 @@ def only_block(written: str) -> str | None:
     return written[start:end].strip()
 
 
-def read_json(text: str, position: int = 0) -> tuple[Any, int]:
+def parse_json(text: str, position: int = 0) -> tuple[Any, int]:
     """(the JSON value at `position`, after optional whitespace; its end).
 
     Raises BadCallError for invalid JSON and for values that other programs reject: NaN, infinities, duplicate keys,
@@ -110,8 +108,8 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
 
 
 def read_whole_json(text: str) -> Any:
-    """The text parsed as a single JSON value. Raises BadCallError like `read_json`, and for trailing text."""
-    value, end = read_json(text)
+    """The text parsed as a single JSON value. Raises BadCallError like `parse_json`, and for trailing text."""
+    value, end = parse_json(text)
     if skip_space(text, end) < len(text):
         raise BadCallError("There is text after the JSON of the call.")
     return value

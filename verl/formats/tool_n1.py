@@ -1,7 +1,5 @@
 """Tool-N1 (arXiv 2505.00024): a thought, then all calls as one JSON list in `<tool_call>`. Meant for single turns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Its data has its own text format for the tools and the dialogue history, inside a system and a user message.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +12,7 @@ from typing import Any
 from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.prompt import SystemPromptTemplateMixin, numbered_tools
 from verl.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
-from verl.formats.toolrl_prompt import listed_tools
-from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
+from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END, listed_tools
 from verl.types import Message, ToolCall, ToolSpec
 
 HISTORY_HEADING = "**Dialogue Records History**"

@@ -1,4 +1,4 @@
-"""ToolRL's response grammar: think, tool_call and response blocks, and the calls inside.
+"""ToolRL's formats: the tools listed in a prompt; think, tool_call and response blocks, and the calls inside.
 
     <think> .. </think>
     <tool_call>
@@ -9,20 +9,23 @@
 Every function is linear in the length of its input, for any input.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any
 
 from verl.errors import DataError
+from verl.types import Message
 
 THINK, THINK_END = "<think>", "</think>"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<response>", "</response>"
+
+TOOLS_HEADING = "**Available Tools**"
+_LISTED_TOOL = re.compile(r"^\d+\. Name:(.*)$", re.MULTILINE)
 
 # (start of any turn, start of an assistant turn, end of a turn)
 _CHAT_MARKERS = (
@@ -51,7 +54,7 @@ class Gold:
     call_text: str
 
 
-def shape_of(answer: str) -> Shape:
+def gold_shape(answer: str) -> Shape:
     """The blocks of a gold answer, detected by its opening tags alone, at any position."""
     if TOOL_CALL in answer:
         return Shape.BOTH if RESPONSE in answer else Shape.CALL
@@ -121,10 +124,7 @@ def thought_word_count(response: str) -> int | None:
 
 
 def call_text(response: str) -> str | None:
-    """Content of the first tool_call block, stripped; None if either tag is missing.
-
-    An unclosed block extends to the end of the text (the closing tag may precede it), as in ToolRL.
-    """
+    """The first tool_call block, stripped, to the end if unclosed; None if a tag is missing, as in ToolRL."""
     if TOOL_CALL not in response or TOOL_CALL_END not in response:
         return None
     return _first_block(response)
@@ -136,17 +136,14 @@ def _first_block(text: str) -> str:
 
 
 def parse_calls(text: str) -> list[Any]:
-    """One JSON value per line, of any type.
-
-    Raises ValueError (invalid JSON, or an integer with too many digits for Python) or RecursionError (deep nesting).
-    """
+    """One JSON value per line. Raises ValueError (also for huge integers), or RecursionError for deep nesting."""
     return [_decode(line) for line in text.split("\n")]
 
 
 @lru_cache(maxsize=4096)  # a gold answer is scored against n responses; parse it once
 def parse_gold(answer: str) -> Gold:
     """The parsed gold answer. Raises DataError if it has calls that cannot be parsed."""
-    shape = shape_of(answer)
+    shape = gold_shape(answer)
     if shape in (Shape.THOUGHT, Shape.RESPONSE):
         return Gold(shape, None, "")
     text = _first_block(answer)
@@ -155,17 +152,15 @@ def parse_gold(answer: str) -> Gold:
 
 def _gold_call(number: int, line: str) -> dict[str, Any]:
     expected = 'one JSON object {"name": str, "parameters": object} per line of the <tool_call> block'
-    hint = "Correct or drop the row"
+    hint, place = "Correct or drop the row", f"line {number} of the gold calls"
     try:
         call = _decode(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"line {number} of the gold calls is not JSON ({error}): {line[:80]!r}", expected, hint
-        ) from error
+        raise DataError(f"{place} is not JSON ({error}): {line[:80]!r}", expected, hint) from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise DataError(f"line {number} of the gold calls names no tool: {line[:80]!r}", expected, hint)
+        raise DataError(f"{place} names no tool: {line[:80]!r}", expected, hint)
     if not isinstance(call.get("parameters"), dict):
-        raise DataError(f"line {number} of the gold calls has no parameters object: {line[:80]!r}", expected, hint)
+        raise DataError(f"{place} has no parameters object: {line[:80]!r}", expected, hint)
     return call
 
 
@@ -182,3 +177,11 @@ def render_response(thought: str, calls: Sequence[dict[str, Any]] | None = None,
     if response is not None:
         blocks.append(f"{RESPONSE} {response} {RESPONSE_END}")
     return "\n".join(blocks)
+
+
+def listed_tools(prompt: Iterable[Message]) -> tuple[str, ...] | None:
+    """Names, stripped, in the order of the numbered list; None if no system message has ToolRL's tools heading."""
+    for message in prompt:
+        if message.role == "system" and TOOLS_HEADING in message.content:
+            return tuple(name.strip() for name in _LISTED_TOOL.findall(message.content.partition(TOOLS_HEADING)[2]))
+    return None

@@ -1,7 +1,5 @@
 """Converts arguments written as plain text to the types of the tool's JSON schema."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,16 +1,14 @@
 """Calls as tags: `<function=NAME><parameter=ARG>value</parameter></function>`, as in Qwen3-Coder and OpenHands."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.prompt import TurnFormat
 from verl.formats.text import BadCallError, find_spoken, skip_space, speech_start, to_json
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
-from verl.formats.turns import TurnFormat
 from verl.formats.typed import argument_types, typed
 from verl.types import ToolCall, ToolSpec
 

@@ -1,7 +1,5 @@
 """Health checks that distinguish a slow server from a dead one, concurrent with the actual requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError, ServiceDownError
 
@@ -60,10 +61,7 @@ def service_headers() -> dict[str, str]:
 async def check_urls(
     service: str, urls: Sequence[str], hint: str, trust_env: bool = True, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Check that at least one URL answers, with any content. Raises ServiceDownError if all are down.
-
-    trust_env: use the proxy set in the environment
-    """
+    """Raises ServiceDownError if none of the URLs answers, with any content. trust_env: use the environment's proxy"""
     import httpx2
 
     async with httpx2.AsyncClient(timeout=ANSWER_S, trust_env=trust_env, headers=dict(headers or {})) as client:
@@ -84,11 +82,26 @@ async def check_urls(
         log.warning("%s: skipped while they are down: %s", service, "; ".join(problems))
 
 
-def completion_text(response: httpx2.Response) -> str:
-    """The completion text of an OpenAI-compatible endpoint, without its leading thought.
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """An OpenAI-compatible endpoint. url: as http://host:8000/v1; key_variable: environment variable with its key"""
 
-    Raises ValueError, quoting the response, for an HTTP error, an invalid completion or an empty text.
-    """
+    url: str
+    model: str
+    key_variable: str | None = None
+
+    def request(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """The arguments of httpx2's `post` for a greedy completion."""
+        key = os.environ.get(self.key_variable) if self.key_variable else None
+        return {
+            "url": f"{self.url.rstrip('/')}/chat/completions",
+            "json": {"model": self.model, "messages": list(messages), "temperature": 0.0},
+            "headers": {} if key is None else {"Authorization": f"Bearer {key}"},
+        }
+
+
+def completion_text(response: httpx2.Response) -> str:
+    """A completion without its leading thought. Raises ValueError, quoting the response, if there is no text."""
     if response.is_error:
         raise ValueError(f"returned status {response.status_code}: {_short(response.text)}")
     try:

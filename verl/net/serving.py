@@ -4,8 +4,6 @@
 client disconnects. `BoundedProtocol` closes stalled connections. `serve` wraps an application in both.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hmac
@@ -17,9 +15,9 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,7 +58,7 @@ class ServingConfig:
     port: int
     token_file: Path | None = None
     no_token: bool = False
-    allow_hosts: tuple[str, ...] = ()
+    allow_hosts: Sequence[str] = ()
     max_body_mib: int = 32
     max_requests: int = 1024
 
@@ -69,11 +67,11 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
     """Add the options that all servers have."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port)
-    parser.add_argument(
-        "--token-file", type=Path, help=f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
-    )
+    token = f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
+    parser.add_argument("--token-file", type=Path, help=token)
     parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="accepted Host header")
+    hosts = "accepted Host header"
+    parser.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME", help=hosts)
     parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
     parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
 
@@ -95,15 +93,7 @@ def positive_float(text: str) -> float:
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:
     """The parsed options as a ServingConfig."""
-    return ServingConfig(
-        options.host,
-        options.port,
-        options.token_file,
-        options.no_token,
-        tuple(options.allow_host),
-        options.max_body_mib,
-        options.max_requests,
-    )
+    return ServingConfig(**{each.name: getattr(options, each.name) for each in fields(ServingConfig)})
 
 
 def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None) -> FastAPI:
@@ -161,11 +151,10 @@ class Gate:
 
     def _is_allowed(self, header: str) -> bool:
         """Protects against DNS rebinding: accepts our own names and any IP address, which cannot be rebound."""
-        try:
+        with suppress(ValueError):
             host = urlsplit(f"//{header}").hostname or ""
-        except ValueError:
-            return False
-        return host in self._hosts or _is_address(host)
+            return host in self._hosts or _is_address(host)
+        return False
 
     def _too_large(self) -> JSONResponse:
         return _refused(413, f"the body has more than {self._max_bytes // MIB} MiB; --max-body-mib sets the limit")
@@ -188,9 +177,8 @@ class Gate:
                     refused = self._too_large()
                 elif self._num_bytes > BODIES_HELD * self._max_bytes:
                     refused = _busy("too many large requests at a time")
-            if (
-                refused is None and sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES
-            ):  # an upper bound of the number of values
+            most_values = sum(map(body.count, (b"[", b"{", b",")))
+            if refused is None and most_values > MAX_VALUES:
                 refused = _refused(413, f"the body has more than {MAX_VALUES} values")
             yield refused or bytes(body)
         finally:
@@ -211,7 +199,7 @@ async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive,
     """Run the application; cancel it when the client disconnects (or has the complete response)."""
     bodies = [body]
 
-    async def replay() -> Message:
+    async def body_once() -> Message:
         if bodies:
             return {"type": "http.request", "body": bodies.pop(), "more_body": False}
         await gone
@@ -222,7 +210,7 @@ async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive,
             pass
 
     async def work() -> None:
-        await app(scope, replay, send)
+        await app(scope, body_once, send)
 
     gone = asyncio.create_task(hang_up())
     working = asyncio.create_task(work())
@@ -343,17 +331,14 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
 
 
 def find_token(config: ServingConfig) -> str | None:
-    """The token that clients must send: from the file, from the environment or, beyond loopback, a new one.
-
-    Raises ConfigError if the file is unusable.
-    """
+    """The clients' token: of the file, of the environment or, beyond loopback, a new one. Raises ConfigError."""
     if config.no_token:
         return None
     if config.token_file is not None:
         return _token_in(config.token_file)
     if (given := service_token()) is not None:
         return given
-    if _is_loopback(config.host):
+    if config.host == "localhost" or (_is_address(config.host) and ipaddress.ip_address(config.host).is_loopback):
         return None
     token = secrets.token_urlsafe(32)
     sys.stderr.write(f"clients of this server need {TOKEN_VARIABLE}={token}\n")
@@ -383,15 +368,9 @@ def _make_token(file: Path) -> None:
 
 
 def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _raise_descriptor_limit() -> None:

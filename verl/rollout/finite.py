@@ -1,7 +1,5 @@
 """Checks that scores are finite: NaN and infinities can be neither averaged nor stored as JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ that it is bit-for-bit reproducible: the rounding of log-probs depends on the ot
 Shape legend: B requests, L tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import islice

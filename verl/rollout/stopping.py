@@ -1,7 +1,5 @@
 """Stop strings in tokens: a response ends at the token that completes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]

@@ -7,8 +7,6 @@ therefore weights are copied out of a bucket, whose memory is reused.
 This file runs inside vLLM's processes. The GPU transports are untested so far.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -5,8 +5,6 @@ response is lost (a Fault). A response that exceeds a limit (`ScoringLimits`) or
 fault: it gets the score of an empty response, unless the limits specify otherwise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Time limits count only ticks in which the process could run: neither a stopped p
 the time. The clock of a response starts when a ready process takes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """The interface of a worker group: the same object on every rank, called by the controller."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """One worker in this process: for tests and small runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

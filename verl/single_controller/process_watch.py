@@ -1,7 +1,5 @@
 """Detection of stopped processes (SIGSTOP): without it, waiting for one would hang without an error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ The threads of `asyncio.to_thread` belong to a pool that event loop and process 
 Daemon threads are not joined: a call that hangs, or waits for busy workers, does not block the exit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading
@@ -25,9 +23,8 @@ class Daemon(Generic[_T]):
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[list[_T], BaseException | None]] = self._loop.create_future()
         self._call = call
-        self.thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._work,), name=name, daemon=True
-        )
+        run = contextvars.copy_context().run
+        self.thread = threading.Thread(target=run, args=(self._work,), name=name, daemon=True)
         self.thread.start()
 
     async def result(self) -> _T:

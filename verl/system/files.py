@@ -1,7 +1,5 @@
 """Atomic file writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
@@ -18,10 +16,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path` to write to; renamed to `path` at the end, removed on failure.
-
-    Creates the folder if needed. Raises DataError if the disk is full or the folder is not writable.
-    """
+    """A temporary path that replaces `path` at the end; removed on failure. Creates the folder. Raises DataError."""
     if not path.name:
         raise DataError("is not a file path", hint="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
@@ -44,10 +39,7 @@ def unwritable(path: Path, error: OSError) -> DataError:
 
 
 def full(folder: Path) -> OSError | None:
-    """The error if a folder's disk is full, else None. For errors of libraries that do not report it.
-
-    Tests by writing, so quotas are covered, too.
-    """
+    """The error if a folder's disk or quota is full (a write is tried); for libraries that do not report it."""
     error = _tried(folder)
     return error if error is not None and error.errno in _FULL else None
 

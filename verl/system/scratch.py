@@ -6,8 +6,6 @@
 A watcher process in its own session (`watcher.py`) cleans up at the end of the block, and after kill -9 too.
 """
 
-from __future__ import annotations
-
 import getpass
 import logging
 import os
@@ -47,9 +45,8 @@ def scratch_folder() -> Iterator[Path]:
     """
     folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/"
-    )
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=nothing, start_new_session=True, cwd="/")
     children = {watcher.MARK: str(folder), "TMPDIR": str(folder / "tmp"), **_kept_caches()}
     try:
         with variables(children):
@@ -67,24 +64,20 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         process.wait()
     if process.returncode or folder.exists():
         _log.warning("the cleanup process of the run ended early (exit code %s)", process.returncode)
-        watcher.Run(str(folder), os.getpid()).tidy()
+        watcher.RunProcesses(str(folder), os.getpid()).tidy()
 
 
 def _make_folder() -> Path:
-    place = _place()
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        place = "/tmp"
     try:
         folder = Path(tempfile.mkdtemp(prefix="verl-", dir=place))
         (folder / "tmp").mkdir()
     except OSError as error:
-        raise ConfigError(
-            f"no temporary folder can be created in {place!r} ({error}); point TMPDIR to a folder with free space"
-        ) from error
+        hint = "point TMPDIR to a folder with free space"
+        raise ConfigError(f"no temporary folder can be created in {place!r} ({error}); {hint}") from error
     return folder
-
-
-def _place() -> str:
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return place if len(os.fsencode(place)) <= _LONGEST_PLACE else "/tmp"
 
 
 def _kept_caches() -> dict[str, str]:

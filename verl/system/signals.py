@@ -9,8 +9,6 @@
 Handlers can be set only in the main thread; in other threads, e.g. in a notebook, this module has no effect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -26,11 +24,7 @@ _ENDING = (signal.SIGINT, *_OF_SCHEDULERS)
 
 
 class Ended(KeyboardInterrupt):
-    """A signal ends the command.
-
-    number: signal number
-    note: state of the saved work, for the message
-    """
+    """A signal (`number`) ends the command. note: state of the saved work, for the message"""
 
     def __init__(self, number: int, note: str = "") -> None:
         super().__init__(number, note)
@@ -49,7 +43,8 @@ def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
     Signals that the parent process ignores (nohup, background jobs) or that already have a handler are left alone.
     asyncio's own Ctrl-C handler acts only when its loop runs again, which it does not while it waits for workers.
     """
-    ours = [number for number in _ENDING if _is_default(number)]
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    ours = [number for number in _ENDING if signal.getsignal(number) in defaults]
     first: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -139,10 +134,6 @@ class StopRequest:
                 await requested.wait()
         finally:
             self._wake.remove(wake)
-
-
-def _is_default(number: int) -> bool:
-    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Timeouts for code that cannot be interrupted cooperatively: a timer signal raises an exception inside it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

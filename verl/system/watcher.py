@@ -5,8 +5,6 @@ leftover shared memory and the run's folder. A process belongs to the run if its
 or if it descends from such a process. Standard library only: it lives as long as the run, in about 10 MB.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil
@@ -30,7 +28,7 @@ Run the same command again to resume from the last checkpoint.
 """
 
 
-class Run:
+class RunProcesses:
     """The processes of one run, and the shared memory that they map."""
 
     def __init__(self, folder: str, controller: int) -> None:
@@ -56,7 +54,7 @@ class Run:
         while (members := self._members()) and time.monotonic() < started + _END_S:
             patient = time.monotonic() < started + _TRACKER_S
             for pid, _ in members:
-                if not (patient and _is_tracker(pid)):
+                if not (patient and b"multiprocessing.resource_tracker" in _read(pid, "cmdline")):
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
@@ -119,10 +117,6 @@ def _read(pid: int, file: str) -> bytes:
     return b""
 
 
-def _is_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
-
-
 def _shared_files() -> dict[int, str]:
     """This user's shared-memory files that a crash may leave behind: paths by inode."""
     found = {}
@@ -156,7 +150,7 @@ def _remove_cgroups(controller: int) -> None:
 
 def main(folder: str, controller: int) -> int:
     """Wait for the controller's end and clean up. Standard input: a byte if it ends orderly."""
-    run = Run(folder, controller)
+    run = RunProcesses(folder, controller)
     ended = False
     # The pipe alone is not sufficient: a child forked by the controller may hold its other end.
     while os.getppid() == controller and not ended:

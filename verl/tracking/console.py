@@ -1,7 +1,5 @@
 """Console output of a run: live on a terminal, one plain line per step elsewhere; and the final table."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping
@@ -108,11 +106,8 @@ def before_after_table(
     for name in dict.fromkeys((*before, *after)):
         first, last = before.get(name, {}), after.get(name, {})
         for number, metric in enumerate(dict.fromkeys((*first, *last))):
-            table.add_row(Text("" if number else name), Text(metric), *_cells(first.get(metric), last.get(metric)))
+            old, new = ("" if metric not in each else f"{each[metric]:.3f}" for each in (first, last))
+            change = f"{last[metric] - first[metric]:+.3f}" if old and new else ""
+            table.add_row(Text("" if number else name), Text(metric), old, new, change)
         table.add_section()
     return table
-
-
-def _cells(before: float | None, after: float | None) -> list[str]:
-    change = "" if before is None or after is None else f"{after - before:+.3f}"
-    return ["" if before is None else f"{before:.3f}", "" if after is None else f"{after:.3f}", change]

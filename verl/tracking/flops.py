@@ -12,8 +12,6 @@ and a backward pass twice that. Recomputation for gradient checkpointing is not 
 activations are neglected: less than a percent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

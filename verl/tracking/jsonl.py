@@ -1,7 +1,5 @@
 """Metrics as JSON lines, and helpers for such files: append one line, or write the whole file atomically."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,16 +22,13 @@ class JsonlTracker(Tracker):
         self.path = run.folder / "metrics.jsonl"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, flushed to the operating system on return, so a killed process loses none.
-
-        Raises DataError if writing fails.
-        """
-        append_row(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
+        """Append a line, flushed on return: a killed process loses none. Raises DataError if writing fails."""
+        append_jsonl(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Drop the lines after `step` and a partial last line; the file is replaced atomically."""
         if self.path.exists():
-            write_rows(self.path, [row for row in read_rows(self.path) if row["step"] <= step])
+            write_jsonl(self.path, [row for row in read_jsonl(self.path) if row["step"] <= step])
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -41,7 +36,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
+def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
     """Append one line; raises DataError if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,13 +46,13 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
         raise unwritable(path, error) from error
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a partial last line, left by a killed writer, is ignored."""
     with path.open(encoding="utf-8", errors="replace") as file:  # the partial line may end within a character
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a JSON-lines file atomically. Raises DataError if writing fails."""
     # a lone surrogate cannot be encoded; its backslash escape is valid JSON
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,7 +1,5 @@
 """Timing of a step by phase."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The tracker protocol, and a fan-out to all configured trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,10 +40,7 @@ class Tracker(Protocol):
         return {}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume after `step`: later logs are dropped. -1 and {} start over.
-
-        state: of all trackers, from `Trackers.state`
-        """
+        """Resume after `step`, dropping later logs; -1 and {} start over. state: from `Trackers.state`"""
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,7 @@ class Trackers:
         return {key: value for member in self.members for key, value in member.state().items()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """See `Tracker.restore`. Must be called before the first `log`, also for a new run (-1 and {}), and at every
-        rollback.
-        """
+        """See `Tracker`. Must be called before the first `log`, of a new run too, and at every rollback."""
         for member in self.members:
             member.restore(step, state)
 

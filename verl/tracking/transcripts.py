@@ -1,7 +1,5 @@
 """Transcripts of the rollouts: one file per step, and samples on the console."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +9,12 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from verl.tracking.jsonl import write_rows
+from verl.tracking.jsonl import write_jsonl
 from verl.types import Message, Score, Trajectory, TrajectoryGroup
 
 
 class Transcripts:
-    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_rows`.
+    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_jsonl`.
 
     show: number of rollouts printed to `console` per step, each of a different prompt
     max_chars: limit for printed texts; files are complete
@@ -30,7 +28,7 @@ class Transcripts:
         """Write the file of a step atomically and print some rollouts. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
         rows = [row for group in groups for row in group_rows(step, group)]
-        write_rows(path, rows)
+        write_jsonl(path, rows)
         if self._console is not None:
             firsts = [group for group in groups if group.trajectories][: self._show]
             for group in firsts:
@@ -89,10 +87,10 @@ def _responses(trajectory: Trajectory) -> list[Message]:
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content, **_tool_calls(message)} for message in messages]
-
-
-def _tool_calls(message: Message) -> dict[str, Any]:
-    """The message's calls if they are not part of its content."""
-    calls = () if message.calls_in_content else message.tool_calls
-    return {"tool_calls": [asdict(call) for call in calls]} if calls else {}
+    """Role, content, and the calls that are not part of the content."""
+    rows = []
+    for message in messages:
+        calls = () if message.calls_in_content else message.tool_calls
+        called = {"tool_calls": [asdict(call) for call in calls]} if calls else {}
+        rows.append({"role": message.role, "content": message.content, **called})
+    return rows

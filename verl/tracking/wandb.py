@@ -1,7 +1,5 @@
 """Metrics to Weights & Biases; the package is imported only if this tracker is used."""
 
-from __future__ import annotations
-
 import importlib
 import uuid
 from collections.abc import Mapping

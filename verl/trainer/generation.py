@@ -16,7 +16,7 @@ from verl.data.lengths import RowPolicy, read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
-from verl.tracking.jsonl import write_rows
+from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.builders.engine import response_lengths, standalone_engine
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, services_of_rows, truncating
@@ -52,7 +52,7 @@ async def generate(config: GenerationConfig, console: Console) -> None:
                 )
             finally:
                 await rollout.close()
-    write_rows(Path(config.output), [row for group in groups for row in group_rows(0, group)])
+    write_jsonl(Path(config.output), [row for group in groups for row in group_rows(0, group)])
     scores = [score for group in groups for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:

@@ -28,7 +28,7 @@ from verl.single_controller.group import WorkerGroup
 from verl.system.daemon import run_in_daemon_thread
 from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.console import Display
-from verl.tracking.jsonl import append_row, finite
+from verl.tracking.jsonl import append_jsonl, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.cli import announce_checkpoint
@@ -221,7 +221,7 @@ class TrainingRun:
         step, path = self.trainer.step, self.store.latest(hashes=True)
         retry = path is not None and self.settings.on_collapse == "rollback" and self.rollbacks < MAX_ROLLBACKS
         report = {"step": step, "alarms": message.splitlines(), "back_to": path.name if path and retry else None}
-        append_row(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
+        append_jsonl(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
         if path is None or not retry:
             self.trackers.log(step, metrics)
             tried = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""

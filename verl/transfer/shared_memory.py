@@ -1,7 +1,5 @@
 """Transports through CPU memory: shared between processes of one machine, or carried by the worker group."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.algorithms.losses.value_loss import clipped_value_loss
+from verl.algorithms.losses.ppo import clipped_value_loss
 from verl.batch.packed import PackedBatch
 from verl.workers.fsdp_engine import FSDPEngine
 

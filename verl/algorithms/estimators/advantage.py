@@ -5,8 +5,6 @@ Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold t
 prompt, L trained tokens of one sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,15 +92,6 @@ def grpo(rollouts: AdvantageInputs) -> Advantages:
     return group_advantage(rollouts, group_normalized)
 
 
-def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
-    """REINFORCE++-baseline (arXiv 2501.03262): r - mean(group) on every token, whitened over all tokens of the batch.
-
-    Whitening uses the batch's trained tokens only. A group of one keeps its reward, as in veRL.
-    """
-    centered = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
-    return Advantages(whitened(centered.advantages))
-
-
 def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
     """[L] R_t = r_t + gamma * R_{t+1}"""
     running, returns = 0.0, []
@@ -125,14 +114,12 @@ def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Adva
     A_t = delta_t + gamma * lam * A_{t+1};  the critic's target is A_t + V_t, before whitening
     """
     assert rollouts.values is not None, "GAE needs a critic"
-    raw = [_sample_gae(r, v, gamma, lam) for r, v in zip(rollouts.token_rewards, rollouts.values, strict=True)]
+    raw = []
+    for rewards_L, values_L in zip(rollouts.token_rewards, rollouts.values, strict=True):
+        next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
+        raw.append(returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam))
     returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
     return Advantages(whitened(raw), returns)
-
-
-def _sample_gae(rewards_L: Tensor, values_L: Tensor, gamma: float, lam: float) -> Tensor:
-    next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
-    return returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam)
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:

@@ -16,10 +16,9 @@ from verl.algorithms.losses.policy_loss import policy_gradient
 
 def gpg(rollouts: AdvantageInputs) -> Advantages:
     """Group-centered rewards, scaled up to compensate for the responses with zero gradient."""
-    centered_B = apply_per_group(rollouts.group_B, lambda each_G: group_normalized(each_G, False), rollouts.rewards)
-    nonzero_B = apply_per_group(
-        rollouts.group_B, lambda each_G: each_G.any().to(each_G.dtype).expand(len(each_G)), centered_B
-    )
+    group_B = rollouts.group_B
+    centered_B = apply_per_group(group_B, lambda each_G: group_normalized(each_G, False), rollouts.rewards)
+    nonzero_B = apply_per_group(group_B, lambda each_G: each_G.any().to(each_G.dtype).expand(len(each_G)), centered_B)
     alpha = len(centered_B) / nonzero_B.sum().clamp(min=1)
     return Advantages(rollouts.broadcast_to_tokens(alpha * centered_B))
 

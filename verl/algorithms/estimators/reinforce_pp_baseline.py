@@ -11,8 +11,21 @@ from functools import partial
 
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import reinforce_pp_baseline
+from verl.algorithms.estimators.advantage import (
+    AdvantageInputs,
+    Advantages,
+    group_advantage,
+    group_normalized,
+    whitened,
+)
 from verl.algorithms.losses.policy_loss import clipped
+
+
+def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
+    """r - mean(group) on every token, whitened over the trained tokens; a group of one keeps its reward, as in veRL."""
+    centered = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
+    return Advantages(whitened(centered.advantages))
+
 
 REINFORCE_PP_BASELINE = Algorithm(
     name="reinforce_pp_baseline",

@@ -18,15 +18,11 @@ from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios
 
 
 def geometric_mean(inputs: LossInputs, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """Each token holds the loss of its whole sample, so the mean over the sample's tokens is the sample's loss.
-
-    clip_low, clip_high: bounds of the log ratio
-    """
+    """Each token holds the loss of its whole sample. clip_low, clip_high: bounds of the log ratio"""
     advantages_T, log_ratio_T = sample_means(inputs.advantages_T, inputs.sample_T), log_ratios(inputs)
     bounded_T = log_ratio_T.clamp(-clip_low, clip_high)
-    pessimistic_T = torch.where(
-        advantages_T > 0, torch.minimum(log_ratio_T, bounded_T), torch.maximum(log_ratio_T, bounded_T)
-    )
+    low_T, high_T = torch.minimum(log_ratio_T, bounded_T), torch.maximum(log_ratio_T, bounded_T)
+    pessimistic_T = torch.where(advantages_T > 0, low_T, high_T)
     loss_T = -advantages_T * sample_means(pessimistic_T, inputs.sample_T).exp()
     return token_loss(loss_T, clip_fraction=log_ratio_T != pessimistic_T, ppo_kl=-log_ratio_T)
 

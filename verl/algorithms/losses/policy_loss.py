@@ -4,8 +4,6 @@ Every loss maps a `LossInputs` to a `TokenLoss`. All tensors are 1-D over the tr
 T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

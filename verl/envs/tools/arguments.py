@@ -1,7 +1,5 @@
 """Validates the arguments of a call against the tool's schema, with error messages for the policy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +8,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, relevance
 from referencing import Registry
 
-from verl.envs.tools.text import shortened
 from verl.errors import ConfigError
+from verl.text import shortened
 from verl.types import ToolSpec
 
 MAX_PROBLEMS = 3  # reported per call

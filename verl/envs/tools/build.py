@@ -1,7 +1,5 @@
 """Builds the tools listed in the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from inspect import isfunction, signature
 from typing import Any
@@ -24,9 +22,8 @@ TOOLS: Mapping[str, str] = {
 def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | None = None) -> list[Tool | EpisodeTool]:
     """The tools of a run.
 
-    wanted:  names, or mappings of `name` and options: `calculator`, `{"name": "search", "corpus": ..}`. A user's own
-             tool is `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool or not) or a
-             class
+    wanted:  names, or mappings of `name` and options, such as `{"name": "search", "corpus": ..}`; your own tool is
+             `package.module:attribute` or `path/to/file.py:attribute`: a typed function (@tool or not) or a class
     sandbox: for tools that run code
 
     Raises ConfigError for an unknown name, invalid options, or a missing package or sandbox.
@@ -47,17 +44,19 @@ def tool_name(wanted: Any) -> str:
     """The name in an entry of `wanted`, which is user input. Raises ConfigError for an invalid entry."""
     name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
     if not isinstance(name, str):
-        raise ConfigError(
-            f"env.tools: {wanted!r} is not a tool; use a name, or {{name: NAME, option: value}}. "
-            f"Known tools: {', '.join(TOOLS)}"
-        )
+        hint = f"use a name, or {{name: NAME, option: value}}. Known tools: {', '.join(TOOLS)}"
+        raise ConfigError(f"env.tools: {wanted!r} is not a tool; {hint}")
     return name
 
 
 def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
     found = resolve("tool", name, TOOLS)
     if isinstance(found, type):
-        return _instance(name, found, options, sandbox)
+        shared = {"sandbox": sandbox} if "sandbox" in signature(found).parameters else {}
+        if shared and sandbox is None:
+            raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
+        check_options("tool", name, found, options, **shared)
+        return found(**shared, **options)
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
     if isfunction(found):
@@ -65,11 +64,3 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
 
         return FunctionTool(found)
     return found
-
-
-def _instance(name: str, made_by: type, options: Mapping[str, Any], sandbox: Sandbox | None) -> object:
-    shared = {"sandbox": sandbox} if "sandbox" in signature(made_by).parameters else {}
-    if shared and sandbox is None:
-        raise ConfigError(f"tool {name!r} runs code and needs a sandbox")
-    check_options("tool", name, made_by, options, **shared)
-    return made_by(**shared, **options)

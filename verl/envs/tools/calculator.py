@@ -1,7 +1,5 @@
 """A calculator that walks the syntax tree: numbers only, with bounded size."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator
@@ -58,27 +56,9 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Number]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-FUNCTIONS: Mapping[str, Callable[..., Number]] = {
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "gcd": math.gcd,
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "round": _round,
-    "factorial": _factorial,
-}
+_OF_MATH = "sqrt exp log log2 log10 sin cos tan asin acos atan floor ceil gcd"
+FUNCTIONS: dict[str, Callable[..., Number]] = {name: getattr(math, name) for name in _OF_MATH.split()}
+FUNCTIONS |= {"abs": abs, "min": min, "max": max, "round": _round, "factorial": _factorial}
 CONSTANTS: Mapping[str, float] = {"pi": math.pi, "e": math.e}
 
 
@@ -96,13 +76,11 @@ def _value(node: ast.AST) -> Number:
             return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             return _bounded(FUNCTIONS[name](*map(_value, args)))
-    shown = ast.unparse(node)
-    raise ToolError(
-        f"cannot work out {shown!r}; there are numbers, pi, e, + - * / // % **, parentheses, and {', '.join(FUNCTIONS)}"
-    )
+    known = f"numbers, pi, e, + - * / // % **, parentheses, and {', '.join(FUNCTIONS)}"
+    raise ToolError(f"cannot work out {ast.unparse(node)!r}; there are {known}")
 
 
-def evaluate(expression: str) -> Number:
+def value_of(expression: str) -> Number:
     """The value of an expression. Raises ToolError for an invalid one, or if a number grows too large."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression has more than {MAX_CHARS} characters")
@@ -125,5 +103,5 @@ async def calculator(expression: str) -> str:
     Args:
         expression: Numbers, pi, e, + - * / // % ** and parentheses, and functions such as sqrt, log, round or max.
     """
-    value = evaluate(expression)
+    value = value_of(expression)
     return str(value) if isinstance(value, int) else f"{value:.15g}"

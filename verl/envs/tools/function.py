@@ -1,9 +1,6 @@
 """Typed Python functions as tools: the schema comes from the type hints, the descriptions from the docstring."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +14,7 @@ from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
 from verl.system.daemon import Daemon
+from verl.text import as_text
 from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
@@ -25,10 +23,7 @@ MAX_ABANDONED = 32  # hanging threads of one tool, after which its calls fail
 
 
 class FunctionTool:
-    """A function as a tool. Synchronous functions run in a new thread per call.
-
-    Raises ConfigError for a function that `read_signature` rejects.
-    """
+    """A function as a tool; synchronous ones run in a new thread per call. Raises like `read_signature`."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -57,11 +52,8 @@ class FunctionTool:
             problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise ToolError(f"Wrong arguments: {'; '.join(problems)}") from error
         given = {str(field.alias): getattr(checked, key) for key, field in self._arguments.model_fields.items()}
-        if iscoroutinefunction(self.function):
-            answer = await self.function(**given)
-        else:
-            answer = await self._in_thread(given)
-        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        in_loop = iscoroutinefunction(self.function)
+        return as_text(await (self.function(**given) if in_loop else self._in_thread(given)))
 
     async def close(self) -> None:
         """No-op: no resources."""
@@ -74,13 +66,10 @@ class FunctionTool:
         try:
             return await call.result()
         except asyncio.CancelledError:
-            self._abandon(call.thread)
+            if not self._abandoned:
+                log.warning("tool %r: a call was canceled; its thread keeps running until it returns", self.spec.name)
+            self._abandoned.add(call.thread)
             raise
-
-    def _abandon(self, thread: threading.Thread) -> None:
-        if not self._abandoned:
-            log.warning("tool %r: a call was canceled, but its thread keeps running until it returns", self.spec.name)
-        self._abandoned.add(thread)
 
 
 @overload
@@ -90,10 +79,7 @@ def tool(*, name: str) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None, *, name: str | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Decorator that turns a typed function into a tool: `@tool`, or `@tool(name="search")`.
-
-    Raises ConfigError if the function is not suitable.
-    """
+    """Decorator: a typed function as a tool, `@tool` or `@tool(name="search")`. Raises like `read_signature`."""
     if function is not None:
         return FunctionTool(function)
     return lambda decorated: FunctionTool(decorated, name)

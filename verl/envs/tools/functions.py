@@ -6,7 +6,6 @@ For simulators with fast functions over the episode's own state. A wrong call is
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
@@ -15,8 +14,8 @@ from verl.envs.base import StepResult
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
-from verl.envs.tools.text import utf8
 from verl.registry import nearest
+from verl.text import as_text, utf8
 from verl.types import Message, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 
@@ -53,14 +52,9 @@ def answer_calls(calls: Sequence[ToolCall], run: Callable[[ToolCall], Any]) -> S
     for call in calls:
         start = perf_counter()
         try:
-            text, status = as_text(run(call)), ToolStatus.SUCCESS
+            text, status = as_text(run(call)), ToolStatus.SUCCESS  # text unchanged, anything else as JSON
         except ToolError as error:
             text, status = f"Error: {error}", ToolStatus.USER_ERROR
         messages.append(Message("tool", utf8(text), tool=call.name))
         uses.append(ToolUse(call.name, status, perf_counter() - start))
     return StepResult(tuple(messages), tool_uses=tuple(uses))
-
-
-def as_text(result: Any) -> str:
-    """A function's result as the policy sees it: a string unchanged, everything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

@@ -1,7 +1,5 @@
 """Runs the calls of a message: schema checks, deadlines, retries, truncation. Tools implement none of these."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -13,9 +11,9 @@ from dataclasses import dataclass
 from verl.envs.clock import acquire_slot
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
-from verl.envs.tools.text import NOTE_CHARS, shortened
 from verl.errors import ConfigError, ServiceDownError, VerlError
 from verl.registry import nearest
+from verl.text import NOTE_CHARS, shortened
 from verl.types import Message, Task, ToolCall, ToolStatus, ToolUse
 
 log = logging.getLogger(__name__)
@@ -79,12 +77,9 @@ class ToolRunner:
     async def run(
         self, calls: Sequence[ToolCall], tools: Mapping[str, Tool], in_order: Collection[str] = ()
     ) -> list[tuple[Message, ToolUse]]:
-        """Runs the calls concurrently and returns the answers in order.
+        """The answers in order. Calls run concurrently, those of the tools `in_order` one after the other.
 
-        in_order: names of tools whose calls run sequentially
-
-        Raises ServiceDownError if a tool's service stays down or the tool itself raises; pending calls are then
-        canceled.
+        Raises ServiceDownError, and cancels pending calls, if a service stays down or a tool itself raises.
         """
         turns: dict[str, AbstractAsyncContextManager[None]] = {name: asyncio.Lock() for name in in_order}
         running = [asyncio.create_task(self._answer(call, tools, turns)) for call in calls]
@@ -162,7 +157,7 @@ class ToolRunner:
         if task.done():
             return
         task.cancel()
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio logs the exception
         await asyncio.wait({task}, timeout=GRACE_S)
         if not task.done():
             if name not in self._abandoned:
@@ -182,9 +177,3 @@ async def _call(tool: Tool, call: ToolCall) -> str:
     if not isinstance(text, str):
         raise TypeError(f"it answered an object of {type(text).__name__} instead of a str")
     return text
-
-
-def _retrieve_exception(task: asyncio.Task[str]) -> None:
-    """Retrieves the exception of a canceled call, to avoid asyncio's `exception was never retrieved`."""
-    if not task.cancelled():
-        task.exception()

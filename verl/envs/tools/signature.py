@@ -1,7 +1,5 @@
 """The tool spec of a Python function: schema from the type hints, descriptions from the docstring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import getdoc, signature
 from typing import Any, get_type_hints
@@ -17,9 +15,8 @@ from verl.types import ToolSpec
 def read_signature(function: Callable[..., Any], name: str | None = None) -> tuple[ToolSpec, type[BaseModel]]:
     """The function as a tool called `name` (default: its own name), and a model that validates its arguments.
 
-    Parameters are described in the docstring or by Annotated[.., Field(description="..")]; those without a default are
-    required; `self` is skipped. Raises ConfigError for a function without a docstring, with unannotated or
-    positional-only parameters, or with types that have no JSON schema.
+    Parameters are described in the docstring or by Annotated[.., Field(description="..")]; `self` is skipped. Raises
+    ConfigError without a docstring, for unannotated or positional-only parameters, and types without a JSON schema.
     """
     name = name or function.__name__
     doc = docstring_parser.parse(getdoc(function) or "")

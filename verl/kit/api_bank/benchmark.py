@@ -4,8 +4,6 @@ ToolRL's handler uses each row's prompt verbatim, as in its published scores. Fo
 dialogue are parsed from the row, and the handler's format renders the tools and the earlier calls.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -16,8 +14,7 @@ from typing import Any
 from verl.errors import DataError
 from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
 from verl.formats.toolrl import ToolRlFormat
-from verl.formats.toolrl_prompt import TOOLS_HEADING
-from verl.formats.toolrl_text import parse_calls
+from verl.formats.toolrl_text import TOOLS_HEADING, parse_calls
 from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.files import find_file, numbered_rows
 from verl.kit.evaluation.handlers import check_several_tools
@@ -81,22 +78,18 @@ def _task(name: str, row: Mapping[str, Any], tool_call_format: ToolCallFormat) -
 
 def _gold(answer: list[Any] | dict[str, Any]) -> dict[str, Any]:
     (call,) = answer if isinstance(answer, list) and len(answer) == 1 else (answer,)
-    if (
-        not isinstance(call, dict)
-        or not isinstance(call.get("name"), str)
-        or not isinstance(call.get("parameters"), dict)
-    ):
+    fields = call if isinstance(call, dict) else {}
+    if not isinstance(fields.get("name"), str) or not isinstance(fields.get("parameters"), dict):
         raise DataError("is not a call", "one {name: str, parameters: object}, in a list or not", field="answer")
-    return {"name": call["name"], "parameters": call["parameters"]}
+    return {"name": fields["name"], "parameters": fields["parameters"]}
 
 
 def _as_read(
     gold: dict[str, Any], tools: Sequence[Mapping[str, Any]], tool_call_format: ToolCallFormat
 ) -> dict[str, Any]:
     """The gold call after a round trip through the format: many rows have "4" for a number; untyped formats lose it."""
-    parsed = tool_call_format.parse(
-        tool_call_format.render([ToolCall(gold["name"], gold["parameters"])]), [ToolSpec(**tool) for tool in tools]
-    )
+    rendered = tool_call_format.render([ToolCall(gold["name"], gold["parameters"])])
+    parsed = tool_call_format.parse(rendered, [ToolSpec(**tool) for tool in tools])
     if not isinstance(parsed, Calls):
         return gold
     (call,) = parsed.calls
@@ -154,6 +147,5 @@ def _calls(text: str) -> list[ToolCall]:
     try:
         return [ToolCall(str(call["name"]), dict(call["parameters"])) for call in parse_calls(text)]
     except _BAD as error:
-        raise DataError(
-            f"an earlier call is invalid ({type(error).__name__}: {error})", "JSON, one call per line", field="user"
-        ) from error
+        problem = f"an earlier call is invalid ({type(error).__name__}: {error})"
+        raise DataError(problem, "JSON, one call per line", field="user") from error

@@ -8,8 +8,6 @@ that are not JSON objects are skipped, and, as in ToolRL, an object without name
 of the gold call.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ class ApiBankReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         gold = _gold(task.answer)
-        read = _read_calls(trajectory)
+        calls = trajectory.turns[-1].message.tool_calls if trajectory.turns else ()
+        read = [{"name": call.name, "parameters": dict(call.arguments)} for call in calls]
         soft = any(call == gold for call in read or _calls_of_lines(trajectory.response, gold["name"]))
         return Score(float(soft), {"soft": float(soft), "strict": float(read == [gold])})
 
@@ -35,12 +34,6 @@ class ApiBankReward:
 def _gold(answer: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(answer)
     return found
-
-
-def _read_calls(trajectory: Trajectory) -> list[dict[str, Any]]:
-    if not trajectory.turns:
-        return []
-    return [{"name": call.name, "parameters": dict(call.arguments)} for call in trajectory.turns[-1].message.tool_calls]
 
 
 def _calls_of_lines(response: str, gold_name: str) -> Iterator[dict[str, Any]]:

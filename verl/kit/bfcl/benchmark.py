@@ -4,8 +4,6 @@ Rows are those of the optional package bfcl-eval 2026.3.23 (version 4's files); 
 which papers on tool-calling RL report.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -26,9 +24,8 @@ ANY = ("live_relevance",)
 SINGLE_TURN = (*NON_LIVE_AST, NO_CALL[0], *LIVE_AST, NO_CALL[1], *ANY)
 
 FAULTY: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("live_simple_106-63-0", "live_simple_112-68-0"), "the key accepts no value for required parameters"
-    ),
+    "live_simple_106-63-0": "the key accepts no value for required parameters",
+    "live_simple_112-68-0": "the key accepts no value for required parameters",
     "live_multiple_507-149-4": "the key accepts only an empty string for the airport that the user names",
     "live_multiple_862-181-3": "the key requires a parameter that the function does not have",
     "live_multiple_964-207-0": "the key has another name for the function's only parameter",
@@ -48,16 +45,12 @@ _SCENARIO = EpisodeConfig(
 
 
 def bfcl(context: BenchmarkContext) -> Benchmark:
-    """All categories that need neither the network nor another programming language.
-
-    Raises ConfigError without the package, and for a single-tool format.
-    """
+    """All Python categories without network. Raises ConfigError without the package or for a single-tool format."""
     check_several_tools("bfcl", context.tool_call_format)
     data_folder()
     single = [Category(f"bfcl/{name}", partial(single_turn_tasks, name), _SINGLE) for name in SINGLE_TURN]
-    scenarios = [
-        Category(f"bfcl/multi_turn_{name}", partial(bfcl_tasks, name, "all"), _SCENARIO) for name in MULTI_TURN
-    ]
+    tasks = {f"bfcl/multi_turn_{name}": partial(bfcl_tasks, name, "all") for name in MULTI_TURN}
+    scenarios = [Category(name, each, _SCENARIO) for name, each in tasks.items()]
     return Benchmark("bfcl", (*single, *scenarios), AGGREGATES, NOTES)
 
 
@@ -65,34 +58,25 @@ def bfcl_multi_turn(context: BenchmarkContext) -> Benchmark:
     """The multi-turn scenarios held out from the train split (150 to 199), for models trained on it."""
     check_several_tools("bfcl_multi_turn", context.tool_call_format)
     data_folder()
-    scenarios = [
-        Category(f"bfcl_multi_turn/{name}", partial(bfcl_tasks, name, "test"), _SCENARIO) for name in MULTI_TURN
-    ]
-    mean = Aggregate("bfcl_multi_turn/mean", tuple(each.name for each in scenarios))
-    note = "bfcl_multi_turn: scenarios 150 to 199 only; papers report all 200"
-    return Benchmark("bfcl_multi_turn", tuple(scenarios), (mean,), (note, *_SCENARIO_NOTES))
+    name = "bfcl_multi_turn"
+    scenarios = [Category(f"{name}/{each}", partial(bfcl_tasks, each, "test"), _SCENARIO) for each in MULTI_TURN]
+    mean = Aggregate(f"{name}/mean", tuple(each.name for each in scenarios))
+    note = f"{name}: scenarios 150 to 199 only; papers report all 200"
+    return Benchmark(name, tuple(scenarios), (mean,), (note, *_SCENARIO_NOTES))
 
 
 def single_turn_tasks(category: str) -> list[Task]:
-    """The rows of a category without the faulty ones, with all their messages.
-
-    Task.answer: BfclReward's key. Task.extra["tools"]: the functions as JSON Schema. Raises DataError for an
-    unexpected file in the package.
-    """
+    """Rows that are not faulty. answer: BfclReward's key; extra["tools"]: JSON Schemas. Raises DataError."""
     rows = bfcl_rows(category, ("function",), with_gold=category not in (*NO_CALL, *ANY))
     found = []
     for row, gold in rows:
         if row["id"] in FAULTY:
             continue
         prompt = tuple(Message(message["role"], message["content"]) for message in row["question"][0])
-        tools = [
-            {
-                "name": each["name"],
-                "description": each["description"] + _HINT,
-                "parameters": json_schema(each["parameters"]),
-            }
-            for each in row["function"]
-        ]
+        tools = []
+        for each in row["function"]:
+            described = {"name": each["name"], "description": each["description"] + _HINT}
+            tools.append({**described, "parameters": json_schema(each["parameters"])})
         answer = json.dumps(ANY_CALL if category in ANY else gold)
         found.append(Task(row["id"], prompt, answer, data_source=f"bfcl_{category}", extra={"tools": tools}))
     return found

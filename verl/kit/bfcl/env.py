@@ -9,8 +9,6 @@ BFCL's own executor is not used: it evaluates strings and keeps every instance i
 of the name of a documented function and arguments that satisfy its schema.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -20,11 +18,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
-from verl.envs.base import Observation, StepResult
+from verl.envs.base import Env, EnvFactory, Observation, StepResult
+from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox, answer_calls
 from verl.errors import ConfigError
-from verl.kit.bfcl.tasks import check_task, data_folder, json_schema
+from verl.kit.bfcl.tasks import BfclExtra, GoldCall, data_folder, json_schema
 from verl.types import Message, Score, Task, ToolCall, ToolSpec
 
 _SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
@@ -87,7 +86,7 @@ class Api:
         }
 
 
-class BfclEnv:
+class BfclEnv(Env):
     """One scenario. Score.parts: success (1/0), turns, state, functions (shares), artist (their mean)."""
 
     def __init__(self, task: Task, total: str) -> None:
@@ -101,7 +100,7 @@ class BfclEnv:
 
     async def reset(self) -> Observation:
         """The first user turn and the available functions."""
-        return _initial_observation(self._task)
+        return Observation(self._task.prompt, _tools_of_turn(self._task, 0))
 
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without calls ends the user turn."""
@@ -118,10 +117,10 @@ class BfclEnv:
         self._steps = 0
         added = tuple(spec for spec in _tools_of_turn(self._task, turn) if self._withheld.get(spec.name) == turn)
         messages = tuple(Message(row["role"], row["content"]) for row in self._task.extra["turns"][turn - 1])
-        return StepResult(messages or (Message("user", _functions_were_added()),), tools=added)
-
-    async def close(self) -> None:
-        """No-op: no external resources."""
+        if not messages:  # the turn consists of functions that are no longer withheld
+            prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
+            messages = (Message("user", str(prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)),)
+        return StepResult(messages, tools=added)
 
     def _call(self, call: ToolCall) -> str:
         offered = {spec.name for spec in _tools_of_turn(self._task, len(self._turns_right))}
@@ -164,7 +163,7 @@ class BfclEnv:
         return Score(parts[self._total], parts)
 
 
-class BfclFactory:
+class BfclFactory(EnvFactory):
     """Creates scenarios. `score` selects the total: success (binary) or artist (graded)."""
 
     def __init__(self, score: Literal["success", "artist"] = "success") -> None:
@@ -178,18 +177,11 @@ class BfclFactory:
 
     def check_task(self, task: Task) -> None:
         """Raises DataError for a task of another environment."""
-        check_task(task)
+        check_row("bfcl", task, BfclExtra, list[list[GoldCall]])
 
     def initial_observation(self, task: Task) -> Observation:
-        """The initial observation of the task."""
-        return _initial_observation(task)
-
-    async def close(self) -> None:
-        """No-op: no shared resources."""
-
-
-def _initial_observation(task: Task) -> Observation:
-    return Observation(task.prompt, _tools_of_turn(task, 0))
+        """The first user turn and the available functions."""
+        return Observation(task.prompt, _tools_of_turn(task, 0))
 
 
 def _tools_of_turn(task: Task, turn: int) -> tuple[ToolSpec, ...]:
@@ -239,9 +231,3 @@ def _text(result: Any) -> str:
         return json.dumps(result)
     except (TypeError, ValueError):
         return str(result)
-
-
-def _functions_were_added() -> str:
-    """The message of BFCL's user when withheld functions become available."""
-    prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
-    return str(prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC)

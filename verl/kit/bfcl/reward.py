@@ -11,8 +11,6 @@ whose interface forbids dots, and no format here does. Results equal those of `a
 including its oddities ([] and "" are accepted for optional parameters).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,14 +21,7 @@ from verl.errors import DataError
 from verl.types import Score, Task, ToolCall, Trajectory
 
 ANY_CALL = "any"
-_TYPES: Mapping[str, type] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
 _UNREAD = re.compile(r"[ ,./\-_*^]")
 _HUGE = 10**308  # no float is larger
 
@@ -129,9 +120,12 @@ class _Value:
         if _key_type(accepted) not in (None, self._kind):
             return value in accepted
         if self._kind is dict:
-            return any(isinstance(option, dict) and _dict_fits(value, option) for option in accepted)
-        if self._kind is list and self._inner is dict:
-            return any(isinstance(option, list | str) and _dicts_fit(value, option) for option in accepted)
+            return any(_dict_fits(value, option) for option in accepted)
+        if self._kind is list and self._inner is dict:  # pairwise, in this order
+            return any(
+                isinstance(option, list | str) and len(value) == len(option) and all(map(_dict_fits, value, option))
+                for option in accepted
+            )
         if self._kind is list:
             return _read(value) in [_read(option) for option in accepted]
         return _standard(value) in [_standard(option) for option in accepted]
@@ -151,21 +145,15 @@ def _key_type(accepted: Sequence[Any]) -> type | None:
     return next((type(option) for option in accepted if option != ""), None)
 
 
-def _dict_fits(value: Mapping[str, Any], accepted: Mapping[str, Any]) -> bool:
+def _dict_fits(value: Any, accepted: Any) -> bool:
     """As for parameters: no unknown key, no required key missing. Deeper values must be equal."""
+    if not (isinstance(value, dict) and isinstance(accepted, dict)):
+        return False
     known = all(
         key in accepted and _standard(each) in [_standard(option) for option in accepted[key]]
         for key, each in value.items()
     )
     return known and all(key in value or "" in options for key, options in accepted.items())
-
-
-def _dicts_fit(values: Sequence[Any], accepted: Sequence[Any]) -> bool:
-    """Whether the dicts fit pairwise, in this order."""
-    return len(values) == len(accepted) and all(
-        isinstance(value, dict) and isinstance(option, dict) and _dict_fits(value, option)
-        for value, option in zip(values, accepted, strict=True)
-    )
 
 
 def _read(option: Any) -> Any:

@@ -1,7 +1,5 @@
 """BFCL's rows, and its multi-turn scenarios as tasks, from the optional package `bfcl-eval`."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +9,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from verl.envs.rows import check_row
 from verl.errors import ConfigError, DataError
 from verl.types import Message, Task
 
@@ -29,7 +26,7 @@ class UserMessage(BaseModel):
     content: str
 
 
-class Extra(BaseModel):
+class BfclExtra(BaseModel):
     """Task.extra."""
 
     classes: list[str]
@@ -77,11 +74,6 @@ def bfcl_tasks(
     return found[:limit]
 
 
-def check_task(task: Task) -> None:
-    """Raises DataError for any other task."""
-    check_row("bfcl", task, Extra, list[list[GoldCall]])
-
-
 def data_folder() -> Path:
     """The package's data folder. Raises ConfigError if it is not installed."""
     spec = find_spec("bfcl_eval")
@@ -91,11 +83,7 @@ def data_folder() -> Path:
 
 
 def bfcl_rows(category: str, fields: Sequence[str], with_gold: bool = True) -> list[tuple[dict[str, Any], list[Any]]]:
-    """(row, ground truth) for every row of a category; the ground truth is empty if the category has none.
-
-    Raises DataError, with file and row, for invalid JSON, a row that lacks one of `fields`, and a ground truth whose
-    ids do not match the rows.
-    """
+    """(row, its ground truth, if the category has any). Raises DataError, with file and row, for invalid files."""
     path = data_folder() / f"BFCL_v4_{category}.json"
     rows = _json_lines(path, ("id", "question", *fields))
     if not with_gold:

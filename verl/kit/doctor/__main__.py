@@ -5,8 +5,6 @@ training cannot work here, else 0. Only the standard library is imported, so tha
 too; vLLM is started in a separate process, with a timeout.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -19,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,13 @@ TINY_QWEN2 = {
 }
 
 
-def check_device(flavour: Flavour) -> Check:
+def check_accelerator(flavour: Flavour) -> Check:
     """The device for training."""
     gpus = find_gpus()
     forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
     if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
-        return Check(
-            "device", "fail", f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}", "set it to cpu or gpu, or unset it"
-        )
+        found = f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}"
+        return Check("device", "fail", found, "set it to cpu or gpu, or unset it")
     if flavour == "gpu" and not gpus:
         return Check("device", "fail", f"no NVIDIA GPU found{forced}", "see what `nvidia-smi -L` prints, or unset it")
     if gpus and flavour == "gpu":
@@ -77,7 +76,7 @@ def check_disk(folder: Path) -> Check:
     return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, hint)
 
 
-def check_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
+def check_free_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
     """Available memory: the machine's, or the container's limit if that is less."""
     if not meminfo.is_file():
         return Check("memory", "note", "unknown: this system has no /proc/meminfo")
@@ -97,9 +96,8 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Check:
     free = shutil.disk_usage(folder).free / GIB
     if free >= SHM_WARN_GIB:
         return Check("/dev/shm", "ok", f"{free:.1f} GiB free")
-    return Check(
-        "/dev/shm", "warn", f"{free:.1f} GiB free", "in a container: start it with --shm-size=8g or --ipc=host"
-    )
+    hint = "in a container: start it with --shm-size=8g or --ipc=host"
+    return Check("/dev/shm", "warn", f"{free:.1f} GiB free", hint)
 
 
 def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
@@ -123,9 +121,9 @@ def probe_sandbox() -> None:
 
     async def run() -> tuple[float, str]:
         sandbox = local.LocalSandbox(workers=1)
-        version = (
-            f"cgroup version {sandbox.cgroups.version}" if sandbox.cgroups else "polling, as no cgroup can be made"
-        )
+        version = "polling, as no cgroup can be made"
+        if sandbox.cgroups:
+            version = f"cgroup version {sandbox.cgroups.version}"
         try:
             await sandbox.run("pass")  # starts the fork server
             started = time.monotonic()
@@ -164,7 +162,9 @@ def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
         except subprocess.TimeoutExpired:
             return Check("vLLM engine", "fail", f"no answer in {deadline_s:.0f} s", "is the machine overloaded?")
         finally:
-            _end_group(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all of its children
+            process.wait()
     lines = output.strip().splitlines() or ["no output"]
     if process.returncode == 0:
         return Check("vLLM engine", "ok", lines[-1])
@@ -172,14 +172,7 @@ def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
     return Check("vLLM engine", "fail", f"does not start: {reason.strip()}", f"fix the failures above, or {SET_UP}")
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill a process started in its own session, with all of its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def probe(folder: str) -> None:
+def probe_vllm(folder: str) -> None:
     """Entry point of `check_vllm`'s subprocess: import vLLM, start an engine, generate a few tokens."""
     start = time.monotonic()
     vllm: Any = importlib.import_module("vllm")  # by name: neither this file nor mypy may depend on vLLM
@@ -201,11 +194,8 @@ def probe(folder: str) -> None:
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, use_tqdm=False)
     num_tokens = len(outputs[0].outputs[0].token_ids)
     ended = time.monotonic()
-    print(
-        f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, "
-        f"{num_tokens} tokens {ended - started:.1f} s",
-        flush=True,
-    )
+    generated = f"{num_tokens} tokens {ended - started:.1f} s"
+    print(f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, {generated}", flush=True)
 
 
 def quick(flavour: Flavour, *, dev: bool) -> int:
@@ -225,22 +215,15 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
     """Run all checks, print each result at once, and then a summary."""
     failed = 0
-    checks = [*check_all(flavour, dev=dev), check_device(flavour), check_disk(Path.cwd()), check_memory(), check_shm()]
-    for check in [*checks, check_sandbox()]:
-        _print_check(check)
-        failed += check.status == "fail"
-    if with_vllm:
-        check = check_vllm()
-        _print_check(check)
+    slow: list[Callable[[], Check]] = [check_sandbox, *([check_vllm] if with_vllm else [])]
+    quick = (check_accelerator(flavour), check_disk(Path.cwd()), check_free_memory(), check_shm())
+    for check in chain(check_all(flavour, dev=dev), quick, (run() for run in slow)):
+        print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
+        if check.hint:
+            print(f"{'':5} {'':16} -> {check.hint}")
         failed += check.status == "fail"
     print(f"\n{failed} check(s) failed; fix them before training." if failed else "\nTraining can work here.")
     return 1 if failed else 0
-
-
-def _print_check(check: Check) -> None:
-    print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
-    if check.hint:
-        print(f"{'':5} {'':16} -> {check.hint}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -256,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         probe_sandbox()
         return 0
     if options.probe:
-        probe(options.probe)
+        probe_vllm(options.probe)
         return 0
     if options.quick:
         return quick(find_flavour(), dev=options.dev)

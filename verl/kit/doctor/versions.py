@@ -4,8 +4,6 @@ Only the metadata of installed distributions is read, no package is imported: th
 `import torch` or `import vllm` fails. `verl.kit.doctor.__main__` prints the results.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os
@@ -193,15 +191,12 @@ def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> li
     """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
     if flavour == "gpu" or cuda is not None:
         return []
+    found = {name: installed[name].version for name in STRAYS if name in installed}
+    problem = "is not a CPU build and breaks `import vllm` with CPU torch"
     return [
-        Check(
-            name,
-            "fail",
-            f"{name} {installed[name].version} is not a CPU build and breaks `import vllm` with CPU torch",
-            f"pip uninstall {name}",
-        )
-        for name in STRAYS
-        if name in installed and not installed[name].version.endswith("+cpu")
+        Check(name, "fail", f"{name} {version} {problem}", f"pip uninstall {name}")
+        for name, version in found.items()
+        if not version.endswith("+cpu")
     ]
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import httpx2
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from verl.envs.base import Observation, StepResult
-from verl.errors import ConfigError, ServiceDownError
+from verl.errors import ServiceDownError
 from verl.kit.env_server.wire import (
     MAX_ITEMS,
     Answer,
@@ -28,8 +29,7 @@ from verl.kit.env_server.wire import (
     StepList,
     sendable,
 )
-from verl.net.health import HealthWatch
-from verl.net.services import check_urls, service_headers
+from verl.net.endpoints import Endpoint, EndpointPool
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
@@ -69,22 +69,18 @@ class Batcher(Generic[Item, Result]):
         return await future
 
     async def _flush(self) -> None:
+        """Send what is waiting, in batches within the server limits."""
         await asyncio.sleep(self._window_s)
-        batch, self._waiting = self._waiting, []
-        await asyncio.gather(*(self._send_one(part) for part in self._split(batch)))
-
-    def _split(
-        self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]
-    ) -> Iterator[Sequence[tuple[Item, asyncio.Future[Result]]]]:
-        """Batches within the server limits, for any message length."""
-        begin = chars = 0
-        for at, (item, _) in enumerate(batch):
-            size = self._size(item)
-            if at > begin and (at - begin == MAX_ITEMS or chars + size > _MAX_CHARS):
-                yield batch[begin:at]
-                begin, chars = at, 0
+        waiting, self._waiting = self._waiting, []
+        batches, chars = [waiting[:1]], self._size(waiting[0][0])
+        for entry in waiting[1:]:
+            size = self._size(entry[0])
+            if len(batches[-1]) == MAX_ITEMS or chars + size > _MAX_CHARS:
+                batches.append([])
+                chars = 0
+            batches[-1].append(entry)
             chars += size
-        yield batch[begin:]
+        await asyncio.gather(*map(self._send_one, batches))
 
     async def _send_one(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
@@ -112,23 +108,15 @@ def _chars(step: Step) -> int:
     return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
 
 
-class Server:
-    """One server. Raises ServiceDownError if it does not answer or violates the protocol."""
+class EnvServer:
+    """The requests to one server. Raises ServiceDownError if it does not answer or violates the protocol."""
 
-    def __init__(self, url: str, timeout_s: float, window_s: float, health_timeout_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._client = httpx2.AsyncClient(
-            base_url=self.url,
-            limits=httpx2.Limits(max_connections=None),
-            trust_env=False,
-            headers=service_headers(),
-        )
-        name, health_url = f"environment server {self.url}", f"{self.url}/health"
-        self._watch = HealthWatch(name, health_url, health_timeout_s, self._client)
-        self.reset: Batcher[str, Answer] = Batcher(self._reset, window_s)
+    def __init__(self, endpoint: Endpoint, pool: EndpointPool, timeout_s: float, window_s: float) -> None:
+        self.url = endpoint.url
+        self._endpoint, self._pool, self._timeout_s = endpoint, pool, timeout_s
+        self.reset: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/reset", timeout_s), window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
-        self.judge: Batcher[str, Answer] = Batcher(self._judge, window_s)
+        self.judge: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/judge", _LONGEST_JUDGE_S), window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
@@ -136,27 +124,19 @@ class Server:
         async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
             return CreateResponse.model_validate_json(await response.aread()).episodes
 
-    async def disconnect(self) -> None:
-        """Close the connections."""
-        self._watch.close()
-        await self._client.aclose()
-
-    def _reset(self, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask("/reset", EpisodeList(episodes=list(episodes)))
+    def _ask_episodes(self, path: str, timeout_s: float, episodes: Sequence[str]) -> Answers[Answer]:
+        return self._ask(path, EpisodeList(episodes=list(episodes)), timeout_s)
 
     def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
-        return self._ask("/step", StepList(steps=list(steps)))
-
-    def _judge(self, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask("/judge", EpisodeList(episodes=list(episodes)), _LONGEST_JUDGE_S)
+        return self._ask("/step", StepList(steps=list(steps)), self._timeout_s)
 
     async def _close(self, episodes: Sequence[str]) -> Answers[None]:
         async with self._post("/close", EpisodeList(episodes=list(episodes)), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
-    async def _ask(self, path: str, request: BaseModel, timeout_s: float | None = None) -> Answers[Answer]:
-        async with self._post(path, request, timeout_s or self._timeout_s) as response:
+    async def _ask(self, path: str, request: BaseModel, timeout_s: float) -> Answers[Answer]:
+        async with self._post(path, request, timeout_s) as response:
             async for line in response.aiter_lines():
                 answer = Answer.model_validate_json(line)
                 yield answer.position, answer
@@ -165,20 +145,15 @@ class Server:
     async def _post(self, path: str, request: BaseModel, timeout_s: float) -> AsyncIterator[httpx2.Response]:
         """A streaming response; every failure becomes a ServiceDownError."""
         body, headers = request.model_dump_json(), {"content-type": "application/json"}
-        try:
-            async with (
-                self._watch.guard(),
-                self._client.stream("POST", path, content=body, headers=headers, timeout=timeout_s) as response,
-            ):
-                if response.is_error:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise ServiceDownError(f"environment server {self.url}", f"{response.status_code} {text[:500]}")
-                yield response
-        except (httpx2.HTTPError, ValidationError) as error:
-            raise ServiceDownError(f"environment server {self.url}", f"{type(error).__name__}: {error}") from error
+        stream = self._pool.client.stream("POST", self.url + path, content=body, headers=headers, timeout=timeout_s)
+        async with self._endpoint.asked(), stream as response:
+            if response.is_error:
+                text = (await response.aread()).decode(errors="replace")
+                raise ServiceDownError(self._endpoint.name, f"{response.status_code} {text[:500]}")
+            yield response
 
 
-Place = tuple[Server, str]  # the server of an episode, and the name of the episode there
+Place = tuple[EnvServer, str]  # the server of an episode, and the name of the episode there
 
 
 class RemoteEnv:
@@ -223,7 +198,7 @@ class RemoteEnv:
             _log.warning("failed to close an episode: %s", error)
 
 
-class RemoteFactory:
+class RemoteFactory(EndpointPool):
     """Environments on servers at these URLs (one, or several that share the tasks).
 
     timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.judge_timeout_s
@@ -238,26 +213,14 @@ class RemoteFactory:
         window_s: float = 0.003,
         health_timeout_s: float = 30.0,
     ) -> None:
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ConfigError(f"environment 'remote': urls={urls} names no server; expected e.g. http://host:8100")
-        self._servers = [Server(url, timeout_s, window_s, health_timeout_s) for url in urls]
-        self._down: set[str] = set()  # URLs of servers whose last /create failed
+        hint = "Start one with python -m verl.kit.env_server.server, or correct the environment's urls"
+        unlimited = httpx2.Limits(max_connections=None)
+        super().__init__("environment server", urls, hint, health_timeout_s, limits=unlimited)
+        self._servers = {each: EnvServer(each, self, timeout_s, window_s) for each in self.endpoints}
         self.creations: Batcher[Task, Place] = Batcher(self._create, window_s)
 
     def __call__(self, task: Task) -> RemoteEnv:
         return RemoteEnv(task, self)
-
-    async def check_services(self) -> None:
-        """Raises ServiceDownError if no server answers."""
-        urls = [f"{server.url}/health" for server in self._servers]
-        hint = "Start one with python -m verl.kit.env_server.server, or correct the environment's urls"
-        await check_urls("environment servers", urls, hint, trust_env=False, headers=service_headers())
-
-    async def close(self) -> None:
-        """Close the connections; the servers keep running."""
-        for server in self._servers:
-            await server.disconnect()
 
     async def _create(self, tasks: Sequence[Task]) -> Answers[Place]:
         """One request per distinct task object, whose episodes share a server."""
@@ -271,24 +234,18 @@ class RemoteFactory:
 
     async def _create_group(self, task: Task, count: int) -> Sequence[Place | Exception]:
         """On the server selected by a hash of the task's id or, if that is down, on the next."""
-        first = zlib.crc32(task.id.encode())
-        problems = []
-        for offset in range(len(self._servers)):
-            server = self._servers[(first + offset) % len(self._servers)]
-            try:
-                made = [(server, episode) for episode in await server.create(task, count)]
-            except ServiceDownError as error:
-                problems.append(str(error))
-                if server.url not in self._down:
-                    self._down.add(server.url)
-                    _log.warning("%s; new episodes go to the other servers until it answers", error)
-            else:
-                self._down.discard(server.url)
-                return made
-        return [ServiceDownError("environment servers", "; ".join(problems)) for _ in range(count)]
+
+        async def create(endpoint: Endpoint) -> list[Place]:
+            server = self._servers[endpoint]
+            return [(server, episode) for episode in await server.create(task, count)]
+
+        try:
+            return await self.first_answer(zlib.crc32(task.id.encode()), create)
+        except ServiceDownError as error:
+            return [error] * count
 
 
-def _unpacked(server: Server, answer: Answer) -> Answer:
+def _unpacked(server: EnvServer, answer: Answer) -> Answer:
     if answer.fault is not None:
         raise ServiceDownError(f"{answer.fault.service} at {server.url}", answer.fault.problem)
     return answer

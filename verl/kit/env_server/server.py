@@ -5,8 +5,6 @@
 Any client that can reach the port can create episodes and take steps: beyond localhost a token is required.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -24,21 +22,11 @@ from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
-from verl.envs.tools.text import utf8
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.env_server.wire import (
-    Answer,
-    Closed,
-    CreateRequest,
-    CreateResponse,
-    EpisodeList,
-    Fault,
-    Health,
-    StepList,
-    Verdict,
-)
+from verl.kit.env_server.wire import Answer, CreateRequest, CreateResponse, EnvFault, EpisodeList, StepList, Verdict
 from verl.net.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.registry import option
+from verl.text import utf8
 from verl.types import Message, Task
 
 Operation = Callable[[Env], Awaitable[dict[str, Any]]]
@@ -83,10 +71,7 @@ class Episodes:
         return names
 
     async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
-        """The answers of different episodes, each a line of JSON, streamed as they complete.
-
-        A client that disconnects cancels the pending ones.
-        """
+        """Answers of different episodes, a line of JSON each, as they complete. A disconnect cancels the rest."""
         waiting = [
             asyncio.create_task(self._ask_one(position, name, operation))
             for position, (name, operation) in enumerate(operations)
@@ -146,7 +131,7 @@ class Episodes:
 
 
 def _fault(position: int, problem: str, service: str = "environment server") -> str:
-    return Answer(position=position, fault=Fault(service=service, problem=utf8(problem))).model_dump_json()
+    return Answer(position=position, fault=EnvFault(service=service, problem=utf8(problem))).model_dump_json()
 
 
 async def _reset(env: Env) -> dict[str, Any]:
@@ -176,8 +161,8 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
     app = new_app(f"environment {name}", lifespan)
 
     @app.get("/health")
-    async def health() -> Health:
-        return Health(env=name, episodes=len(episodes))
+    async def health() -> dict[str, str | int]:
+        return {"env": name, "episodes": len(episodes)}
 
     @app.post("/create")
     async def create(request: CreateRequest) -> CreateResponse:
@@ -203,9 +188,9 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
         return StreamingResponse(episodes.ask([(name, _judge) for name in request.episodes]), media_type=_LINES)
 
     @app.post("/close")
-    async def close(request: EpisodeList) -> Closed:
+    async def close(request: EpisodeList) -> dict[str, str]:
         await episodes.close(request.episodes)
-        return Closed()
+        return {}
 
     return app
 

@@ -6,11 +6,9 @@ pydantic (de)serializes the dataclasses of verl/types.py and verl/envs/base.py d
     POST /reset   EpisodeList   -> Answer ..       an observation for each, streamed as JSON lines
     POST /step    StepList      -> Answer ..       a result for each, likewise
     POST /judge   EpisodeList   -> Answer ..       a verdict for each, likewise
-    POST /close   EpisodeList   -> Closed
-    GET  /health                -> Health
+    POST /close   EpisodeList   -> {}              unknown episodes are ignored
+    GET  /health                -> {"env": its name, "episodes": number of open ones}
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import replace
@@ -19,7 +17,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl.envs.base import Observation, StepResult
-from verl.envs.tools.text import utf8
+from verl.text import utf8
 from verl.types import Message, Score, Task
 
 MAX_ITEMS = 1024  # episodes per request; clients split larger batches
@@ -65,7 +63,7 @@ class Verdict(BaseModel):
     score: Score | None
 
 
-class Fault(BaseModel):
+class EnvFault(BaseModel):
     """An infrastructure fault: why an episode cannot continue."""
 
     service: str
@@ -81,7 +79,7 @@ class Answer(BaseModel):
     observation: Observation | None = None
     result: StepResult | None = None
     verdict: Verdict | None = None
-    fault: Fault | None = None
+    fault: EnvFault | None = None
 
     @model_validator(mode="after")
     def _is_one_of_four(self) -> Self:
@@ -90,24 +88,11 @@ class Answer(BaseModel):
         return self
 
 
-class Closed(BaseModel):
-    """Acknowledges /close; unknown episodes are ignored."""
-
-
-class Health(BaseModel):
-    """Liveness: the environment served and the number of open episodes."""
-
-    env: str
-    episodes: int
-
-
 def sendable(message: Message) -> Message:
     """The message with lone surrogates replaced: a policy may call a tool with half a character ("\\ud83d")."""
 
     def clean(value: Any) -> Any:
         return json.loads(utf8(json.dumps(value, ensure_ascii=False)))
 
-    calls = tuple(
-        replace(call, name=utf8(call.name), arguments=clean(dict(call.arguments))) for call in message.tool_calls
-    )
-    return replace(message, content=utf8(message.content), tool_calls=calls)
+    calls = [replace(call, name=utf8(call.name), arguments=clean(dict(call.arguments))) for call in message.tool_calls]
+    return replace(message, content=utf8(message.content), tool_calls=tuple(calls))

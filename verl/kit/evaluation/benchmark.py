@@ -4,8 +4,6 @@ A new benchmark is one file with a function that takes a `BenchmarkContext`, reg
 `verl/kit/evaluation/registry.py`. Episodes, engines, formats and rewards are those of training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -63,10 +61,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """Tasks with the same episode settings and metric. `metric`: a part of the reward's score, or "total".
-
-    The metric of a response lies between 0 and 1, and is 1 if it is right.
-    """
+    """Tasks with the same episode settings. metric: a part of the score, or "total": 0 to 1, and 1 if right"""
 
     name: str  # benchmark/category
     tasks: Callable[[], Sequence[Task]]
@@ -83,10 +78,7 @@ class Category:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """The mean score of its members, or of all their rows.
-
-    The members are names of categories, or of aggregates before this one; all of them must have been run.
-    """
+    """The mean score of its members (categories, or earlier aggregates; all must have been run) or of their rows."""
 
     name: str
     members: tuple[str, ...]

@@ -1,7 +1,5 @@
 """Benchmark data: files under one folder, or a data set loaded by its hub name (verl/kit/evaluation/hub.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,10 +15,7 @@ Numbered = tuple[str, dict[str, Any]]
 
 
 def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
-    """The first of `names` that exists in the folder or at most two levels below it.
-
-    Raises ConfigError with the names and the hint.
-    """
+    """The first of `names` in the folder or at most two levels below it. Raises ConfigError with the hint."""
     for name in names:
         found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
         if found:
@@ -31,10 +26,7 @@ def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
 def rows_of(
     context: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
 ) -> Iterator[Numbered]:
-    """The rows of a file as in `numbered_rows`, or of the published data set if there is no file.
-
-    prefix: of the ids of published rows. Raises ConfigError that names the missing file and the failed data set.
-    """
+    """Rows of a file as in `numbered_rows`, else of the data set, with ids from `prefix`. Raises ConfigError."""
     try:
         path = find_file(context.data_dir, names, hint)
     except ConfigError as missing:
@@ -52,10 +44,7 @@ def rows_of(
 
 
 def numbered_rows(path: Path, fields: Fields) -> Iterator[Numbered]:
-    """(file#number, row) for every row, with the types of `fields` checked.
-
-    Raises DataError that names file and row, also for an empty file.
-    """
+    """(file#number, row), types checked. Raises DataError that names file and row, also for an empty file."""
     yield from _checked(read_rows(str(path)), fields, str(path), path.name)
 
 

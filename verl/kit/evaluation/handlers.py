@@ -3,8 +3,6 @@
 A model's score depends on the handler, so every score names its handler, and comparisons use the same one.
 """
 
-from __future__ import annotations
-
 from verl.config.schema import EnvConfig
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
@@ -20,10 +18,7 @@ _NATIVE = {  # marker of calls in a chat template -> the format that parses them
 
 
 def tool_call_format_of(handler: str, chat_template: str) -> str:
-    """The tool-call format of a handler: the chat template's for `native`, else the format of that name.
-
-    Raises ConfigError for an unknown handler, and for `native` if the chat template has no known tool format.
-    """
+    """The format of this name; for `native`, the chat template's. Raises ConfigError if there is none."""
     if handler != "native":
         if handler not in TOOL_CALL_FORMATS and ":" not in handler:
             raise ConfigError(f"unknown handler {handler!r}; {nearest(handler, ['native', *TOOL_CALL_FORMATS])}")
@@ -31,18 +26,15 @@ def tool_call_format_of(handler: str, chat_template: str) -> str:
     for marker, tool_call_format in _NATIVE.items():
         if "tools" in chat_template and marker in chat_template:
             return tool_call_format
-    raise ConfigError(
-        "handler=native: the model's chat template has no known tool format; choose handler=toolrl, "
-        "handler=tool_n1 or another format of docs/tool_call_formats.md"
-    )
+    hint = "choose handler=toolrl, handler=tool_n1 or another format of docs/tool_call_formats.md"
+    raise ConfigError(f"handler=native: the model's chat template has no known tool format; {hint}")
 
 
 def check_several_tools(benchmark: str, tool_call_format: str) -> None:
     """Raises ConfigError for a single-tool format, which lists no tools. "": the format is not known yet."""
     if tool_call_format and isinstance(build_tool_call_format(tool_call_format), InlineFormat):
-        raise ConfigError(
-            f"{benchmark}: the tool-call format {tool_call_format!r} supports a single tool only; use another handler"
-        )
+        problem = f"the tool-call format {tool_call_format!r} supports a single tool only"
+        raise ConfigError(f"{benchmark}: {problem}; use another handler")
 
 
 def env_of(episode: EpisodeConfig, tool_call_format: str) -> EnvConfig:

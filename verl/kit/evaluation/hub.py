@@ -1,7 +1,5 @@
 """Benchmarks published as data sets on the Hugging Face hub: loaded by name if there is no local file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +22,7 @@ class HubSet:
     config: str | None = None
 
     def load(self, data_dir: Path) -> Iterable[Mapping[str, Any]]:
-        """All rows. A copy in `data_dir`/owner/name takes precedence over the hub; offline, the cache is used.
-
-        Raises ConfigError if loading fails.
-        """
+        """All rows, of a copy in `data_dir`/owner/name, else of the hub or its cache. Raises ConfigError."""
         try:
             import datasets  # heavy
         except ImportError as error:

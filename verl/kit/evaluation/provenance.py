@@ -1,7 +1,5 @@
 """Provenance of a score: the model's files and the package versions."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any

@@ -4,13 +4,11 @@ A task is done when all its rollouts are recorded. Its key is a digest of task, 
 changed file or setting is evaluated again; a wrong answer is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any
 
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Category
-from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.tracking.transcripts import group_rows
-from verl.types import Task, Trajectory, TrajectoryGroup
+from verl.types import Task, TrajectoryGroup
 
 NOT_ASKED = "not_asked"
 
@@ -57,27 +55,14 @@ class Records:
     def add(self, group: TrajectoryGroup, values: Sequence[float]) -> None:
         """Record the rollouts of a task with the metric of each. Written immediately, so a kill loses no done task."""
         digest = digest_of(self._category, group.task)
-        answers = zip(group_rows(0, group), group.trajectories, values, strict=True)
-        self._append(
-            digest,
-            [
-                {
-                    **row,
-                    "digest": digest,
-                    "metric_value": value,
-                    "num_turns": len(trajectory.turns),
-                    "malformed_calls": trajectory.num_malformed_calls,
-                    **self._inputs(trajectory),
-                }
-                for row, trajectory, value in answers
-            ],
-        )
-
-    def _inputs(self, trajectory: Trajectory) -> dict[str, list[str]]:
-        """The model's decoded context before each of its turns, with messages and tools as rendered."""
-        if self._decode is None:
-            return {}
-        return {"shown": [self._decode(turn.context_ids) for turn in trajectory.turns]}
+        rows = []
+        for row, trajectory, value in zip(group_rows(0, group), group.trajectories, values, strict=True):
+            row |= {"digest": digest, "metric_value": value, "num_turns": len(trajectory.turns)}
+            row["malformed_calls"] = trajectory.num_malformed_calls
+            if self._decode is not None:  # the context before each turn, with messages and tools as rendered
+                row["shown"] = [self._decode(turn.context_ids) for turn in trajectory.turns]
+            rows.append(row)
+        self._append(digest, rows)
 
     def add_unasked(self, task: Task, problem: str) -> None:
         """Record a task whose prompt is too long or rejected by the chat template: it counts as wrong."""
@@ -94,30 +79,22 @@ class Records:
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.path, whole)  # later tasks must not be appended to a partial line
-            raise DataError(
-                f"cannot be written ({error.strerror})",
-                hint="Free some space and start again: finished tasks are kept",
-                file=str(self.path),
-            ) from error
+            hint = "Free some space and start again: finished tasks are kept"
+            raise DataError(f"cannot be written ({error.strerror})", hint=hint, file=str(self.path)) from error
         self._done[digest] = rows
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         """The complete tasks. Partial lines and tasks, left by a kill, are removed from the file."""
         try:
-            rows = read_rows(self.path)
+            rows = read_jsonl(self.path)
             found: dict[str, list[dict[str, Any]]] = defaultdict(list)
             for row in rows:
                 found[row["digest"]].append(row)
-            whole = {digest: same[: self._n] for digest, same in found.items() if _is_whole(same[: self._n], self._n)}
+            firsts = {digest: same[: self._n] for digest, same in found.items()}
+            numbers = list(range(self._n))
+            whole = {key: same for key, same in firsts.items() if sorted(row["index"] for row in same) == numbers}
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"is not a file of evaluation records ({type(error).__name__}: {error})",
-                hint="Remove it to evaluate everything again",
-                file=str(self.path),
-            ) from error
-        write_rows(self.path, [row for same in whole.values() for row in same])
+            problem = f"is not a file of evaluation records ({type(error).__name__}: {error})"
+            raise DataError(problem, hint="Remove it to evaluate everything again", file=str(self.path)) from error
+        write_jsonl(self.path, [row for same in whole.values() for row in same])
         return whole
-
-
-def _is_whole(rows: Sequence[Mapping[str, Any]], n: int) -> bool:
-    return sorted(row["index"] for row in rows) == list(range(n))

@@ -3,8 +3,6 @@
 Your own is `package.module:function` or `path/to/file.py:function`; `..:function/category` is one of its categories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ BENCHMARKS: Mapping[str, str] = {
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_benchmarks(names: Sequence[str]) -> None:
     """Raises ConfigError for an empty list, a duplicate, or an unknown benchmark; categories are not checked."""
     if not names:
         raise ConfigError("benchmarks is not set; use for example [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
@@ -37,10 +35,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def build_benchmarks(names: Sequence[str], context: BenchmarkContext) -> list[Benchmark]:
-    """The benchmarks, each with the requested categories, in order of first appearance.
-
-    Raises ConfigError for an unknown category, and for two categories or benchmarks with the same name.
-    """
+    """With the requested categories. Raises ConfigError for unknown ones and duplicate names."""
     benchmarks = [_build(whole, parts, context) for whole, parts in _by_benchmark(names).items()]
     categories = [category.name for benchmark in benchmarks for category in benchmark.categories]
     for taken in ([benchmark.name for benchmark in benchmarks], categories):

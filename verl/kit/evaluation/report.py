@@ -1,7 +1,5 @@
 """From records to scores: per category, per aggregate, and as differences of two models on the same tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
@@ -89,10 +87,7 @@ def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples:
 
 
 def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resamples: int) -> dict[str, Any]:
-    """One benchmark and two models, for a JSON file and for `tables.comparison_grid`, on their common tasks.
-
-    Includes the notes of the single-model report.
-    """
+    """One benchmark and two models on their common tasks, for a JSON file and `tables.comparison_grid`."""
     names = [category.name for category in benchmark.categories]
     ours, theirs = ({name: each.answers[name] for name in names} for each in (model, base))
     ours, theirs = _in_common(ours, theirs), _in_common(theirs, ours)
@@ -135,7 +130,10 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
     several = {
         "pass@n": _mean([any(task) for task in right]),
         "pass^n": _mean([all(task) for task in right]),
-        "pass^k": {str(k): _pass_hat(right, k) for k in range(1, len(right[0]) + 1)},
+        "pass^k": {  # all of k rollouts of a task, drawn without replacement, are right (arXiv 2406.12045)
+            str(k): _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
+            for k in range(1, len(right[0]) + 1)
+        },
     }
     productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
@@ -154,11 +152,6 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
-
-
-def _pass_hat(right: Sequence[Sequence[bool]], k: int) -> float:
-    """Probability that k of a task's n rollouts, drawn without replacement, are all right (arXiv 2406.12045)."""
-    return _mean([comb(sum(task), k) / comb(len(task), k) for task in right])
 
 
 def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """Any training data file as a benchmark: prompts verbatim, scored by a training reward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,19 +15,14 @@ from verl.utils.reward_score.rewards import named_reward
 def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     """Rows of a file, each a prompt and one response, scored by the context's reward or the row's own.
 
-    The score is the share of responses with the maximum reward, or the mean reward if the context's reward has no known
-    maximum. Raises ConfigError for a reward that cannot be built.
+    The score is the share with the maximum reward, or the mean if that is unknown. Raises ConfigError for the reward.
     """
     name = Path(path).name  # with its suffix, so that files with the same stem have separate results
     episode = EpisodeConfig(context.reward, context.reward_options, uses_tools=False)
     metric = EXACT if isinstance(build_reward(context.reward, context.reward_options), LabReward) else "total"
     tasks = cache(partial(_read, path, metric))
-    return Benchmark(
-        name,
-        (Category(name, tasks, episode, metric),),
-        notes=(f"{name}: rows of {path}, scored by {context.reward}",),
-        files=lambda: (str(tasks().report),),
-    )
+    category, note = Category(name, tasks, episode, metric), f"{name}: rows of {path}, scored by {context.reward}"
+    return Benchmark(name, (category,), notes=(note,), files=lambda: (str(tasks().report),))
 
 
 def _read(path: str, metric: str) -> TaskSet:
@@ -41,9 +34,6 @@ def _read(path: str, metric: str) -> TaskSet:
         if task.env not in (None, "single_turn"):
             raise DataError(f"{task.env!r} is not supported here", "single_turn", field="env").of_row(task.id)
         if metric == EXACT and task.reward is not None and not isinstance(named_reward(task.reward), LabReward):
-            raise DataError(
-                f"{task.reward!r} has no known maximum, which the metric of the other rows needs",
-                hint="Put the rows into a separate file",
-                field="reward",
-            ).of_row(task.id)
+            problem = f"{task.reward!r} has no known maximum, which the metric of the other rows needs"
+            raise DataError(problem, hint="Put the rows into a separate file", field="reward").of_row(task.id)
     return tasks

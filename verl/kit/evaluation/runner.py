@@ -1,7 +1,5 @@
 """Runs the tasks of a category concurrently, each once, and records each as soon as it is done."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,10 +37,7 @@ class ResultSink(Protocol):
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs categories with one set of sampling settings.
-
-    max_faults: infrastructure failures after which the remaining tasks are skipped
-    """
+    """max_faults: infrastructure failures after which the remaining tasks are skipped"""
 
     rollout: GroupRollout
     prompt_ids: PromptIds
@@ -56,11 +51,7 @@ class Runner:
     async def run(
         self, category: Category, tasks: Sequence[Task], records: ResultSink, done: Callable[[], None]
     ) -> list[str]:
-        """Run the tasks and add the results to `records`; `done` is called after each. Returns one reason per failed
-        task.
-
-        Failed tasks do not count as wrong: they are not recorded, and a resumed evaluation runs them again.
-        """
+        """Run and record the tasks, `done` after each. Returns a reason per failed task; these are not recorded."""
         assert self.n <= _MAX_ROLLOUTS
         slots = asyncio.Semaphore(self.max_concurrent)
         faults: list[str] = []

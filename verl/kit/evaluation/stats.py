@@ -1,8 +1,6 @@
 """Estimates with confidence intervals: a percentile bootstrap over tasks (Efron, 1979), also for aggregates and
 differences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -53,13 +51,10 @@ def aggregate(aggregates: Sequence[Aggregate], scores: Mapping[str, Estimate]) -
     made: dict[str, Estimate] = {}
     for each in aggregates:
         if all(member in known for member in each.members):
-            made[each.name] = known[each.name] = _combine(each, [known[member] for member in each.members])
+            members = [known[member] for member in each.members]
+            rows = np.array([member.num_rows for member in members], dtype=np.float64)
+            weights = rows / rows.sum() if each.over == "rows" else np.full(len(members), 1 / len(members))
+            mean = sum(weight * member.mean for weight, member in zip(weights, members, strict=True))
+            resampled = weights @ np.stack([member.resampled for member in members])
+            made[each.name] = known[each.name] = Estimate(float(mean), resampled, int(rows.sum()))
     return made
-
-
-def _combine(how: Aggregate, members: Sequence[Estimate]) -> Estimate:
-    rows = np.array([member.num_rows for member in members], dtype=np.float64)
-    weights = rows / rows.sum() if how.over == "rows" else np.full(len(members), 1 / len(members))
-    mean = sum(weight * member.mean for weight, member in zip(weights, members, strict=True))
-    resampled = weights @ np.stack([member.resampled for member in members])
-    return Estimate(float(mean), resampled, int(rows.sum()))

@@ -1,7 +1,5 @@
 """Reports as tables: for a terminal, and as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,9 +101,8 @@ def probe_grids(found: Mapping[str, Any]) -> tuple[Grid, Grid]:
     cells = {
         "rows, rollouts of each": f"{found['rows']}, {found['n']}",
         "reward": _interval(found["reward"], 1, 3),
-        "reward, std within groups and between rows": (
-            f"{found['spread_within_groups']:.3f}, {found['spread_between_rows']:.3f}"
-        ),
+        "reward, std within groups": f"{found['spread_within_groups']:.3f}",
+        "reward, std between rows": f"{found['spread_between_rows']:.3f}",
         "right, %": _interval(found["success"], 100, 1),
         "rows never right, always right, %": f"{100 * found['never_right']:.1f}, {100 * found['always_right']:.1f}",
         "responses in a valid format, %": unknown if found["format"] is None else f"{100 * found['format']:.1f}",
@@ -116,26 +113,13 @@ def probe_grids(found: Mapping[str, Any]) -> tuple[Grid, Grid]:
         "zero-variance groups, %": _interval(found["zero_variance"], 100, 1),
         "prompts too long, rows missing": f"{found['rows_too_long']}, {found['missing']}",
     }
-    sizes = [
-        (
-            str(size["n"]),
-            f"{100 * size['zero_variance']:.1f}",
-            size["how"],
-            *(
-                "" if size[name] is None else f"{size[name]:{form}}"
-                for name, form in (("tokens", ".0f"), ("seconds", ".2f"))
-            ),
-        )
-        for size in found["sizes"]
-    ]
+    sizes = []
+    for size in found["sizes"]:
+        costs = [(size["tokens"], ".0f"), (size["seconds"], ".2f")]
+        formatted = ["" if cost is None else f"{cost:{form}}" for cost, form in costs]
+        sizes.append((str(size["n"]), f"{100 * size['zero_variance']:.1f}", size["how"], *formatted))
     title = f"probe: {found['model']} on {found['data']}"
-    columns = (
-        "n",
-        "zero-variance groups, %",
-        "method",
-        "tokens per other group",
-        "engine seconds per other group",
-    )
+    columns = ("n", "zero-variance groups, %", "method", "tokens per other group", "engine seconds per other group")
     return Grid(title, ("", "value"), list(cells.items())), Grid("by group size", columns, sizes)
 
 

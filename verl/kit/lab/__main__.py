@@ -8,8 +8,6 @@ own reward is checked with that one. Prints statistics per mutation and the viol
 any, 2 if the data or the reward is unusable.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -92,9 +90,8 @@ def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabRe
     for task in tasks:
         reward = rewards.of(task)
         if not isinstance(reward, LabReward):
-            raise ConfigError(
-                f"{task.id}: reward {task.reward or rewards.name!r} does not define maximum(), gold() and mutations()"
-            )
+            name = task.reward or rewards.name
+            raise ConfigError(f"{task.id}: reward {name!r} does not define maximum(), gold() and mutations()")
         try:
             maximum = float(reward.maximum(task, step))
             responses = [(GOLD, reward.gold(task, step))]
@@ -127,7 +124,7 @@ def _table(report: LabReport) -> Table:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m verl.kit.lab", description="Check a reward on data.")
+    parser = argparse.ArgumentParser("python -m verl.kit.lab", description="Check a reward on data.")
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
@@ -161,10 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_rows("unlisted tool: ", unlisted, arguments.show, console)
     _print_rows("", report.violations, arguments.show, console)
     rows = len({violation.task_id for violation in report.violations})
-    console.print(
-        f"{count} rows tried, {rows} with violations; {len(unusable)} rows unusable, "
-        f"{len(unlisted)} call unlisted tools"
-    )
+    counts = f"{len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
+    console.print(f"{count} rows tried, {rows} with violations; {counts}")
     return 1 if report.violations or unusable or unlisted else 0
 
 

@@ -150,18 +150,16 @@ class McpServer:
                 if self._url is None:
                     program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
                     transport = stdio_client(program, errlog=self._stderr)
-                self._connection = self._portal.wrap_async_context_manager(
-                    _open(transport, self._timeout_s, self._on_message)
-                )
+                opened = _open(transport, self._timeout_s, self._on_message)
+                self._connection = self._portal.wrap_async_context_manager(opened)
                 try:
                     self._client = self._connection.__enter__()
                 except TimeoutError as error:
                     problem = self._with_stderr(f"does not answer within its option timeout_s={self._timeout_s:g}")
                     raise ServiceDownError(self._name, problem) from error
                 except Exception as error:  # the package raises groups of any exceptions of its transports
-                    raise ServiceDownError(
-                        self._name, f"cannot be reached ({self._with_stderr(_innermost(error))})"
-                    ) from error
+                    problem = self._with_stderr(_innermost(error))
+                    raise ServiceDownError(self._name, f"cannot be reached ({problem})") from error
             return self._client
 
     def _disconnect(self, client: Client | None) -> None:

@@ -13,8 +13,6 @@ Reads the model's configuration, not its weights, and tokenizes the files; witho
 Exit code 0: the run fits. 1: it does not fit; changes are suggested. 2: the configuration or the data is unusable.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
-        return plan(config, gpu, console)
+        return print_plan(config, gpu, console)
 
     return run_cli(argv, __doc__ or "", Config, run)
 
@@ -54,8 +52,8 @@ def expand_shorthands(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return settings, gpu
 
 
-def plan(config: Config, gpu: str | None, console: Console) -> int:
-    """Print the plan. Heavy imports are done here."""
+def print_plan(config: Config, gpu: str | None, console: Console) -> int:
+    """Heavy imports are done here."""
     from verl.data.tasks import TaskSet
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show

@@ -1,7 +1,5 @@
 """Advice before training, from the results of a probe. The thresholds are documented in docs/evaluation.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +17,7 @@ FEW_ROWS = 32  # below this the shares are too noisy
 
 
 def advice(found: Mapping[str, Any], with_tools: bool) -> list[str]:
-    """One line for every reason not to train yet; a single all-clear line if there is none.
-
-    found: result of `statistics.summary`, with rows_too_long; with_tools: whether episodes are multi-turn
-    """
+    """A line for every reason not to train yet, or an all-clear. found: `statistics.summary` and rows_too_long"""
     lines = [*_responses(found), *(_calls(found) if with_tools else ()), *_lengths(found), *_groups(found)]
     lines = lines or ["no objection to training with these settings"]
     if found["rows"] < FEW_ROWS:
@@ -39,13 +34,11 @@ def _responses(found: Mapping[str, Any]) -> list[str]:
 
 
 def _calls(found: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines, failed, used = [], _percent(found["malformed"]), _percent(found["tools_used"])
     if found["malformed"] > MANY_MALFORMED:
-        share = _percent(found["malformed"])
-        lines.append(f"SFT first, or choose another env.tool_call_format: {share} of the episodes have a parse error")
+        lines.append(f"SFT first, or choose another env.tool_call_format: {failed} of the episodes have a parse error")
     if found["tools_used"] < FEW_WITH_TOOLS:
-        share = _percent(found["tools_used"])
-        lines.append(f"show how tools are called (SFT, prompt_template): {share} of the episodes call one")
+        lines.append(f"show how tools are called (SFT, prompt_template): {used} of the episodes call one")
     return lines
 
 
@@ -71,10 +64,9 @@ def _groups(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{what}: {shares} at n={size}")
     never, always = found["useless_never_right"], found["useless_always_right"]
     if MANY_USELESS < never + always < 1:
-        lines.append(
-            f"drop rows without a learning signal: {_percent(never)} were never right, {_percent(always)} always "
-            f"({script('scripts/select_by_difficulty.py')})"
-        )
+        shares = f"{_percent(never)} were never right, {_percent(always)} always"
+        select = script("scripts/select_by_difficulty.py")
+        lines.append(f"drop rows without a learning signal: {shares} ({select})")
     return lines
 
 

@@ -32,10 +32,10 @@ from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.tables import probe_grids
 from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.probe.advice import advice
-from verl.kit.probe.statistics import Cost, Judge, Rollout, row_of, summary
+from verl.kit.probe.statistics import Cost, Criteria, Rollout, row_of, summary
 from verl.net.services import check_services
 from verl.system.lock import alone_in
-from verl.tracking.jsonl import read_rows, write_rows
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.builders.engine import response_lengths, standalone_engine
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, truncating
 from verl.trainer.builders.run import load_chat_template
@@ -78,7 +78,7 @@ async def probe(config: ProbeConfig, console: Console) -> None:
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif episode_runner is not None:
             await episode_runner.close()
-    found, lines = _summarize(tasks, records, judge_of(rewards, tasks), _cost(folder), config)
+    found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), _cost(folder), config)
     found |= {"model": name, "data": config.data, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
     _report(found, lines, folder, console)
@@ -131,7 +131,7 @@ async def _roll_out(
     return faults
 
 
-def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
+def criteria_of(rewards: Rewards, tasks: Sequence[Task]) -> Criteria:
     """A response is correct if the reward's part "correct" is positive, or, without that part, if it has the maximum
     score (1 if unknown).
 
@@ -151,11 +151,11 @@ def judge_of(rewards: Rewards, tasks: Sequence[Task]) -> Judge:
         maximum = rewards.maximum(task, _STEP)
         return bool(score["total"] >= (1.0 if maximum is None else maximum) - _TOLERANCE)
 
-    return Judge(right, best_format)
+    return Criteria(right, best_format)
 
 
 def _summarize(
-    tasks: Sequence[Task], records: Records, judge: Judge, cost: Cost, config: ProbeConfig
+    tasks: Sequence[Task], records: Records, criteria: Criteria, cost: Cost, config: ProbeConfig
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(statistics, a line per row). Raises DataError if no row could be rolled out."""
     answered = [(task, group) for task in tasks for group in records.of([task])]
@@ -166,8 +166,8 @@ def _summarize(
             hint="Raise max_prompt_length",
             file=str(config.data),
         )
-    rows = [row_of(task, group, judge) for task, group in rolled_out]
-    found = summary(rows, [group for _, group in rolled_out], judge, cost, config.bootstrap)
+    rows = [row_of(task, group, criteria) for task, group in rolled_out]
+    found = summary(rows, [group for _, group in rolled_out], criteria, cost, config.bootstrap)
     return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 
@@ -187,12 +187,12 @@ def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRu
 
 def _note_cost(folder: Path, cost: Cost) -> None:
     """Append the cost of this start to that of earlier ones."""
-    write_rows(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
+    write_jsonl(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
 
 
 def _costs(folder: Path) -> list[dict[str, Any]]:
     path = folder / "cost.jsonl"
-    return read_rows(path) if path.exists() else []
+    return read_jsonl(path) if path.exists() else []
 
 
 def _cost(folder: Path) -> Cost:
@@ -209,7 +209,7 @@ def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path,
         folder / "probe.md",
         "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
     )
-    write_rows(folder / "probe.jsonl", rows)
+    write_jsonl(folder / "probe.jsonl", rows)
     for grid in grids:
         console.print(grid.for_terminal())
     for each in found["advice"]:

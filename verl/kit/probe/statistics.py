@@ -1,10 +1,6 @@
 """Statistics of a probe's rollouts: does the data have a learning signal under these settings?"""
 
-from __future__ import annotations
-
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -12,7 +8,8 @@ from typing import Any
 from verl.kit.evaluation.report import CUT_OFF
 from verl.kit.evaluation.stats import estimate
 from verl.kit.probe.zero_variance import predict
-from verl.types import Message, Task
+from verl.text import prompt_sha256
+from verl.types import Task
 
 SIZES = (2, 4, 8, 16, 32)
 _TOLERANCE = 1e-9
@@ -22,8 +19,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """Criteria. right: of a task and a rollout; best_format: the format part of a gold response, if known"""
+class Criteria:
+    """right: of a task and a rollout; best_format: the format part of a gold response, if known"""
 
     right: Callable[[Task, Rollout], bool]
     best_format: float | None = None
@@ -44,13 +41,7 @@ class Cost:
     seconds: float
 
 
-def prompt_sha256(messages: Sequence[Message]) -> str:
-    """Digest of a row's prompt."""
-    text = json.dumps([[message.role, message.content] for message in messages])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def row_of(task: Task, group: Sequence[Rollout], judge: Judge) -> Row:
+def row_of(task: Task, group: Sequence[Rollout], criteria: Criteria) -> Row:
     """Statistics of one row of the data, for filtering. `spread`: the standard deviation of the rewards"""
     rewards = [rollout["reward"] for rollout in group]
     return {
@@ -58,14 +49,14 @@ def row_of(task: Task, group: Sequence[Rollout], judge: Judge) -> Row:
         "prompt_sha256": prompt_sha256(task.prompt),
         "n": len(group),
         "mean_reward": fmean(rewards),
-        "success_rate": fmean(judge.right(task, rollout) for rollout in group),
+        "success_rate": fmean(criteria.right(task, rollout) for rollout in group),
         "spread": pstdev(rewards),
         "zero_variance": len(set(rewards)) == 1,
     }
 
 
 def summary(
-    rows: Sequence[Row], groups: Sequence[Sequence[Rollout]], judge: Judge, cost: Cost, resamples: int
+    rows: Sequence[Row], groups: Sequence[Sequence[Rollout]], criteria: Criteria, cost: Cost, resamples: int
 ) -> dict[str, Any]:
     """All statistics. rows: of `row_of`, [P]; groups: their rollouts, [P][n]"""
     rollouts = [rollout for group in groups for rollout in group]
@@ -78,17 +69,17 @@ def summary(
         "spread_between_rows": pstdev([row["mean_reward"] for row in rows]),
         "spread_within_groups": fmean(row["spread"] for row in rows),
         "success": estimate("success", [row["success_rate"] for row in rows], resamples).as_dict(),
-        "never_right": _share(row["success_rate"] == 0 for row in rows),
-        "always_right": _share(row["success_rate"] == 1 for row in rows),
-        "useless_never_right": _share(row["success_rate"] == 0 and row["zero_variance"] for row in rows),
-        "useless_always_right": _share(row["success_rate"] == 1 and row["zero_variance"] for row in rows),
+        "never_right": fmean(row["success_rate"] == 0 for row in rows),
+        "always_right": fmean(row["success_rate"] == 1 for row in rows),
+        "useless_never_right": fmean(row["success_rate"] == 0 and row["zero_variance"] for row in rows),
+        "useless_always_right": fmean(row["success_rate"] == 1 and row["zero_variance"] for row in rows),
         "zero_variance": estimate("zero_variance", [float(row["zero_variance"]) for row in rows], resamples).as_dict(),
         "sizes": _sizes([[rollout["reward"] for rollout in group] for group in groups], tokens, seconds),
-        "format": _format_rate(rollouts, judge),
-        "malformed": _share(rollout["malformed_calls"] > 0 for rollout in rollouts),
+        "format": _format_rate(rollouts, criteria),
+        "malformed": fmean(rollout["malformed_calls"] > 0 for rollout in rollouts),
         "tool_calls": fmean(len(rollout["tool_uses"]) for rollout in rollouts),
-        "tools_used": _share(bool(rollout["tool_uses"]) for rollout in rollouts),
-        "cut_off": _share(rollout["stop_reason"] in CUT_OFF for rollout in rollouts),
+        "tools_used": fmean(bool(rollout["tool_uses"]) for rollout in rollouts),
+        "cut_off": fmean(rollout["stop_reason"] in CUT_OFF for rollout in rollouts),
         "tokens": tokens,
         "seconds": seconds,
     }
@@ -113,13 +104,9 @@ def _sizes(rewards: Sequence[Sequence[float]], tokens: float, seconds: float | N
     return found
 
 
-def _format_rate(rollouts: Sequence[Rollout], judge: Judge) -> float | None:
+def _format_rate(rollouts: Sequence[Rollout], criteria: Criteria) -> float | None:
     """None if the reward has no format part, or one that is always 0."""
-    formed = [(rollout, found) for rollout in rollouts if (found := judge.well_formed(rollout)) is not None]
-    if not formed or (judge.best_format == 0 and all(found for _, found in formed)):
+    formed = [(rollout, found) for rollout in rollouts if (found := criteria.well_formed(rollout)) is not None]
+    if not formed or (criteria.best_format == 0 and all(found for _, found in formed)):
         return None
-    return _share(found for _, found in formed)
-
-
-def _share(found: Iterable[bool]) -> float:
-    return fmean(map(float, found))
+    return fmean(found for _, found in formed)

@@ -4,8 +4,6 @@ Group-relative advantages (GRPO) are all zero if the rewards of a group are equa
 probability p_v, a group of n has that probability sum_v p_v^n; for binary rewards with success rate p, p^n + (1-p)^n.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

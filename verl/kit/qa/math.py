@@ -3,14 +3,12 @@ r"""Math problems with short answers, without tools and with Python: GSM8K, MATH
 The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.kit.evaluation.files import answer_texts, rows_of
+from verl.kit.evaluation.files import Fields, answer_texts, rows_of
 from verl.kit.evaluation.hub import HubSet
 from verl.types import Message, Task
 
@@ -21,10 +19,7 @@ _PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wro
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """files: possible file names; hub: the published data set
-
-    faulty: id -> why math-verify would reject every equivalent answer
-    """
+    """files: their possible names; hub: the published data set; faulty: id -> why no equivalent answer passes"""
 
     files: tuple[str, ...]
     source: str
@@ -41,9 +36,7 @@ _SETS: Mapping[str, _Set] = {
         HubSet("openai/gsm8k", _QUESTION, config="main"),
     ),
     "math500": _Set(
-        ("math500.jsonl",),
-        "the test set of HuggingFaceH4/MATH-500",
-        HubSet("HuggingFaceH4/MATH-500", _PROBLEM),
+        ("math500.jsonl",), "the test set of HuggingFaceH4/MATH-500", HubSet("HuggingFaceH4/MATH-500", _PROBLEM)
     ),
     "aime24": _Set(
         ("aime24.jsonl",), "the 30 problems of AIME 2024", HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train")
@@ -89,19 +82,12 @@ def math(context: BenchmarkContext) -> Benchmark:
 def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
     one = _SETS[name]
     hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
-    rows = rows_of(context, one.files, one.hub, name, {"id": str, "problem": str, "answer": (str, list)}, hint)
-    return [
-        Task(
-            row["id"],
-            (Message("system", asked), Message("user", row["problem"])),
-            ", ".join(answer_texts(_short(row["answer"]), place, "answer")),
-            name,
-        )
-        for place, row in rows
-        if row["id"] not in one.faulty
-    ]
-
-
-def _short(answer: str | list[str]) -> str | list[str]:
-    """A gold answer without the preceding solution."""
-    return answer.rpartition(_BEFORE_ANSWER)[2].strip() if isinstance(answer, str) else answer
+    tasks = []
+    fields: Fields = {"id": str, "problem": str, "answer": (str, list)}
+    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
+        answer = row["answer"]
+        if isinstance(answer, str):
+            answer = answer.rpartition(_BEFORE_ANSWER)[2].strip()
+        prompt = (Message("system", asked), Message("user", row["problem"]))
+        tasks.append(Task(row["id"], prompt, ", ".join(answer_texts(answer, place, "answer")), name))
+    return [task for task in tasks if task.id not in one.faulty]

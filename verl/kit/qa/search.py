@@ -3,13 +3,10 @@
 The tool is BM25 over the passages in data_dir, or set by `BenchmarkContext.search`: a dense index, a /retrieve server.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.files import Fields, answer_texts, find_file, rows_of
@@ -44,9 +41,7 @@ _SETS: Mapping[str, _Set] = {
         "Question",
         "Answer",
     ),
-    "search/hotpotqa_100": _Set(
-        ("hotpotqa_100.jsonl",), "a hundred questions of HotpotQA's dev set (distractor)", None
-    ),
+    "search/hotpotqa_100": _Set(("hotpotqa_100.jsonl",), "100 questions of HotpotQA's dev set (distractor)", None),
     "search/hotpotqa_dev": _Set(
         ("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"),
         "HotpotQA's dev set",
@@ -55,11 +50,7 @@ _SETS: Mapping[str, _Set] = {
     "search/nq_open": _Set(
         ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"),
         "NQ-Open's dev set (google-research-datasets/nq_open)",
-        HubSet(
-            "google-research-datasets/nq_open",
-            {"question": "question", "golden_answers": "answer"},
-            split="validation",
-        ),
+        HubSet("google-research-datasets/nq_open", {**_OURS, "golden_answers": "answer"}, split="validation"),
     ),
 }
 _COVERAGE = (
@@ -89,19 +80,11 @@ def _category(context: BenchmarkContext, name: str, episode: EpisodeConfig) -> C
 
 def _episode(context: BenchmarkContext, usual_calls: int) -> EpisodeConfig:
     calls = usual_calls if context.max_tool_calls is None else context.max_tool_calls
-    options = context.search or {"corpus": str(_corpus(context))}
-    return EpisodeConfig(
-        "qa",
-        {"judge": dict(context.judge)} if context.judge else {},
-        env="tool",
-        tools=({"name": "search", **options},),
-        max_tool_calls=calls,
-    )
-
-
-def _corpus(context: BenchmarkContext) -> Path:
     hint = "write rows of {id, contents}, or let `search` name a server: {retriever: http, urls: http://host/retrieve}"
-    return find_file(context.data_dir, ("wiki_passages.jsonl.gz", "wiki_passages.jsonl"), hint)
+    corpora = ("wiki_passages.jsonl.gz", "wiki_passages.jsonl")
+    options = context.search or {"corpus": str(find_file(context.data_dir, corpora, hint))}
+    judge, tools = {"judge": dict(context.judge)} if context.judge else {}, ({"name": "search", **options},)
+    return EpisodeConfig("qa", judge, env="tool", tools=tools, max_tool_calls=calls)
 
 
 def _notes(context: BenchmarkContext) -> tuple[str, ...]:
@@ -114,12 +97,8 @@ def _tasks(context: BenchmarkContext, name: str) -> list[Task]:
     one = _SETS[name]
     fields: Fields = {one.question: str, one.golds: (str, list)}
     hint = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
-    return [
-        Task(
-            place,
-            (_ASK, Message("user", row[one.question])),
-            json.dumps(answer_texts(row[one.golds], place, one.golds)),
-            name,
-        )
-        for place, row in rows_of(context, one.files, one.hub, name, fields, hint)
-    ]
+    tasks = []
+    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
+        answer = json.dumps(answer_texts(row[one.golds], place, one.golds))
+        tasks.append(Task(place, (_ASK, Message("user", row[one.question])), answer, name))
+    return tasks

@@ -6,8 +6,6 @@ replayed, and the step's metrics are compared (docs/replay.md).
 Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     def run(_: CliArgs, console: Console) -> int:
-        folder, step = parse_args(argv)
-        return show(folder, step, console)
+        return print_comparison(*parse_args(argv), console)
 
     return run_cli([], "", Config, run)
 
@@ -50,7 +47,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Path, int]:
     raise ConfigError(f"expected RUN --step N with a whole number from 1 on, got {' '.join(argv) or 'nothing'!r}")
 
 
-def show(folder: Path, step: int, console: Console) -> int:
+def print_comparison(folder: Path, step: int, console: Console) -> int:
     """Replay and print the result. Heavy imports are done here."""
     from verl.kit.replay.replay import replay
 

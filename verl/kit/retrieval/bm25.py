@@ -1,7 +1,5 @@
 """BM25 over a local corpus (Lu, "BM25S", arXiv 2407.03618), indexed in memory (7,000 paragraphs per second)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
@@ -10,12 +8,12 @@ import bm25s
 
 from verl.data.rows import read_rows
 from verl.errors import DataError
-from verl.kit.retrieval.search import Passage
+from verl.kit.retrieval.search import Passage, Retriever
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG on import
 
 
-class Bm25Retriever:
+class Bm25Retriever(Retriever):
     """Ranks passages by BM25.
 
     corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`
@@ -33,9 +31,6 @@ class Bm25Retriever:
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         return await asyncio.to_thread(self._search, queries, k)
-
-    async def close(self) -> None:
-        """No-op: no resources."""
 
     def _search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Passages that share no term with a query are left out, even if fewer than k remain."""

@@ -1,7 +1,5 @@
 """Search as a tool: retrieved passages in Search-R1's format (arXiv 2503.09516)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -36,7 +34,8 @@ class Retriever(Protocol):
         """Up to `k` passages per query, best first. Raises ServiceDownError on failure."""
 
     async def close(self) -> None:
-        """Release its resources."""
+        """Release its resources. By default a no-op."""
+        return
 
 
 class SearchTool:
@@ -60,10 +59,8 @@ class SearchTool:
             signature(made_by).bind(**options)
         except TypeError as error:
             takes = ", ".join(f"{name}: .." for name in signature(made_by).parameters)
-            raise ConfigError(
-                f"tool 'search': {error} for retriever {retriever!r}; write env.tools=[{{name: search, "
-                f"retriever: {retriever}, {takes}}}]"
-            ) from error
+            hint = f"write env.tools=[{{name: search, retriever: {retriever}, {takes}}}]"
+            raise ConfigError(f"tool 'search': {error} for retriever {retriever!r}; {hint}") from error
         self._retriever: Retriever = made_by(**options)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:

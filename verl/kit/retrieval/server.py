@@ -3,8 +3,6 @@
 POST /retrieve takes `{"queries": [..]}` or `{"query": ".."}`, and `topk` and `return_scores` with either.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

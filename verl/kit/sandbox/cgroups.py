@@ -8,8 +8,6 @@ A pool's folders are named after its process, which holds a lock on them: a pool
 folders, which the next one removes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging
@@ -28,10 +26,8 @@ CELL = "cell"  # cgroup of a session's processes, frozen between cells
 NAME = "verl-sandbox"
 REMOVE_S = 5.0  # for killed processes to disappear
 JOIN_S = 10.0
-HINT = (
-    "run as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND; a container needs a "
-    "writable /sys/fs/cgroup"
-)
+_DELEGATED = "in a delegated cgroup: systemd-run --user --scope -p Delegate=yes COMMAND"
+HINT = f"run as root, or {_DELEGATED}; a container needs a writable /sys/fs/cgroup"
 log = logging.getLogger(__name__)
 
 
@@ -275,9 +271,8 @@ def _works(cgroups: Cgroups) -> bool:
         given = zip(group.purposes, group.descriptors, strict=True)
         joins = [descriptor for purpose, descriptor in given if purpose in ("join", "cell")]
         script = "".join(f"echo 0 >/proc/self/fd/{number} || exit 1\n" for number in joins)
-        done = subprocess.run(
-            ["/bin/sh", "-c", script], pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S
-        )
+        command = ["/bin/sh", "-c", script]
+        done = subprocess.run(command, pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
     finally:

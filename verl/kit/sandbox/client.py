@@ -7,58 +7,32 @@ backoff and must pass a health check before it gets requests again; its request 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx2
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.kit.sandbox.inside import frames
 from verl.kit.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
-from verl.net.health import HealthWatch
-from verl.net.services import check_urls, service_headers
+from verl.net.endpoints import EndpointPool
 
-MIN_BACKOFF_S = 0.2  # after a failure; doubles with each consecutive one
-MAX_BACKOFF_S = 30.0
-HEALTH_S = 5.0
 CONNECT_S = 5.0
 JSON = {"Content-Type": "application/json"}
 REFUSED = (400, 404, 422)  # a retry would not help
 TOO_LARGE = 413
 DEFAULT_LIMITS = Limits()
 Answer = TypeVar("Answer", RunCodeResponse, RunJupyterResponse)
-log = logging.getLogger(__name__)
 
 
 class TooLargeError(DataError):
     """Code and files exceed the server's size limit."""
 
 
-@dataclass
-class Server:
-    """The state of one server."""
-
-    url: str
-    watch: HealthWatch
-    in_flight: int = 0
-    failures: int = 0  # consecutive
-    skipped_until: float = 0.0
-    problem: str = ""
-
-    def failed(self, problem: str) -> None:
-        """Start or extend the backoff."""
-        self.failures += 1
-        self.problem = problem
-        self.skipped_until = time.monotonic() + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (self.failures - 1))
-        log.warning("sandbox server %s: %s", self.url, problem)
-
-
-class RemoteSandbox:
+class RemoteSandbox(EndpointPool):
     """Load-balances over sandbox servers.
 
     urls:         such as http://host:8080
@@ -83,15 +57,9 @@ class RemoteSandbox:
         self._slots = asyncio.Semaphore(max_requests)
         self._patience_s = patience_s
         self._queue_s = queue_s
-        self._http = httpx2.AsyncClient(
-            limits=httpx2.Limits(max_connections=max_requests + 2 * len(urls)),  # plus connections for health checks
-            trust_env=False,  # ignore proxy settings of the environment
-            headers=service_headers(),
-        )
-        self._servers = [self._server(url.rstrip("/"), health_timeout_s) for url in urls]
-
-    def _server(self, url: str, health_timeout_s: float) -> Server:
-        return Server(url, HealthWatch(f"sandbox server {url}", f"{url}/v1/ping", health_timeout_s, self._http))
+        hint = "Start one with python -m verl.kit.sandbox.server, or correct sandbox.urls"
+        connections = httpx2.Limits(max_connections=max_requests + 2 * len(urls))  # plus those of health checks
+        super().__init__("sandbox", urls, hint, health_timeout_s, "/v1/ping", limits=connections)
 
     async def run(
         self,
@@ -133,81 +101,38 @@ class RemoteSandbox:
         """Cells that share variables; see `RemoteSession`."""
         return RemoteSession(self)
 
-    async def check_services(self) -> None:
-        """Raises ServiceDownError if no server answers."""
-        urls = [f"{server.url}/health" for server in self._servers]
-        hint = "Start one with python -m verl.kit.sandbox.server, or correct sandbox.urls"
-        await check_urls("sandbox", urls, hint, trust_env=False, headers=service_headers())
-
-    async def close(self) -> None:
-        """Close the connections; the servers keep running."""
-        for server in self._servers:
-            server.watch.close()
-        await self._http.aclose()
-
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
         """Run all cells in one fresh interpreter, each with the wall time of `limits`."""
-        total_s = limits.wall_s * len(cells)
-        request = RunJupyterRequest(
-            cells=list(cells), cell_timeout=limits.wall_s, total_timeout=total_s, memory_limit_MB=limits.memory_mib
-        )
+        cell_s, total_s = limits.wall_s, limits.wall_s * len(cells)
+        request = RunJupyterRequest(cells=list(cells), cell_timeout=cell_s, total_timeout=total_s)
+        request.memory_limit_MB = limits.memory_mib
         return await self._ask("/run_jupyter", request, RunJupyterResponse, total_s)
 
     async def _ask(self, path: str, request: BaseModel, kind: type[Answer], wall_s: float) -> Answer:
-        timeout = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S)
+        timeout, body = httpx2.Timeout(wall_s + self._queue_s, connect=CONNECT_S), request.model_dump_json()
         async with self._slots:
             deadline = time.monotonic() + self._patience_s
             while True:
-                server = await self._choose(deadline)
+                server = await self.least_busy(deadline)
                 server.in_flight += 1
                 try:
-                    async with server.watch.guard():
-                        response = await self._http.post(
-                            server.url + path, content=request.model_dump_json(), headers=JSON, timeout=timeout
-                        )
-                    if response.status_code == TOO_LARGE:
-                        raise TooLargeError(f"{server.url} rejected a request: {response.text[:300]}")
-                    if response.status_code in REFUSED:
-                        raise DataError(f"{server.url} rejected a request: {response.text[:300]}", "what it supports")
-                    answer = kind.model_validate_json(response.raise_for_status().content)
+                    async with server.asked():
+                        url = server.url + path
+                        response = await self.client.post(url, content=body, headers=JSON, timeout=timeout)
+                        if response.status_code == TOO_LARGE:
+                            raise TooLargeError(f"{server.url} rejected a request: {response.text[:300]}")
+                        if response.status_code in REFUSED:
+                            problem = f"{server.url} rejected a request: {response.text[:300]}"
+                            raise DataError(problem, "what it supports")
+                        answer = kind.model_validate_json(response.raise_for_status().content)
                     if answer.status != "SandboxError":
                         server.failures = 0
                         return answer
                     server.failed(f"SandboxError: {answer.message}")
                 except ServiceDownError as error:
                     server.failed(error.problem)
-                except (httpx2.HTTPError, ValidationError) as error:
-                    server.failed(f"{type(error).__name__}: {error}")
                 finally:
                     server.in_flight -= 1
-
-    async def _choose(self, deadline: float) -> Server:
-        """The server with the fewest requests in flight; waits for the end of a backoff if all are skipped."""
-        while True:
-            now = time.monotonic()
-            for server in sorted(self._servers, key=lambda each: each.in_flight):
-                if server.skipped_until <= now and (server.failures == 0 or await self._is_healthy(server)):
-                    return server
-            next_s = min(server.skipped_until for server in self._servers) - time.monotonic()
-            if time.monotonic() + next_s > deadline:
-                problems = "; ".join(f"{server.url}: {server.problem}" for server in self._servers)
-                raise ServiceDownError("sandbox", f"no server works. {problems}")
-            await asyncio.sleep(max(0.0, next_s))
-
-    async def _is_healthy(self, server: Server) -> bool:
-        """Whether it answers; a 404 of a server without /health counts."""
-        if server.watch.problem:
-            server.failed(server.watch.problem)
-            return False
-        try:
-            response = await self._http.get(f"{server.url}/health", timeout=HEALTH_S)
-        except httpx2.HTTPError as error:
-            server.failed(f"{type(error).__name__}: {error}")
-            return False
-        if response.status_code >= 500:
-            server.failed(f"/health returned {response.status_code}: {response.text[:300]}")
-            return False
-        return True
 
 
 class RemoteSession:

@@ -1,7 +1,5 @@
 """Starts the process that forks supervisors, in bubblewrap, and restarts it when it has died."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -69,10 +67,7 @@ def check_isolation(isolation: str) -> None:
 
 @dataclass(frozen=True)
 class Channel:
-    """A connection to a supervisor.
-
-    group: the supervisor's cgroup
-    """
+    """A connection to a supervisor, and the supervisor's cgroup."""
 
     socket: socket.socket
     group: Group | None
@@ -83,10 +78,7 @@ class Channel:
 
 
 class ForkServer:
-    """One fork server, started on demand and restarted after a crash.
-
-    num_channels: channels in use, maintained by the pool
-    """
+    """Started on demand and restarted after a crash. num_channels: channels in use, maintained by the pool"""
 
     def __init__(self, isolation: Isolation, preload: Sequence[str], cgroups: CgroupPool | None) -> None:
         self._isolation = isolation
@@ -102,7 +94,8 @@ class ForkServer:
         """A non-blocking channel to an idle supervisor. Raises ServiceDownError if no server can be started."""
         async with self._lock:
             if self._process and (ended := self._process.poll()) is not None:
-                log.warning("sandbox fork server %d exited (%s); restarting", self._process.pid, _cause(ended))
+                cause = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
+                log.warning("sandbox fork server %d exited (%s); restarting", self._process.pid, cause)
                 self.close()
             while self._idle:
                 channel = self._idle.pop()
@@ -205,10 +198,6 @@ class ForkServer:
         if isolated:
             return _in_bubblewrap(command, variables | HOME, control, output, counted)
         return _popen(command, control, output, env=variables)
-
-
-def _cause(ended: int) -> str:
-    return f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
 
 
 def _stopped(ancestor: int) -> str:

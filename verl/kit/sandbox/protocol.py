@@ -4,8 +4,6 @@ Files are sent as base64. Errors of user code have status "Failed"; "SandboxErro
 https://github.com/bytedance/SandboxFusion.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

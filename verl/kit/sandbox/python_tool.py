@@ -22,8 +22,8 @@ CODE: Mapping[str, Any] = {
 }
 
 
-class PythonTool:
-    """Runs code in a fresh process and returns its output; for an exception, the traceback.
+class _PythonOptions:
+    """Options of both tools.
 
     print_last: also print the value of the last line, if that is an expression whose value is not None
     limits:     fields of verl.envs.sandbox.Limits; default: the sandbox's. `wall_s` should be below the deadline of
@@ -32,53 +32,50 @@ class PythonTool:
     Raises ConfigError for unknown limits.
     """
 
+    summary = "Runs Python code."
+
     def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
-        self.spec = ToolSpec("python", f"Runs Python code. Answers {_output_description(print_last)}.", CODE)
-        self._sandbox = sandbox
-        self._print_last = print_last
-        self._limits = limits_of(limits)
+        answered = "what it printed and the value of its last line" if print_last else "what it printed"
+        self.spec = ToolSpec("python", f"{self.summary} Answers {answered}.", CODE)
+        self.sandbox, self.limits, self._print_last = sandbox, parse_limits(limits), print_last
+
+    def code(self, arguments: Mapping[str, Any]) -> str:
+        """The code to run."""
+        return printing_last(arguments["code"]) if self._print_last else arguments["code"]
+
+    async def close(self) -> None:
+        """No-op: the sandbox belongs to the run."""
+
+
+class PythonTool(_PythonOptions):
+    """Runs code in a fresh process and returns its output; for an exception, the traceback."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
-        return answer(await self._sandbox.run(code, limits=self._limits))
-
-    async def close(self) -> None:
-        """No-op: the sandbox belongs to the run."""
+        return answer(await self.sandbox.run(self.code(arguments), limits=self.limits))
 
 
-class PythonSessions:
-    """Runs code in one interpreter per episode, which keeps variables. Options as in PythonTool."""
+class PythonSessions(_PythonOptions):
+    """Runs code in one interpreter per episode, which keeps variables."""
 
-    def __init__(self, sandbox: Sandbox, print_last: bool = False, limits: Mapping[str, Any] | None = None) -> None:
-        description = f"Runs Python code; variables are kept between calls. Answers {_output_description(print_last)}."
-        self.spec = ToolSpec("python", description, CODE)
-        self._sandbox = sandbox
-        self._print_last = print_last
-        self._limits = limits_of(limits)
+    summary = "Runs Python code; variables are kept between calls."
 
     async def open(self, task: Task) -> PythonSession:
-        return PythonSession(self.spec, self._sandbox, self._print_last, self._limits)
-
-    async def close(self) -> None:
-        """No-op: the sandbox belongs to the run."""
+        return PythonSession(self)
 
 
 class PythonSession:
     """One episode's interpreter, started by its first call."""
 
-    def __init__(self, spec: ToolSpec, sandbox: Sandbox, print_last: bool, limits: Limits | None) -> None:
-        self.spec = spec
-        self._sandbox = sandbox
-        self._print_last = print_last
-        self._limits = limits
+    def __init__(self, options: PythonSessions) -> None:
+        self.spec = options.spec
+        self._options = options
         self._session: Session | None = None
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        code = printing_last(arguments["code"]) if self._print_last else arguments["code"]
         if self._session is None:
-            self._session = await self._sandbox.session()
+            self._session = await self._options.sandbox.session()
         try:
-            return answer(await self._session.run(code, self._limits))
+            return answer(await self._session.run(self._options.code(arguments), self._options.limits))
         except asyncio.CancelledError:  # past its deadline: the next call gets a fresh interpreter, not this busy one
             await self.close()
             raise
@@ -89,7 +86,7 @@ class PythonSession:
             await session.close()
 
 
-def limits_of(fields: Mapping[str, Any] | None) -> Limits | None:
+def parse_limits(fields: Mapping[str, Any] | None) -> Limits | None:
     """Limits with these fields; None for the sandbox's. Raises ConfigError for an invalid limit."""
     if fields is None:
         return None
@@ -131,7 +128,3 @@ def printing_last(code: str) -> str:
     end = sum(map(len, lines[: value.end_lineno - 1])) + value.end_col_offset
     parts = (code.encode()[:start], b"__last__ = (", code.encode()[start:end], b")", code.encode()[end:])
     return b"".join(parts).decode() + "\nif __last__ is not None:\n    print(__last__)\n"
-
-
-def _output_description(print_last: bool) -> str:
-    return "what it printed and the value of its last line" if print_last else "what it printed"

@@ -4,8 +4,6 @@ Any client that reaches the port can run code: by default it listens on localhos
 required.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -41,10 +39,7 @@ LARGEST = Limits(wall_s=300.0, memory_mib=4096)
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
-    """The server's application; its shutdown closes the sandbox.
-
-    largest: maximum wall time and memory of a request
-    """
+    """The application; its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,16 +71,12 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
         """Run one program."""
         limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
-            done = await sandbox.run(
-                request.code, request.language, request.stdin or "", _files(request.files), request.fetch_files, limits
-            )
+            stdin, files = request.stdin or "", _files(request.files)
+            done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
         except ServiceDownError as error:
             return RunCodeResponse(status="SandboxError", message=str(error))
-        return RunCodeResponse(
-            status="Success" if done.status is Status.FINISHED else "Failed",
-            run_result=run_result(done),
-            files=frames.pack_files(done.files),
-        )
+        status = "Success" if done.status is Status.FINISHED else "Failed"
+        return RunCodeResponse(status=status, run_result=run_result(done), files=frames.pack_files(done.files))
 
     @app.post("/run_jupyter")
     async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
@@ -149,9 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
-    parser.add_argument(
-        "--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit of an execution"
-    )
+    parser.add_argument("--memory-mib", type=positive_int, default=Limits().memory_mib, help="default memory limit")
     parser.add_argument("--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="maximum of a request")
     parser.add_argument("--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="maximum of a request")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")

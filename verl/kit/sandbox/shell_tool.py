@@ -15,7 +15,7 @@ from typing import Any
 from verl.envs.sandbox import Limits, Sandbox, Status
 from verl.envs.tools.base import ToolError
 from verl.errors import DataError
-from verl.kit.sandbox.python_tool import answer, limits_of
+from verl.kit.sandbox.python_tool import answer, parse_limits
 from verl.types import Task, ToolSpec
 
 # The exit code is the command's, even if archiving fails; a partial tar file is removed.
@@ -37,14 +37,13 @@ class ShellTool:
     """
 
     def __init__(self, sandbox: Sandbox, limits: Mapping[str, Any] | None = None) -> None:
-        summary = (
-            "Runs a bash command in your working folder. Files are kept between calls; variables and `cd` are not."
-        )
+        kept = "Files are kept between calls; variables and `cd` are not."
         command = {"type": "string", "description": "A command or a script."}
         schema = {"type": "object", "properties": {"command": command}, "required": ["command"]}
+        summary = f"Runs a bash command in your working folder. {kept}"
         self.spec = ToolSpec("shell", summary, {**schema, "additionalProperties": False})
         self._sandbox = sandbox
-        self._limits = limits_of(limits)
+        self._limits = parse_limits(limits)
 
     async def open(self, task: Task) -> Shell:
         """Raises DataError for invalid files of the task."""
@@ -93,9 +92,8 @@ def packed(task: Task) -> bytes:
         for path, text in files.items():
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or not isinstance(text, str):
-                raise DataError(
-                    f"task {task.id}: file {path!r}", "a relative path without '..' and a text", field="extra.files"
-                )
+                expected = "a relative path without '..' and a text"
+                raise DataError(f"task {task.id}: file {path!r}", expected, field="extra.files")
             entry = tarfile.TarInfo(path)
             content = text.encode()
             entry.size = len(content)

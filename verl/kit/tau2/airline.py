@@ -3,8 +3,6 @@
 As in tau2-bench they do not enforce the policy's rules (who may cancel what): that is the agent's task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import date as Date
 from datetime import timedelta
@@ -88,7 +86,7 @@ class AirlineTools(ServiceTools):
         found = []
         for first in self._bookable(date, origin=origin):
             arrival, overnight, _ = first["scheduled_arrival_time_est"].partition("+1")
-            day = _day_after(date) if overnight else date
+            day = (Date.fromisoformat(date) + timedelta(days=bool(overnight))).isoformat()
             for second in self._bookable(day, origin=first["destination"], destination=destination):
                 if second["scheduled_departure_time_est"] >= arrival:
                     found.append([first | {"date": date}, second | {"date": day}])
@@ -270,12 +268,9 @@ def _check_payments(user: Record, payments: Sequence[Payment], price: float) -> 
 
 def _charge(user: Record, payment: Payment) -> None:
     """Gift cards keep their remaining balance, certificates are used up."""
-    method = user["payment_methods"].get(payment["payment_id"])
-    if method is not None and method["source"] == "gift_card":
-        method["amount"] -= payment["amount"]
-    elif method is not None and method["source"] == "certificate":
-        del user["payment_methods"][payment["payment_id"]]
-
-
-def _day_after(date: str) -> str:
-    return (Date.fromisoformat(date) + timedelta(days=1)).isoformat()
+    methods = user["payment_methods"]
+    source = methods[payment["payment_id"]]["source"] if payment["payment_id"] in methods else None
+    if source == "gift_card":
+        methods[payment["payment_id"]]["amount"] -= payment["amount"]
+    elif source == "certificate":
+        del methods[payment["payment_id"]]

@@ -1,7 +1,5 @@
 """Customer service on the data of tau2-bench (arXiv 2506.07982): retail and airline, test split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -32,7 +30,10 @@ def tau2(context: BenchmarkContext) -> Benchmark:
     categories = tuple(Category(f"tau2/{name}", partial(_tasks, context, data, name), episode) for name in domains)
     split = "the test split: training uses the other one"
     idle = "a policy that does nothing scores .05 in retail and .35 in airline, where as many tasks need no action"
-    return Benchmark("tau2", categories, notes=(_user_note(context), split, idle))
+    user = "the user is a script: scores are not comparable with those of tau2-bench, whose user is a language model"
+    if model := context.user.get("user_model"):
+        user = f"the user is {model}; tau2-bench uses another prompt for it and other tool descriptions"
+    return Benchmark("tau2", categories, notes=(user, split, idle))
 
 
 def _tasks(context: BenchmarkContext, data: str, domain: Literal["retail", "airline"]) -> list[Task]:
@@ -41,10 +42,3 @@ def _tasks(context: BenchmarkContext, data: str, domain: Literal["retail", "airl
     if "user_model" not in context.user:
         return tasks
     return [replace(task, data_source=f"tau2_{domain}_chat_user") for task in tasks]
-
-
-def _user_note(context: BenchmarkContext) -> str:
-    model = context.user.get("user_model")
-    if model:
-        return f"the user is {model}; tau2-bench uses another prompt for it and other tool descriptions"
-    return "the user is a script: scores are not comparable with those of tau2-bench, whose user is a language model"

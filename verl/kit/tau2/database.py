@@ -3,8 +3,6 @@
 A deep copy of the airline's data takes a quarter of a second; an episode edits a handful of records.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any

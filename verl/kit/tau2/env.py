@@ -4,14 +4,13 @@ The reward is tau2-bench's for these domains, without LLM judges: 1 if the datab
 actions and the agent has communicated all required information, else 0.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.envs.base import Observation, StepResult
+from verl.envs.base import Env, EnvFactory, Observation, StepResult
+from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox, answer_calls
 from verl.errors import ConfigError
@@ -20,7 +19,7 @@ from verl.kit.tau2.airline import AirlineTools
 from verl.kit.tau2.common import ServiceTools
 from verl.kit.tau2.database import Database
 from verl.kit.tau2.retail import RetailTools
-from verl.kit.tau2.tasks import check_task, read_database
+from verl.kit.tau2.tasks import GoldOutcome, Tau2Extra, read_database
 from verl.kit.tau2.users import User, build_user, scripted_opening
 from verl.net.services import check_services
 from verl.types import Message, Score, Task, ToolCall
@@ -42,7 +41,7 @@ class Domain:
         return database, self.tools(database)
 
 
-class Tau2Env:
+class Tau2Env(Env):
     """One conversation. Score.parts: db and communicate, each 1 or 0."""
 
     def __init__(self, task: Task, domain: Domain, user: User, max_user_turns: int) -> None:
@@ -59,7 +58,7 @@ class Tau2Env:
     async def step(self, message: Message) -> StepResult:
         """Answers calls; a message without calls goes to the user, who answers or hangs up."""
         if message.tool_calls:
-            return answer_calls(message.tool_calls, self._call)
+            return answer_calls(message.tool_calls, lambda call: self._domain.toolbox.call(self._tools, call))
         self._dialogue.append(replace(message, content=_visible(message.content)))
         if len(self._dialogue) // 2 >= self._max_user_turns:
             return StepResult(done=True)
@@ -69,16 +68,10 @@ class Tau2Env:
         self._dialogue.append(Message("user", answer))
         return StepResult((self._dialogue[-1],))
 
-    async def close(self) -> None:
-        """No-op: no external resources."""
-
-    def _call(self, call: ToolCall) -> Any:
-        return self._domain.toolbox.call(self._tools, call)
-
     async def judge(self) -> Score:
         """Scores the current database and dialogue, also if a limit truncated the conversation."""
         gold = json.loads(self._task.answer)
-        wanted, _ = replay(self._domain, [ToolCall(**action) for action in gold["actions"]])
+        wanted, _ = run_actions(self._domain, [ToolCall(**action) for action in gold["actions"]])
         sent = [_plain(message.content) for message in self._dialogue if message.role == "assistant"]
         parts = {
             "db": float(self._database.changes() == wanted.changes()),
@@ -87,7 +80,7 @@ class Tau2Env:
         return Score(parts["db"] * parts["communicate"], parts)
 
 
-class Tau2Factory:
+class Tau2Factory(EnvFactory):
     """Creates conversations over the data in the folder `data`.
 
     user:               scripted, or chat: an OpenAI-compatible endpoint at `user_url` that serves `user_model`
@@ -116,7 +109,7 @@ class Tau2Factory:
 
     def check_task(self, task: Task) -> None:
         """Raises DataError for a task of another environment, ConfigError for a domain without data."""
-        check_task(task)
+        check_row("tau2", task, Tau2Extra, GoldOutcome)
         self.domain(task.extra["domain"])
 
     def initial_observation(self, task: Task) -> Observation:
@@ -140,7 +133,7 @@ class Tau2Factory:
         await self._user.close()
 
 
-def replay(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]]:
+def run_actions(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list[str]]:
     """The database after these actions, and the errors of those that failed (some gold actions do)."""
     database, tools = domain.open()
     failures = []

@@ -1,7 +1,5 @@
 """The tools of the retail domain. Their names and parameters are those of the data's gold actions."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Literal
@@ -188,13 +186,9 @@ class RetailTools(ServiceTools):
 
     def _pay(self, order: Record, payment_method_id: str, amount: float) -> None:
         """Write a payment into the order, or a refund where the amount is negative; gift cards change at once."""
-        order["payment_history"].append(
-            {
-                "transaction_type": "payment" if amount > 0 else "refund",
-                "amount": abs(amount),
-                "payment_method_id": payment_method_id,
-            }
-        )
+        kind = "payment" if amount > 0 else "refund"
+        payment = {"transaction_type": kind, "amount": abs(amount), "payment_method_id": payment_method_id}
+        order["payment_history"].append(payment)
         if self._payment_method(order, payment_method_id)["source"] == "gift_card":
             card = self._database["users"].edit(order["user_id"])["payment_methods"][payment_method_id]
             card["balance"] = round(card["balance"] - amount, 2)

@@ -1,7 +1,5 @@
 """tau2-bench's tasks: policy.md, tasks.json, split_tasks.json and db.json(.gz) of retail/ and airline/."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping
@@ -10,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from verl.envs.rows import check_row
 from verl.errors import ConfigError, DataError
 from verl.kit.tau2.users import scripted_opening
 from verl.types import Message, Task
@@ -26,7 +23,7 @@ class Instructions(BaseModel):
     task_instructions: str | None
 
 
-class Extra(BaseModel):
+class Tau2Extra(BaseModel):
     """Task.extra."""
 
     domain: Literal["retail", "airline"]
@@ -40,7 +37,7 @@ class Action(BaseModel):
     arguments: dict[str, Any]
 
 
-class Gold(BaseModel):
+class GoldOutcome(BaseModel):
     """Task.answer as JSON: the gold actions and the information to communicate."""
 
     actions: list[Action]
@@ -68,11 +65,9 @@ def tau2_tasks(
                 raise ValueError(f"there is no task {min(wanted - chosen, key=str)!r}, which split {split!r} names")
             chosen = wanted
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"tasks.json or split_tasks.json cannot be read ({error!r})",
-            "a list of objects with ids, and lists of these ids by split",
-            file=str(folder),
-        ) from error
+        expected = "a list of objects with ids, and lists of these ids by split"
+        problem = f"tasks.json or split_tasks.json cannot be read ({error!r})"
+        raise DataError(problem, expected, file=str(folder)) from error
     path = str(folder / "tasks.json")
     return [_checked(row, domain, policy, path, number) for number, row in enumerate(rows) if row["id"] in chosen]
 
@@ -84,11 +79,6 @@ def _checked(row: Mapping[str, Any], domain: str, policy: str, file: str, number
         field = str(error.args[0]) if isinstance(error, KeyError) else ""
         problem = "is missing" if field else f"is not a task ({error})"
         raise DataError(problem, "a task of tau2-bench", file=file, row=number, field=field) from error
-
-
-def check_task(task: Task) -> None:
-    """Raises DataError for any other task."""
-    check_row("tau2", task, Extra, Gold)
 
 
 def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
@@ -103,10 +93,8 @@ def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
 def read_file(path: Path) -> str:
     """A file of the data folder. Raises ConfigError if it is missing."""
     if not path.is_file():
-        raise ConfigError(
-            f"environment 'tau2': there is no file {path}; option `data` must be a folder like tau2-bench's "
-            "data/tau2/domains"
-        )
+        hint = "option `data` must be a folder like tau2-bench's data/tau2/domains"
+        raise ConfigError(f"environment 'tau2': there is no file {path}; {hint}")
     return path.read_text(encoding="utf-8")
 
 

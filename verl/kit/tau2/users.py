@@ -3,11 +3,8 @@
 Results with the scripted user are not comparable with those of tau2-bench, whose user is a language model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +12,7 @@ import httpx2
 
 from verl.envs.clock import paused
 from verl.errors import ConfigError, ServiceDownError
-from verl.net.services import completion_text
+from verl.net.services import ChatEndpoint, completion_text
 from verl.types import Message, Task
 
 _GREETING = "Hello, how can I help you today?"
@@ -43,10 +40,11 @@ class User(Protocol):
         """The next user message after `dialogue`, which ends with the agent's. None: the user hangs up."""
 
     async def close(self) -> None:
-        """Release its resources."""
+        """Release its resources. By default a no-op."""
+        return
 
 
-class ScriptedUser:
+class ScriptedUser(User):
     """Gives all information at once; answers a question with the known facts and a yes; else hangs up."""
 
     async def opening(self, task: Task) -> str:
@@ -60,23 +58,13 @@ class ScriptedUser:
         known = task.extra["instructions"]["known_info"] or ""
         return f"{known}\nYes, please go ahead with what I asked for.".lstrip()
 
-    async def close(self) -> None:
-        """No-op: no resources."""
-
 
 class ChatUser:
-    """A language model that plays the customer.
-
-    Raises ServiceDownError if the endpoint does not answer, returns no text, or hangs up on the greeting.
-    """
+    """A language model as the customer. Raises ServiceDownError without an answer, or if it hangs up at once."""
 
     def __init__(self, base_url: str, model: str, key_variable: str, timeout_s: float) -> None:
-        key = os.environ.get(key_variable)
-        self._url = f"{base_url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._client = httpx2.AsyncClient(
-            timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key is not None else {}
-        )
+        self._endpoint = ChatEndpoint(base_url, model, key_variable)
+        self._client = httpx2.AsyncClient(timeout=timeout_s)
         self._openings: dict[str, str] = {}
 
     async def opening(self, task: Task) -> str:
@@ -105,7 +93,7 @@ class ChatUser:
         try:
             await self._ask([{"role": "user", "content": _GREETING}], _CHECK_S)
         except httpx2.ReadTimeout:
-            _log.warning("simulated user at %s: no answer within %g s", self._url, _CHECK_S)
+            _log.warning("simulated user at %s: no answer within %g s", self._endpoint.url, _CHECK_S)
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             raise self._down(f"{_describe(error)}. {hint}") from None
 
@@ -126,12 +114,11 @@ class ChatUser:
 
     async def _ask(self, messages: list[dict[str, str]], timeout_s: float | None = None) -> str:
         """timeout_s: overrides the client's"""
-        body = {"model": self._model, "messages": messages, "temperature": 0.0}
         timeout = self._client.timeout if timeout_s is None else timeout_s
-        return completion_text(await self._client.post(self._url, json=body, timeout=timeout))
+        return completion_text(await self._client.post(**self._endpoint.request(messages), timeout=timeout))
 
     def _down(self, problem: str) -> ServiceDownError:
-        return ServiceDownError(f"simulated user at {self._url}", problem)
+        return ServiceDownError(f"simulated user at {self._endpoint.url}", problem)
 
 
 def _describe(error: Exception) -> str:
@@ -139,10 +126,7 @@ def _describe(error: Exception) -> str:
 
 
 def build_user(user: str, user_url: str, user_model: str, user_key_variable: str, user_timeout_s: float) -> User:
-    """The user called `user`.
-
-    Raises ConfigError for an unknown name, a chat user without endpoint and model, and a scripted user with either.
-    """
+    """Raises ConfigError for an unknown user, a chat user without endpoint and model, a scripted one with either."""
     if user == "scripted":
         if user_url or user_model:
             raise ConfigError("environment 'tau2': user_url and user_model are of user=chat, but user is scripted")

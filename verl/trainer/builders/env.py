@@ -25,8 +25,7 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.formats.prompt import PromptTemplateMixin
-from verl.formats.turns import TurnFormat
+from verl.formats.prompt import PromptTemplateMixin, TurnFormat
 from verl.registry import resolve
 from verl.types import Message, Task, ToolSpec
 from verl.utils.reward_score.rewards import Rewards

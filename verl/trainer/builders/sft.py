@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl.batch.demonstrations import Demonstration, read_demonstrations, to_samples
+from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
@@ -96,7 +96,7 @@ def _load(
     for source in files:
         report = RowReport(source)
         found = read_demonstrations(source, max_bad_share, report)
-        samples += to_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
+        samples += sft_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
     return samples, demonstrations

@@ -15,20 +15,13 @@ Function calls: state + functions + format
 The reward lab does not support these: the maximum requires an episode with successful calls, not just a text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.errors import ConfigError
 from verl.types import Score, Task, ToolStatus, Trajectory
+from verl.utils.reward_score.answers import follows_cycle, last_answer
 from verl.utils.reward_score.base import written
 from verl.utils.reward_score.math import last_box, same_answer
-from verl.utils.reward_score.search_r1 import follows_cycle, last_answer
-
-
-def _share_of_tags(response: str) -> float:
-    pairs = [("<think>", "</think>"), ("<answer>", "</answer>")]
-    return sum(0 < response.count(opening) == response.count(closing) for opening, closing in pairs) / len(pairs)
 
 
 @dataclass(frozen=True)
@@ -47,11 +40,12 @@ class ArtistMathReward:
         found = last_answer(response)
         answer = found and (last_box(found) or found)
         ordered = follows_cycle(trajectory, self.code_tag, self.output_tag)
+        paired = sum(0 < response.count(f"<{tag}>") == response.count(f"</{tag}>") for tag in ("think", "answer"))
         uses = trajectory.tool_uses
         succeeded = sum(use.status is ToolStatus.SUCCESS for use in uses)
         parts = {
             "answer": self.answer * bool(answer and same_answer(answer, task.answer)),
-            "format": self.format * (0.5 * _share_of_tags(response) + 0.5 * ordered),
+            "format": self.format * (0.5 * (paired / 2) + 0.5 * ordered),
             "execution": self.execution * (succeeded / len(uses) if uses else self.no_calls),
         }
         return Score(sum(parts.values()), parts)

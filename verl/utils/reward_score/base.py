@@ -1,7 +1,5 @@
 """The reward protocols, reward shaping per group, and how a name or a plain function becomes a reward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -91,12 +89,8 @@ class FunctionReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if "solution_str" in signature(self.function).parameters:
-            found = self.function(
-                data_source=task.data_source,
-                solution_str=trajectory.response,
-                ground_truth=task.answer,
-                extra_info=dict(task.extra),
-            )
+            texts = {"solution_str": trajectory.response, "ground_truth": task.answer}
+            found = self.function(data_source=task.data_source, **texts, extra_info=dict(task.extra))
         else:
             found = self.function(trajectory.response, task.answer)
         parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None
@@ -105,10 +99,7 @@ class FunctionReward:
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward named `name`: a built-in one, a class `module:Class` (built with `options`), or a plain function.
-
-    Raises ConfigError for an unknown name, an unknown option or a value of the wrong type.
-    """
+    """The reward `name`: built-in, `module:Class` (made with `options`) or a function. Raises ConfigError."""
     found = resolve("reward", name, REWARDS)
     options = dict(options or {})
     if isinstance(found, type):

@@ -1,7 +1,5 @@
 """The environment's own verdict as the reward, e.g. for environments that compare final states."""
 
-from __future__ import annotations
-
 from verl.errors import ConfigError
 from verl.types import Score, Task, Trajectory
 
@@ -11,7 +9,5 @@ class EnvReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:
-            raise ConfigError(
-                "reward env needs an environment that judges: one with `async judge()` (verl/envs/base.py)"
-            )
+            raise ConfigError("reward env needs an environment that judges: with `async judge()` (verl/envs/base.py)")
         return trajectory.score

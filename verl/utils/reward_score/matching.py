@@ -9,8 +9,6 @@ A prediction is any JSON value, so every function here raises TypeError, KeyErro
 not {"name": .., "parameters": {..}}; the caller converts that to the lowest score.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -64,10 +62,7 @@ def whole_call_similarity(gold: Call, predicted: Any) -> float:
 
 
 def greedy_points(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> float:
-    """Points if each gold call, in order, takes the most similar unused prediction of the same name.
-
-    Ties go to the first; a prediction with zero similarity stays available for the next gold call.
-    """
+    """Each gold call, in order, takes the most similar unused prediction of its name; ties go to the first."""
     by_name = _indices_by_name(predicted, {call["name"] for call in gold})
     points = 0.0
     for call in gold:

@@ -7,8 +7,6 @@ that results do not depend on the machine's load. The timer works only in the ma
 scoring process's own deadline.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import AbstractContextManager
@@ -48,10 +46,7 @@ def last_box(response: str) -> str | None:
 
 
 def math_correct(response: str, gold: str) -> bool:
-    r"""Whether the last box of the response contains the gold answer; several values match in any order.
-
-    Raises ConfigError if math-verify is not installed.
-    """
+    r"""Whether the last box has the gold answer or, in any order, answers. Raises ConfigError without math-verify."""
     answer = last_box(response)
     return answer is not None and same_answer(answer, gold)
 
@@ -140,10 +135,9 @@ def _math_verify() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(f"math rewards need math-verify ({error}): pip install math-verify") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call without its own timeout
+    one = parse("$1$", parsing_timeout=None)
     for text in _WARM_UP:  # the first calls in a process take seconds, which must not count against an answer
-        verify(
-            parse(f"\\boxed{{{text}}}", parsing_timeout=None), parse("$1$", parsing_timeout=None), timeout_seconds=None
-        )
+        verify(parse(f"\\boxed{{{text}}}", parsing_timeout=None), one, timeout_seconds=None)
     return parse, verify
 
 

@@ -9,26 +9,17 @@ many calls), plus optional `format` points.
     OTC-GRPO   r_tool = sin(f pi / (2 n)) with f = 2 n m / (n + m); for n = 0 the cosine above
 """
 
-from __future__ import annotations
-
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, pi, sin
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.text import prompt_sha256
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
+from verl.utils.reward_score.answers import answer_response, corrupted_answers, episode_text, exact_match, follows_cycle
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
-from verl.utils.reward_score.search_r1 import (
-    answer_response,
-    corrupted_answers,
-    episode_text,
-    exact_match,
-    follows_cycle,
-)
 
 
 def frugality(calls: int, smoothing: float) -> float:
@@ -39,12 +30,6 @@ def frugality(calls: int, smoothing: float) -> float:
 def fit(calls: int, fewest: int, smoothing: float) -> float:
     """OTC-GRPO's r_tool: 1 at exactly `fewest` calls, less on both sides; sin(pi m / (m + n)) for n > 0."""
     return sin(pi * calls / (calls + fewest)) if fewest else frugality(calls, smoothing)
-
-
-def question_key(task: Task) -> str:
-    """Key of a question in the state: a hash of its text, because ids may collide between files."""
-    text = json.dumps([[message.role, message.content] for message in task.prompt])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -117,13 +102,11 @@ class OtcGrpoReward(_OtcReward):
         return Score(self.scale * sum(parts.values()), parts)
 
     def shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
-        key = question_key(group.task)
+        key = prompt_sha256(group.task.prompt)  # ids may collide between files
         scored = list(zip(group.trajectories, group.scores, strict=True))
         seen = [trajectory.num_tool_calls for trajectory, score in scored if score.parts["correct"]]
         fewest = min([*seen, *([state[key]] if key in state else [])], default=None)
         if fewest is None:
             return tuple(score.total for score in group.scores), state
-        rewards = tuple(
-            score.total * fit(trajectory.num_tool_calls, fewest, self.max_calls) for trajectory, score in scored
-        )
-        return rewards, state if state.get(key) == fewest else {**state, key: fewest}
+        rewards = [score.total * fit(each.num_tool_calls, fewest, self.max_calls) for each, score in scored]
+        return tuple(rewards), state if state.get(key) == fewest else {**state, key: fewest}

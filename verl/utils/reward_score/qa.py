@@ -12,10 +12,7 @@ with the best-matching gold answer:
 A judge that fails or answers neither yes nor no raises ServiceDownError, so that the response has no score, not 0.
 """
 
-from __future__ import annotations
-
 import asyncio
-import os
 import re
 import time
 from collections import Counter
@@ -25,9 +22,9 @@ from typing import Any
 
 from verl.errors import ConfigError, ServiceDownError
 from verl.formats.toolrl_text import RESPONSE, RESPONSE_END, THINK_END
-from verl.net.services import completion_text
+from verl.net.services import ChatEndpoint, completion_text
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.search_r1 import accepted_answers, comparable, last_answer
+from verl.utils.reward_score.answers import accepted_answers, comparable, last_answer
 
 _JUDGE_KEYS = ("url", "model", "key_variable")
 _ATTEMPTS = 3
@@ -61,10 +58,8 @@ class QaReward:
     def __post_init__(self) -> None:
         unknown = [key for key in self.judge if key not in _JUDGE_KEYS]
         if unknown or (self.judge and not (self.judge.get("url") and self.judge.get("model"))):
-            raise ConfigError(
-                f"judge={dict(self.judge)}: expected url (as http://host:8000/v1), model and, if the endpoint needs a "
-                "key, key_variable"
-            )
+            expected = "url (as http://host:8000/v1), model and, if the endpoint needs a key, key_variable"
+            raise ConfigError(f"judge={dict(self.judge)}: expected {expected}")
 
     async def check_services(self) -> None:
         """Sends the judge, if there is one, an easy question. Raises ServiceDownError if it fails."""
@@ -79,13 +74,16 @@ class QaReward:
         answer = final_answer(trajectory.response)
         golds = accepted_answers(task.answer)
         text = comparable(answer)
+        compared = [comparable(gold) for gold in golds]
         parts = {
-            "exact_match": float(any(text == comparable(gold) for gold in golds)),
-            "f1": max(_f1(text.split(), comparable(gold).split()) for gold in golds),
-            "contains": float(any(_within(comparable(gold), text) for gold in golds)),
+            "exact_match": float(text in compared),
+            "f1": max(_f1(text.split(), gold.split()) for gold in compared),
+            "contains": float(any(f" {gold} " in f" {text} " for gold in compared)),
         }
         if self.judge:
-            parts["judge"] = float(_judged(self.judge, task.prompt[-1].content, golds, answer))
+            asked = 0 < len(answer) <= _JUDGED_CHARS
+            question = task.prompt[-1].content
+            parts["judge"] = float(asked and _ask_judge(self.judge, question, golds, answer, _DEADLINE_S))
         return Score(parts["judge" if self.judge else "exact_match"], parts)
 
 
@@ -103,16 +101,6 @@ def _f1(answer: list[str], gold: list[str]) -> float:
     return 2.0 * shared / (len(answer) + len(gold)) if shared else 0.0
 
 
-def _within(gold: str, answer: str) -> bool:
-    return f" {gold} " in f" {answer} "
-
-
-def _judged(judge: Mapping[str, Any], question: str, golds: list[str], answer: str) -> bool:
-    if not answer or len(answer) > _JUDGED_CHARS:
-        return False
-    return _ask_judge(judge, question, golds, answer, _DEADLINE_S)
-
-
 def _ask_judge(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:
     prompt = _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer)
     text = _completion(judge, prompt, deadline_s)
@@ -126,17 +114,14 @@ def _completion(judge: Mapping[str, Any], prompt: str, deadline_s: float) -> str
     """The judge's completion. Retries quick failures; a timeout uses up the deadline."""
     import httpx2  # rewards load without it
 
-    key = os.environ.get(judge["key_variable"]) if "key_variable" in judge else None
-    url = f"{judge['url'].rstrip('/')}/chat/completions"
-    body = {"model": judge["model"], "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
-    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    request = ChatEndpoint(**judge).request([{"role": "user", "content": prompt}])
     ends, problem = time.monotonic() + deadline_s, ""
     for _ in range(_ATTEMPTS):
         left_s = ends - time.monotonic()
         if left_s <= 0:
             break
         try:
-            return completion_text(httpx2.post(url, json=body, headers=headers, timeout=left_s))
+            return completion_text(httpx2.post(**request, timeout=left_s))
         except httpx2.TimeoutException:
             problem = f"did not answer within {deadline_s:g} s"
         except ValueError as error:

@@ -4,8 +4,6 @@ r"""ReTool's reward (arXiv 2504.11536): +1 if the boxed answer is right, else -1
     min(-0.6, -1 + 0.1 * rounds)        rounds = (num_turns - 2) / 2 in veRL's count of turns
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.types import Score, Task, Trajectory

@@ -1,7 +1,5 @@
 """Selects the reward of each task (the run's, or the one that its row names) and applies its reward shaping."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,10 +17,7 @@ def named_reward(name: str) -> Reward:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run: a reward that dispatches each task to its own.
-
-    Rows select a reward by name, with its default options; the run's own reward has the run's options.
-    """
+    """The run's reward with its options, and those that rows name, with default options."""
 
     default: Reward
     name: str = ""  # name of the default

@@ -72,10 +72,7 @@ TOGGLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RllaOptions:
-    """Selects a variant of the reward; the defaults are ToolRL's main experiment.
-
-    The first eight are ToolRL's toggles. The others are extensions, without effect by default.
-    """
+    """The defaults are ToolRL's main experiment, the first eight its toggles, the others extensions."""
 
     with_length: bool = False  # add the length part, full at a word count of 512
     schedule_length: bool = False  # likewise, full at a word count of 384 at step 0 and 640 at step 105, then linear
@@ -113,10 +110,7 @@ class RllaOptions:
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
     ) -> RllaOptions:
-        """The variant selected by ToolRL's environment variables, updated with `overrides` by option name.
-
-        A toggle is on if equal to "1". Raises ConfigError for an unknown override.
-        """
+        """The variant that ToolRL's variables ("1": on) and `overrides` select. Raises ConfigError."""
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
         toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
@@ -194,16 +188,8 @@ def full_length(options: RllaOptions, step: int) -> float:
     return 384.0 + 256.0 * (step / 105 if done is None else done)
 
 
-def _length_score(response: str, options: RllaOptions, step: int) -> float:
-    count = thought_word_count(response)
-    return 0.0 if count is None else min(round(count / full_length(options, step), 2), 1.0)
-
-
 def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
-    """Agreement of two lists of calls in [0, 1]: 1 if they are equal, else points divided by the maximum.
-
-    Raises TypeError, KeyError or AttributeError if a prediction is not a call.
-    """
+    """In [0, 1]: points / maximum. Raises TypeError, KeyError or AttributeError if a prediction is no call."""
     if gold == predicted:
         return 1.0
     if options.coarse:
@@ -256,7 +242,8 @@ def score_response(response: str, answer: str, step: int, options: RllaOptions) 
     format_ends = format_range(options, step)
     form = format_ends.high if matches_shape(response, gold.shape) else format_ends.low
     correctness = _correctness_score(response, gold, options, step)
-    length = _length_score(response, options, step) if options.scores_length else 0.0
+    count = thought_word_count(response) if options.scores_length else None
+    length = 0.0 if count is None else min(round(count / full_length(options, step), 2), 1.0)
     return RllaScore(form + correctness + length, form, correctness, length)
 
 

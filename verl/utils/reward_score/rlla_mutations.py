@@ -3,13 +3,11 @@
 Text that the reward does not read is not corrupted here: the contents of a thought and of a `<response>`.
 """
 
-from __future__ import annotations
-
 import json
 import math
+from functools import partial
 from typing import Any
 
-from verl.formats.toolrl_prompt import listed_tools
 from verl.formats.toolrl_text import (
     RESPONSE,
     RESPONSE_END,
@@ -17,6 +15,7 @@ from verl.formats.toolrl_text import (
     THINK_END,
     TOOL_CALL,
     TOOL_CALL_END,
+    listed_tools,
     parse_gold,
     render_call,
 )
@@ -59,20 +58,15 @@ def corrupted_responses(task: Task, response: str) -> list[Mutation]:
 
 
 def _corrupted_calls(task: Task, response: str, calls: list[dict[str, Any]]) -> dict[str, str]:
-
-    def with_lines(lines: list[str]) -> str:
-        return _with_calls(response, lines)
-
+    with_lines = partial(_with_calls, response)
     lines = [render_call(call) for call in calls]
     first, *others = calls
-    parameters = first["parameters"]
+    invented = {**first, "parameters": {**first["parameters"], "invented_x": 1}}
     corrupted = {
         "no-op": with_lines([""]),
         "malformed JSON": with_lines([lines[0][:-1], *lines[1:]]),
         "wrong name": with_lines([render_call({**first, "name": f"{first['name']}_x"}), *lines[1:]]),
-        "invented parameter": with_lines(
-            [render_call({**first, "parameters": {**parameters, "invented_x": 1}}), *lines[1:]]
-        ),
+        "invented parameter": with_lines([render_call(invented), *lines[1:]]),
         "duplicated call": with_lines([*lines, lines[-1]]),
         "over-calling": with_lines([*lines, render_call(_STRANGER)]),
         "calls as a JSON list": with_lines([json.dumps(calls)]),
@@ -96,10 +90,8 @@ def _corrupted_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mu
     for number, call in enumerate(calls):
         for key, value in call["parameters"].items():
             others = {name: kept for name, kept in call["parameters"].items() if name != key}
-            for name, parameters in (
-                ("dropped parameter", others),
-                ("wrong value", {**call["parameters"], key: _another_value(value)}),
-            ):
+            changed = {**call["parameters"], key: _another_value(value)}
+            for name, parameters in (("dropped parameter", others), ("wrong value", changed)):
                 line = render_call({**call, "parameters": parameters})
                 corrupted.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
     return corrupted

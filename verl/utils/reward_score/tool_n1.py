@@ -13,8 +13,6 @@ Right means that the last block has the gold calls, in any order; arguments are 
     llama  v0; a response without a block counts as no calls, and then needs no thought
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -63,7 +61,7 @@ _TOTALS: Mapping[str, Callable[[Decision], float]] = {
 }
 
 
-def read_json(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of a JSON text, possibly encoded twice; None if it is invalid."""
     try:
         found = json.loads(text.strip())
@@ -74,19 +72,13 @@ def read_json(text: str) -> Any:
 
 def read_calls(text: str) -> list[Call] | None:
     """The calls of a JSON list or of a single call, possibly encoded twice; None for anything else."""
-    found = read_json(text)
+    found = json_value(text)
     try:
         calls = [found] if isinstance(found, dict) else found
-        return [(_name(call), json.dumps(call["arguments"], sort_keys=True)) for call in calls]
+        pairs = [(call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls]
     except (TypeError, KeyError, RecursionError):
         return None
-
-
-def _name(call: Any) -> str:
-    if not isinstance(call["name"], str):
-        raise TypeError
-    name: str = call["name"]
-    return name
+    return pairs if all(isinstance(name, str) for name, _ in pairs) else None
 
 
 def last_block(response: str) -> str | None:
@@ -99,11 +91,9 @@ def gold_calls(answer: str) -> list[Call]:
     """The gold calls. Raises DataError if they cannot be parsed."""
     calls = read_calls(answer)
     if calls is None:
-        raise DataError(
-            f"the gold calls cannot be parsed: {answer[:80]!r}",
-            'a JSON list of {"name": text, "arguments": object}',
-            field="reward_model.ground_truth",
-        )
+        expected = 'a JSON list of {"name": text, "arguments": object}'
+        problem = f"the gold calls cannot be parsed: {answer[:80]!r}"
+        raise DataError(problem, expected, field="reward_model.ground_truth")
     return calls
 
 
@@ -130,7 +120,7 @@ class ToolN1Reward:
         right = calls is not None and Counter(calls) == Counter(gold)
         names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in gold)
         thinking = THINK in response and THINK_END in response
-        is_json = block is not None and read_json(block) is not None
+        is_json = block is not None and json_value(block) is not None
         decision = Decision(right, names, thinking, block is not None, is_json)
         parts = {"correct": float(right), "names": float(names), "format": float(thinking)}
         return Score(_TOTALS[self.version](decision), parts)
@@ -160,9 +150,8 @@ class ToolN1Reward:
             first, *others = calls
             corrupted["missing call"] = with_calls(others)
             corrupted["wrong name"] = with_calls([first | {"name": f"{first['name']}_x"}, *others])
-            corrupted["invented argument"] = with_calls(
-                [first | {"arguments": first["arguments"] | {"x_": 1}}, *others]
-            )
+            arguments = first["arguments"] | {"x_": 1}
+            corrupted["invented argument"] = with_calls([first | {"arguments": arguments}, *others])
             corrupted["another block after it"] = f"{response}{TOOL_CALL}[]{TOOL_CALL_END}"
         if not calls and self.version == "llama":  # no block, no calls
             del corrupted["block unclosed"], corrupted["empty text"]

@@ -4,15 +4,12 @@ The published code applies its executability penalty to responses without any co
 as in the paper, it applies to responses in which code was run and failed. Off by default, as in the paper's main runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from verl.types import Score, Task, ToolStatus, Trajectory
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.answers import FAILED
 from verl.utils.reward_score.base import written
 from verl.utils.reward_score.math import BoxLab, last_box, math_correct
-
-FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # the policy's fault; an unavailable sandbox is not
 
 
 @dataclass(frozen=True)

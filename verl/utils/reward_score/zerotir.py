@@ -7,17 +7,15 @@ of these tags once, and a tail with a word count of at most 5 (tokens in the pub
 The published version with tools adds 0.5 for the tail; the one without tools subtracts it, as here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
+from verl.algorithms.filters import num_written
 from verl.algorithms.overlong import Overlong
 from verl.errors import ConfigError
 from verl.types import FinishReason, Score, Task, Trajectory
+from verl.utils.reward_score.answers import FAILED, last_answer
 from verl.utils.reward_score.base import Mutation, as_mutations, written
 from verl.utils.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
-from verl.utils.reward_score.search_r1 import last_answer
-from verl.utils.reward_score.torl import FAILED
 
 _MAX_TAIL_WORD_COUNT = 5
 
@@ -60,16 +58,12 @@ class ZeroTirReward:
         finished = bool(trajectory.turns) and trajectory.turns[-1].completion.finish_reason is FinishReason.STOP
         correct = penalty == 0.0 and finished and math_correct(response, task.answer)
         parts = {"correct": float(correct), "format": penalty if self.format_penalties else 0.0}
-        if correct and self._mostly_fails(trajectory):
+        uses = trajectory.tool_uses
+        if correct and len(uses) > 1 and sum(use.status in FAILED for use in uses) > 0.9 * len(uses):
             parts["failing_code"] = -self.failing_code_penalty
         if self.longest is not None:
-            length = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-            parts["overlong"] = Overlong(self.longest, self.margin).penalty(length)
+            parts["overlong"] = Overlong(self.longest, self.margin).penalty(num_written(trajectory))
         return Score(sum(parts.values()), parts)
-
-    def _mostly_fails(self, trajectory: Trajectory) -> bool:
-        uses = trajectory.tool_uses
-        return len(uses) > 1 and sum(use.status in FAILED for use in uses) > 0.9 * len(uses)
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0
@@ -79,11 +73,9 @@ class ZeroTirReward:
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         response = self.gold(task, step)
-        corrupted = {
-            name: f"I know this.</think> <answer>{text}</answer>"
-            for name, text in corrupted_boxes(task.answer).items()
-            if name != "box unclosed"
-        }
+        boxes = corrupted_boxes(task.answer)
+        del boxes["box unclosed"]
+        corrupted = {name: f"I know this.</think> <answer>{text}</answer>" for name, text in boxes.items()}
         corrupted["answer unclosed"] = response.removesuffix("</answer>")
         corrupted["two answers"] = f"{response} <answer>{boxed(task.answer)}</answer>"
         corrupted["long tail"] = f"{response} and here follows a long tail of more text"

@@ -4,8 +4,7 @@ The supervisor itself is a member, so that its forks are members from the start 
 kernel many milliseconds. Memory that the supervisor holds before an execution is not charged to the execution.
 """
 
-from __future__ import annotations
-
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +39,8 @@ class Cgroup:
         """Set the limits of the next execution. Memory still charged from before is not counted."""
         used = int(self._read("memory_used"))
         if used > RESIDUE and "reclaim" in self._files:
-            self._reclaim(used)
+            with contextlib.suppress(OSError):  # less was freed
+                self._write("reclaim", used)
             used = int(self._read("memory_used"))
         self._write("memory_max", used + limits["memory_mib"] * MIB)
         self._write("processes_max", min(limits["processes"] + 1, MOST_PROCESSES))  # plus this process
@@ -71,12 +71,6 @@ class Cgroup:
 
     def _count_oom_kills(self) -> int:
         return _field(self._read("memory_events"), b"oom_kill")
-
-    def _reclaim(self, size: int) -> None:
-        try:
-            self._write("reclaim", size)
-        except OSError:
-            return  # less than `size` was freed
 
     def _read(self, purpose: str) -> bytes:
         return os.pread(self._files[purpose], SIZE, 0)

@@ -1,7 +1,5 @@
 """Runs between the fork and the first line of untrusted code: drops all privileges."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import marshal

@@ -1,7 +1,5 @@
 """Messages between the pool and a supervisor: eight bytes with the length, then JSON, optionally with descriptors."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Runs Python code in a forked interpreter that behaves like a fresh one."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import contextlib

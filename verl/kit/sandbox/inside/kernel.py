@@ -1,7 +1,5 @@
 """System calls missing from Python 3.11: namespaces, mounts, capabilities."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Resource usage and termination of the descendants of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -32,25 +30,24 @@ def cpu_s_of_ended() -> float:
 
 
 def usage(*, isolated: bool) -> Usage:
-    """Current usage, as far as visible without a cgroup.
-
-    isolated: the network namespace is private; its unix sockets count with full buffers
-    """
+    """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
     cpu_s, kib, count = cpu_s_of_ended(), 0, 0
-    memory_mib = _num_unix_sockets() * _most_in_socket_mib() if isolated else 0.0
+    memory_mib = 0.0
+    if isolated:
+        num_sockets = len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
+        with socket.socket(socket.AF_UNIX) as fresh:
+            memory_mib = num_sockets * fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / MIB
     for pid, stat in _below(os.getpid()):
         count += 1
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
         with contextlib.suppress(OSError):  # it has exited
-            kib += _pss_kib(pid)
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            kib += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
     return Usage(cpu_s, memory_mib + kib / 1024, count)
 
 
 def spare(pid: int) -> None:
-    """Make the OOM killer prefer untrusted code over this process.
-
-    Raises OSError if the minimum score was raised, as Ray does for its workers.
-    """
+    """Let the OOM killer prefer untrusted code. Raises OSError if the minimum score was raised, as Ray does."""
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
         score.write_text(str(MOST_OOM_SCORE))
@@ -68,10 +65,7 @@ def signal_all(number: int, *, isolated: bool) -> None:
 
 
 def end_all(main: int, *, isolated: bool) -> int:
-    """Kill and reap all descendants; returns the wait status of `main`.
-
-    Orphans are reparented to this process: it is init of its pid namespace, or a subreaper.
-    """
+    """Kill and reap all descendants, to which orphans are reparented; returns the wait status of `main`."""
     status = 0
     while True:
         signal_all(signal.SIGKILL, isolated=isolated)
@@ -107,19 +101,3 @@ def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
         waiting.extend(children.get(pid, []))
         if stats[pid][0] != "Z":
             yield pid, stats[pid]
-
-
-def _num_unix_sockets() -> int:
-    return len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
-
-
-def _most_in_socket_mib() -> float:
-    with socket.socket(socket.AF_UNIX) as fresh:
-        return fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / MIB
-
-
-def _pss_kib(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1])
-    return 0

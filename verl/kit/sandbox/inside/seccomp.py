@@ -6,8 +6,6 @@ memory, pages gifted to a pipe), attack surface, and future calls. Libraries tak
 back. A call of a foreign architecture kills the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
@@ -149,20 +147,12 @@ _INTERNET = _one_of(
     TYPE_BITS,
 )
 # Other families (vsock, netlink, packet): not all are confined by a network namespace.
-_SOCKET = _one_of(
-    0,
-    (socket.AF_UNIX,),
-    ALLOW,
-    _one_of(0, (socket.AF_INET, socket.AF_INET6), _INTERNET, _fail(errno.EAFNOSUPPORT)),
-)
+_NOT_UNIX = _one_of(0, (socket.AF_INET, socket.AF_INET6), _INTERNET, _fail(errno.EAFNOSUPPORT))
+_SOCKET = _one_of(0, (socket.AF_UNIX,), ALLOW, _NOT_UNIX)
 # The core file limit is kept: at 0, a core pattern that pipes to a program would start it.
 _KEEP_LIMIT = _fail(0)
-_OWN_LIMIT = _one_of(
-    1,
-    (resource.RLIMIT_CORE,),
-    _any_bit(2, ANY_BIT, _KEEP_LIMIT, _any_bit(2, ANY_BIT, _KEEP_LIMIT, ALLOW, high=True)),
-    ALLOW,
-)
+_CORE_LIMIT = _any_bit(2, ANY_BIT, _KEEP_LIMIT, _any_bit(2, ANY_BIT, _KEEP_LIMIT, ALLOW, high=True))
+_OWN_LIMIT = _one_of(1, (resource.RLIMIT_CORE,), _CORE_LIMIT, ALLOW)
 # Calls that depend on their arguments.
 RULES = {
     "clone": _any_bit(0, NEW_NAMESPACES, _fail(errno.EPERM), ALLOW),
@@ -183,10 +173,7 @@ UNCOUNTED = {
 
 
 def instructions(machine: str, *, counted: bool = True) -> Program:
-    """The filter. Raises KeyError for an unknown machine.
-
-    counted: a cgroup accounts all memory
-    """
+    """The filter. Raises KeyError for an unknown machine. counted: a cgroup accounts all memory"""
     arch, column = MACHINES[machine]
     rules = RULES if counted else RULES | UNCOUNTED
     numbers = {name: pair[column] for name, pair in ALLOWED.items()}

@@ -6,8 +6,6 @@ and could read its memory: so no code, input or output enters this memory, and a
 session, or for fetched files) is not reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -73,10 +71,7 @@ class End:
 
 @dataclass(frozen=True)
 class Post:
-    """Resources for the lifetime of a supervisor.
-
-    wakes: readable when a descendant has exited
-    """
+    """Resources for the lifetime of a supervisor. wakes: readable when a descendant has exited"""
 
     owner: socket.socket
     jail: Jail
@@ -287,10 +282,13 @@ def supervise(owner: socket.socket, jail: Jail) -> None:
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     wakes = _wake_at_ends()
     try:
-        post = Post(owner, jail, _join(owner), wakes)
+        hello, descriptors = frames.receive(owner)
+        cgroup = Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None  # which this process joins
+        post = Post(owner, jail, cgroup, wakes)
         while True:
-            if jail.isolated:
-                _isolate(mounts)
+            if jail.isolated:  # fresh namespaces; that of pids is kept: it has no other process left
+                kernel.setns(mounts, kernel.CLONE_NEWNS)  # the fork server's mounts; releases the last files
+                kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
             task, descriptors = frames.receive(owner)
             if not task:
                 return
@@ -311,12 +309,6 @@ def _wake_at_ends() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     return wakes
-
-
-def _join(owner: socket.socket) -> Cgroup | None:
-    """Join the cgroup in the owner's first message, if there is one."""
-    hello, descriptors = frames.receive(owner)
-    return Cgroup(hello["cgroup"], descriptors) if hello and descriptors else None
 
 
 def _serve(task: dict[str, Any], descriptors: list[int], post: Post, work: Path) -> None:
@@ -381,17 +373,8 @@ def _remove(folder: Path) -> None:
     os.waitpid(pid, 0)
 
 
-def _isolate(mounts: int) -> None:
-    """Fresh namespaces, with the fork server's mounts. The pid namespace is kept: it has no other process left."""
-    kernel.setns(mounts, kernel.CLONE_NEWNS)  # releases the last execution's files
-    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-
-
 def _mount_scratch(file_mib: int) -> None:
-    """A private /tmp, /dev/shm and /proc.
-
-    This /proc lists only processes that the reader may trace: the supervisor is hidden.
-    """
+    """A private /tmp, /dev/shm and /proc, which lists only processes that the reader may trace."""
     private = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", "/tmp", "tmpfs", private, f"size={file_mib}m,nr_inodes=16k,mode=1777")
     kernel.mount("/tmp", "/dev/shm", flags=kernel.MS_BIND)
@@ -399,10 +382,7 @@ def _mount_scratch(file_mib: int) -> None:
 
 
 def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
-    """Requested files, and the names of those beyond the total size limit.
-
-    All processes are gone, so path resolution is stable.
-    """
+    """Requested files, and the names of those beyond the total size limit. No process runs any more."""
     found, too_large, room = {}, [], file_mib * MIB
     for name in names:
         with contextlib.suppress(OSError):  # missing, a symlink loop, an invalid name

@@ -4,8 +4,6 @@ Standard input is a socket to the pool. A channel arrives as a descriptor with o
 pool; with isolation, the end of its pid namespace kills all descendants.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -38,10 +36,7 @@ FILES = {
 
 
 def main() -> None:
-    """Serve until the pool closes its end. Arguments: a JSON object with `isolated`, `counted`, `preload` and `bound`.
-
-    counted: cgroups account the usage of executions
-    """
+    """Serve until the pool closes its end. Arguments: JSON of `isolated`, `counted`, `preload` and `bound`."""
     settings = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):  # already done by an owner that is root
         processes.spare(os.getpid())

@@ -1,0 +1,34 @@
+"""Text of unknown length and origin: results as text, truncated, without lone surrogates; digests of prompts."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from verl.types import Message
+
+NOTE_CHARS = 60  # upper bound for the note in a truncated text
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text truncated in the middle to `max_chars`, without lone surrogates."""
+    if len(text) > max_chars:
+        half = (max_chars - NOTE_CHARS) // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return utf8(text)
+
+
+def utf8(text: str) -> str:
+    """The text without lone surrogates, which JSON can encode but neither UTF-8 nor a tokenizer accepts."""
+    return text.encode(errors="replace").decode()
+
+
+def as_text(result: Any) -> str:
+    """A function's result: a string unchanged, everything else as JSON."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def prompt_sha256(messages: Iterable[Message]) -> str:
+    """Digest of a prompt's roles and contents."""
+    text = json.dumps([[message.role, message.content] for message in messages])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
