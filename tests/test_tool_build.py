@@ -99,7 +99,7 @@ def test_what_cannot_be_a_tool_is_refused(file: Path, wanted: dict[str, Any], to
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "verl.kit.mcp.mcp", raising=False)
-    with pytest.raises(ConfigError, match=r"cannot import module 'verl\.envs\.tools\.mcp' .*import of mcp"):
+    with pytest.raises(ConfigError, match=r"cannot import module 'verl\.kit\.mcp\.mcp' .*import of mcp"):
         build_tools([{"name": "mcp", "url": "http://x"}])
 
 
