@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import Correction
 from verl.algorithms.gigpo import gigpo
+from verl.algorithms.names import KLPlacement, Level
 from verl.algorithms.policy_loss import token_loss
 from verl.algorithms.table import presets
 from verl.batch import PackedBatch

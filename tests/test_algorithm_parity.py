@@ -23,16 +23,17 @@ from verl.algorithms.advantage import (
     reinforce_pp_baseline,
     whitened,
 )
-from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.cispo import weight_clipped
 from verl.algorithms.clip_cov import clipped_unless_selected
-from verl.algorithms.correction import Correction, Level, token_weights
+from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.dr_grpo import group_centered
 from verl.algorithms.gmpo import geometric_mean
 from verl.algorithms.gpg import gpg
 from verl.algorithms.gspo import sequence_clipped
 from verl.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
 from verl.algorithms.kl_cov import largest, penalty_where_selected
+from verl.algorithms.names import Aggregation, Level
 from verl.algorithms.opo import opo
 from verl.algorithms.pass_at_k import pass_at_k
 from verl.algorithms.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.advantage import AdvantageInputs, gae, group_normalized, grpo, reinforce_pp_baseline, whitened
-from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import apply_kl_penalty, k1, k2, k3
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import LossInputs, clipped
 from verl.algorithms.value_loss import clipped_value_loss
 from verl.registry import resolve

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from verl.algorithms.advantage import gae
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.dapo import DAPO
 from verl.algorithms.dr_grpo import DR_GRPO
 from verl.algorithms.filters import accuracy, grader_faults, length, name_of, passed, truncated, zero_variance
 from verl.algorithms.gigpo import GIGPO, gigpo
 from verl.algorithms.grpo import GRPO
+from verl.algorithms.names import KLPlacement
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.ppo import PPO
 from verl.algorithms.reinforce_pp import REINFORCE_PP

@@ -715,7 +715,7 @@ async def _has_a_part_that_is_text() -> Any:
     [
         (_raises, "the environment: judge raised KeyError: 'state'"),
         (_is_down, "tests: do not answer"),
-        (_hangs, "the environment: judge exceeded env.judge_timeout_s=0.1"),
+        (_hangs, "the environment: judge exceeded env.turn_timeout_s=0.1"),
         (_is_no_number, "the environment: judge returned Score(total=nan, parts={}), not a Score of finite numbers"),
         (_is_no_score, "the environment: judge returned 1.0, not a Score of finite numbers"),
         (_is_nothing, "the environment: judge returned Score(total=None, parts={}), not a Score of finite numbers"),

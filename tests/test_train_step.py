@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.correction import Correction
 from verl.algorithms.grpo import GRPO
 from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
+from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.algorithms.ppo import PPO
 from verl.algorithms.reinforce_pp import reinforce_pp
 from verl.algorithms.toolrl_grpo import TOOLRL_GRPO

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.errors import ConfigError
 from verl.trainer.command import CliArgs, run_cli
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         folder, step = parse_args(argv)
         return show(folder, step, console)
 
-    return run_cli([], "", Config, run)
+    return run_cli([], "", TRAIN, run)
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Path, int]:

@@ -28,8 +28,6 @@ ALGORITHMS: Mapping[str, str] = {
 }
 
 # What the configuration needs before torch is imported; tests compare it with the presets.
-WITH_CRITIC = ("ppo",)
-GROUP_FREE = ("ppo", "reinforce_pp", "remax")  # all others compute group-relative advantages
 DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
 # presets with GRPO's advantage
 DIVIDES_BY_STD = ("grpo", "toolrl_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")

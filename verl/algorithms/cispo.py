@@ -11,9 +11,9 @@ dynamic sampling and no KL. TRL's `epsilon_high` is the bound itself, not its di
 from functools import partial
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import zero_variance
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, token_loss
 
 

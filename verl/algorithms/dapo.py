@@ -12,9 +12,9 @@ prompts. They filter by accuracy, which is equivalent for scores of 0 or 1.
 from functools import partial
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import zero_variance
+from verl.algorithms.names import Aggregation
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.policy_loss import clipped
 

@@ -12,8 +12,8 @@ by default, TRL counts rows without tokens as responses, OpenRLHF has the advant
 from functools import partial
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import clipped
 
 

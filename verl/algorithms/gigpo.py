@@ -27,8 +27,8 @@ from verl.algorithms.advantage import (
     group_normalized,
     returns_to_go,
 )
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import clipped
 
 

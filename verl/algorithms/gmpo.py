@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, sample_means, token_loss
 
 

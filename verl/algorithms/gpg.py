@@ -9,8 +9,8 @@ paper's: it depends on the scale of graded rewards and on a constant offset.
 """
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, apply_per_group, group_normalized
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import policy_gradient
 
 

@@ -11,8 +11,8 @@ and, by default, TRL take the mean over all tokens instead of responses first; a
 from functools import partial
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import clipped
 
 GRPO = Algorithm(

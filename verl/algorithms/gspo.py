@@ -12,8 +12,8 @@ clamped from above only, at 10, as in veRL.
 from functools import partial
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import LossInputs, TokenLoss, log_ratios, sample_means, surrogate
 
 _MAX_LOG_RATIO = 10.0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import zero_variance
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import LossInputs, TokenLoss, covariances, log_ratios, token_loss
 
 

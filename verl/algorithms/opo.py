@@ -11,8 +11,8 @@ veRL's version has PPO's clip, which is inactive with one update per batch.
 from torch import Tensor
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, apply_per_group
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import policy_gradient
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, group_advantage
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import clipped
 
 _EPSILON = 1e-6

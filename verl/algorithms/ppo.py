@@ -11,8 +11,8 @@ between turns: OpenRLHF sets their values to 0 and runs GAE through them; here, 
 from functools import partial
 
 from verl.algorithms.advantage import gae
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import clipped
 
 PPO = Algorithm(

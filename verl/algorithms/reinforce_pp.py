@@ -12,8 +12,8 @@ OpenRLHF includes their KL in it; here they are skipped.
 from functools import partial
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, returns_to_go, whitened
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import clipped
 
 

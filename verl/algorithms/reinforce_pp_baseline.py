@@ -10,8 +10,8 @@ variance, veRL and this implementation with the unbiased one.
 from functools import partial
 
 from verl.algorithms.advantage import reinforce_pp_baseline
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.algorithms.policy_loss import clipped
 
 REINFORCE_PP_BASELINE = Algorithm(

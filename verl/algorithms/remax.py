@@ -9,8 +9,8 @@ clip and a token mean, unlike the paper.
 """
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, returns_to_go
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import policy_gradient
 
 

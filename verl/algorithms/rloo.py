@@ -12,8 +12,8 @@ have the same gradient up to its scale.
 from torch import Tensor
 
 from verl.algorithms.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import policy_gradient
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
+from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.registry import resolve
 
 COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")
@@ -32,7 +33,7 @@ and these keys override it:
 | `algorithm.correction.rejection_level`, `rejection_upper`, `rejection_lower`, `token_veto` | rejection sampling |
 | `algorithm.filters` | which rollouts are trained on: `[truncated, {name: accuracy, high: 0.8}]`; `[]` for all |
 | `algorithm.max_resample_rounds` | rounds of prompts that a step may draw until enough groups pass the filters |
-| `algorithm.overlong_buffer`, `overlong_factor` | overlong penalty: tokens before the limit, penalty at the limit |
+| `algorithm.overlong_buffer`, `algorithm.overlong_factor` | overlong penalty: tokens before the limit, its size there |
 
 A key that the preset does not use is an error. Filters (`verl/algorithms/filters.py`): `zero_variance`, `accuracy`,
 `grader_faults`, `length`, `truncated`, or your own `file.py:function`. To define your own algorithm, write a file with
@@ -68,7 +69,7 @@ critic's loss are not weighted.
 
 A step with one update needs no extra forward pass: the update's own log-probs are those before it.
 `correction/engine_kl`, `ess`, `weight_mean` and `weight_max` are logged with and without a correction. veRL's keys
-below `algorithm.rollout_correction.` are supported. With `rollout.top_p`, `top_k`, `min_p` or `repetition_penalty` the
+below `algorithm.rollout_correction.` are supported. With `rollout.top_p`, `top_k` or `repetition_penalty` the
 engine's log-probs are those of another distribution: a correction is refused ([training.md](training.md#sampling)).
 
 ## veRL's estimators

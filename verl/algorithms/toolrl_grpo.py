@@ -9,8 +9,8 @@ KL is a penalty in the reward, so it enters the group's mean and std.
 from functools import partial
 
 from verl.algorithms.advantage import grpo
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.policy_loss import clipped
 
 TOOLRL_GRPO = Algorithm(

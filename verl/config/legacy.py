@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
+from verl.config.commands import Command
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
@@ -124,7 +125,7 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
     return result
 
 
-def take_defaults(result: Translation) -> list[str]:
+def take_defaults(result: Translation, command: Command) -> list[str]:
     """Apply and list the defaults of the veRL version that a command without a recipe is written for.
 
     A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation, which
@@ -135,13 +136,13 @@ def take_defaults(result: Translation) -> list[str]:
     written = {short(key) for key in (*result.spelled.values(), *result.obsolete)} | result.read
     versions = [version for version in VERSIONS if version.sign in written]
     of_toolrl = spelled("model.path") in result.spelled.values() and "reward.name" not in result.settings
-    if not versions and of_toolrl and "data.truncation" not in result.settings:
+    if not versions and of_toolrl and command.has("data.truncation") and "data.truncation" not in result.settings:
         result.settings["data.truncation"] = "left"
         return ["data.truncation=left, as in ToolRL's trainer"]
     taken = []
     for version in versions:
         for ours, (theirs, value) in version.defaults.items():
-            if ours not in result.settings and theirs not in written:
+            if command.has(ours) and ours not in result.settings and theirs not in written:
                 result.settings[ours] = value
                 taken.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
     return taken
@@ -327,10 +328,11 @@ def _read_schedules(result: Translation) -> None:
             result.put(
                 f"{group}.warmup_steps", int(steps) * _updates_per_step(result), spelled(f"{group}.lr_warmup_steps")
             )
-            result.settings.setdefault(f"{group}.warmup_ratio", 0.0)
         elif ratio is not None:
-            result.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
-            result.settings.setdefault(f"{group}.warmup_steps", 0)
+            written = spelled(f"{group}.lr_warmup_steps_ratio")
+            if not 0 <= ratio < 1:
+                raise ConfigError(f"{written} must be a share below 1 of the run, got {ratio}")
+            result.put(f"{group}.warmup_steps", ratio, written)
         written, value = result.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
             result.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
@@ -353,11 +355,13 @@ def _read_sampling(result: Translation) -> None:
         result.put("rollout.name", engine, written)
     if result.flag("rollout.do_sample") is False:
         result.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+    if result.flag("rollout.val_kwargs.do_sample") is False:
+        result.replace("rollout.val_kwargs.temperature", 0.0, "actor_rollout_ref.rollout.val_kwargs.do_sample")
     for name in ("n_agent", "n_trajectories"):
         times = result.count(f"rollout.{name}")
         if times is not None:
             result.replace("rollout.n", result.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in ("top_p", "top_k", "repetition_penalty"):
         if result.settings.get(f"rollout.{name}", 0) is None:
             del result.settings[f"rollout.{name}"]
             result.obsolete[result.spelled.pop(f"rollout.{name}")] = _NULL

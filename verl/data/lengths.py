@@ -70,8 +70,10 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
             continue
         if length > policy.max_prompt_length:
             if policy.truncation == "error":
-                problem = f"the prompt has {length} tokens, more than max_prompt_length={policy.max_prompt_length}"
-                raise DataError(problem, hint="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
+                problem = f"the prompt has {length} tokens, more than data.max_prompt_length={policy.max_prompt_length}"
+                raise DataError(
+                    problem, hint="Raise it, or set data.truncation=left or data.truncation=drop", file=file, row=row
+                )
             if policy.truncation == "drop":
                 report.drop(f"longer than {policy.max_prompt_length} tokens", row)
                 continue

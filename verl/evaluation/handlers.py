@@ -32,8 +32,8 @@ def tool_call_format_of(handler: str, chat_template: str) -> str:
         if "tools" in chat_template and marker in chat_template:
             return tool_call_format
     raise ConfigError(
-        "handler=native: the model's chat template has no known tool format; choose handler=toolrl, "
-        "handler=tool_n1 or another format of docs/tool_call_formats.md"
+        "eval.handler=native: the model's chat template has no known tool format; choose eval.handler=toolrl, "
+        "eval.handler=tool_n1 or another format of docs/tool_call_formats.md"
     )
 
 

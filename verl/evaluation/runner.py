@@ -20,6 +20,7 @@ from verl.utils.reward_score.rewards import Rewards
 EXACT = "exact"  # the metric that is 1 for the maximum reward
 _TOLERANCE = 1e-9
 _STEP = 0  # step of scheduled rewards
+_MAX_CONCURRENT = 256  # episodes; enough for any engine, whose own limit is rollout.max_num_seqs
 _MAX_ROLLOUTS = 256  # per task, so that seeds of tasks do not overlap
 
 
@@ -50,7 +51,6 @@ class Runner:
     max_prompt_length: int
     n: int = 1
     seed: int = 0
-    max_concurrent: int = 256
     max_faults: float = inf
 
     async def run(
@@ -62,7 +62,7 @@ class Runner:
         Failed tasks do not count as wrong: they are not recorded, and a resumed evaluation runs them again.
         """
         assert self.n <= _MAX_ROLLOUTS
-        slots = asyncio.Semaphore(self.max_concurrent)
+        slots = asyncio.Semaphore(_MAX_CONCURRENT)
         faults: list[str] = []
 
         async def answer(task: Task) -> None:
@@ -89,7 +89,7 @@ class Runner:
             records.add_unasked(task, str(error))
             return ()
         if length > self.max_prompt_length:
-            records.add_unasked(task, f"{length} tokens, max_prompt_length={self.max_prompt_length}")
+            records.add_unasked(task, f"{length} tokens, data.max_prompt_length={self.max_prompt_length}")
             return ()
         seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
         group = await self.rollout.run(task, self.n, _STEP, seed)

@@ -285,7 +285,7 @@ class _Episode:
             async with EnvTimer(limit_s).running():
                 score = await _guarded(env.judge(), "judge")
         except TimeoutError as error:
-            raise JudgeError(f"the environment: judge exceeded env.judge_timeout_s={limit_s:g}") from error
+            raise JudgeError(f"the environment: judge exceeded env.turn_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
         if score is None:

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from verl.config.schema import ModelConfig
+from verl.config.commands import Command
+from verl.config.schema import Config, ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, VerlError
 from verl.signals import Ended, ending_on_signals
@@ -38,19 +38,23 @@ class CliArgs:
     settings: list[str]
     options: list[str]
 
-    def shows_config(self, config: Any, console: Console) -> bool:
-        """Whether --cfg is given; if so, print the configuration."""
+    def shows_config(self, config: Config, command: Command, console: Console) -> bool:
+        """Whether --cfg is given; if so, print the part of the configuration that the command uses."""
         if "--cfg" in self.options:
-            console.print(as_yaml(config), markup=False, soft_wrap=True)
+            console.print(as_yaml(config, command), markup=False, soft_wrap=True)
         return "--cfg" in self.options
 
 
 def run_cli(
-    argv: Sequence[str], help_text: str, kind: type, run: Callable[[CliArgs, Console], int], known: Sequence[str] = ()
+    argv: Sequence[str],
+    help_text: str,
+    command: Command,
+    run: Callable[[CliArgs, Console], int],
+    known: Sequence[str] = (),
 ) -> int:
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
-    known: options of this command besides --help and --cfg job
+    known: options of this command besides --help and --cfg job; those with a value end in =
     Exit codes: that of `run`; 2 for an unusable configuration, data or folder; 1 for a failed run;
     130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
@@ -67,7 +71,7 @@ def run_cli(
     try:
         args = _parse(argv, known)
         if "--help" in args.options:
-            console.print(escape(help_text), key_table(kind), sep="\n")
+            console.print(escape(help_text), key_table(command), sep="\n")
             return 0
         with deadline.active(), ending_on_signals(on_signal):
             return run(args, console)
@@ -133,17 +137,19 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
             if next(rest, None) != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
             options.append(arg)
-        elif arg in known:
+        elif arg in known or arg.startswith(tuple(each for each in known if each.endswith("="))):
             options.append(arg)
         else:
             raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
     return CliArgs(settings, options)
 
 
-def check_engine(key: str, name: str) -> None:
-    """Raises ConfigError if vLLM is selected but not installed. key: of the engine setting"""
+def check_engine(name: str) -> None:
+    """Raises ConfigError if vLLM is selected but not installed. name: rollout.name"""
     if name == "vllm" and find_spec("vllm") is None:
-        raise ConfigError(f"{key}=vllm: the package vllm is not installed; {SET_UP}. {key}=hf needs torch alone")
+        raise ConfigError(
+            f"rollout.name=vllm: the package vllm is not installed; {SET_UP}. rollout.name=hf needs torch alone"
+        )
 
 
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:

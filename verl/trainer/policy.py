@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.batch import PackedBatch
 from verl.data.packing import assign, make_units, pack
 from verl.single_controller.group import WorkerGroup

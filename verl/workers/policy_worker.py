@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample_size, engine_kl, token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.algorithms.policy_loss import LossInputs
 from verl.batch import PackedBatch
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan

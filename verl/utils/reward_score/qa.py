@@ -62,8 +62,8 @@ class QaReward:
         unknown = [key for key in self.judge if key not in _JUDGE_KEYS]
         if unknown or (self.judge and not (self.judge.get("url") and self.judge.get("model"))):
             raise ConfigError(
-                f"judge={dict(self.judge)}: expected url (as http://host:8000/v1), model and, if the endpoint needs a "
-                "key, key_variable"
+                f"eval.judge={dict(self.judge)}: expected url (as http://host:8000/v1), model and, if the endpoint "
+                "needs a key, key_variable"
             )
 
     async def check_services(self) -> None:
