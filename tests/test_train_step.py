@@ -233,12 +233,12 @@ def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correctio
     """The update with the policy's own log-probs is the update with those of a pass before it."""
     algorithm = replace(PLAIN, correction=correction)
 
-    def pay(learning: PPOTrainer, experience: Experience) -> Experience:
-        scored = learning.policy.score(learning.policy.pack_for_scoring(experience.samples))
+    def pay(learner: Learner, experience: Experience) -> Experience:
+        scored = learner.policy.score(learner.policy.pack_for_scoring(experience.samples))
         return experience.with_column("old_logprobs", scored)
 
     free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
-    paid.__class__ = type("Paid", (PPOTrainer,), {"_with_old_logprobs": pay})
+    paid.learner.__class__ = type("Paid", (Learner,), {"_with_old_logprobs": pay})
     one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
     for name, full in weights(free).items():
