@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
-from verl.algorithms.advantage import grpo
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
 from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, Command
@@ -258,16 +256,6 @@ def test_whether_an_advantage_is_divided_by_the_std(caplog: pytest.LogCaptureFix
     assert advantage("algorithm.name=dr_grpo", "algorithm.norm_adv_by_std_in_grpo=true") == "grpo"
     assert not caplog.records
     assert advantage("algorithm.adv_estimator=rloo", plain) == "rloo" and "is not divided by" in caplog.text
-
-
-def test_what_is_known_of_presets_without_torch_is_true() -> None:
-    presets = {name: resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS}
-    paid = {name: preset.kl.placement.value for name, preset in presets.items() if preset.kl.coefficient}
-    assert paid == KL_PLACEMENT
-    assert {name for name, preset in presets.items() if preset.advantage is grpo} == set(DIVIDES_BY_STD)
-    for setting, names in DISCOUNTS.items():
-        found = [name for name, preset in presets.items() if setting in signature(preset.advantage).parameters]
-        assert sorted(found) == sorted(names)
 
 
 def test_warmups_are_shares_of_the_run_or_of_training_steps() -> None:

@@ -362,7 +362,7 @@ def test_a_dead_engine_ends_everything(chat: ChatTemplate) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatTemplate) -> None:
-    fault = play(Speaker(chat), episode_runner(chat, Echoes(), max_prompt_tokens=3))
+    fault = play(Speaker(chat), episode_runner(chat, Echoes(), max_prompt_length=3))
     assert isinstance(fault, Fault) and "data.max_prompt_length=3" in fault.problem
 
 

@@ -62,7 +62,7 @@ def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatTemplate) 
 
 def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatTemplate) -> None:
     observations = ObservationTokenizer(chat, AskFormat(), 16)
-    uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_tokens=40, max_tokens=200))
+    uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_length=40, max_tokens=200))
     cut, episode_runner = truncating("left", 40, chat, uncut)
     in_turns = observations.prompt_ids(Observation(LONG))
     for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (episode_runner, 2, in_turns)):

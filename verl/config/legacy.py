@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
+from verl.algorithms import ADV_ESTIMATORS
 from verl.config.commands import Command
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
@@ -208,16 +209,15 @@ def _check_context(result: Translation) -> None:
 
 
 def _read_estimator(result: Translation) -> None:
-    preset = ADV_ESTIMATORS.get(str(result.now("algorithm.adv_estimator")), str(result.now("algorithm.name")))
-    _read_division(result, preset)
-    for name, presets in DISCOUNTS.items():
+    _read_division(result)
+    for name in ("gamma", "lam"):
         key = f"algorithm.{name}"
-        if preset in ALGORITHMS and preset not in presets and result.settings.get(key) == 1:
+        if result.settings.get(key) == 1 and name not in signature(_advantage(result)).parameters:
             del result.settings[key]
             result.obsolete[result.spelled.pop(key)] = "the advantage does not discount"
 
 
-def _read_division(result: Translation, preset: str) -> None:
+def _read_division(result: Translation) -> None:
     """Whether advantages are divided by the group's standard deviation. veRL's pass@k is, unlike the paper's."""
     key = "algorithm.norm_adv_by_std_in_grpo"
     by_std = result.flag(key)
@@ -225,13 +225,28 @@ def _read_division(result: Translation, preset: str) -> None:
         by_std = True
     if by_std is None:
         return
-    if preset in ("pass_at_k", "gigpo"):
+    advantage = _advantage(result)
+    division = {_advantage_of("grpo"): True, _advantage_of("dr_grpo"): False}
+    if "divide_by_std" in signature(advantage).parameters:
         result.settings["algorithm.options.divide_by_std"] = by_std
-    elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
-        if by_std != (preset != "dr_grpo"):
+    elif advantage in division:
+        if by_std != division[advantage]:
             result.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
         result.obsolete[key] = "the advantage is not divided by a standard deviation"
+
+
+def _advantage(result: Translation) -> Callable[..., object]:
+    """The advantage estimator of the translated command."""
+    estimator, name = (str(result.now(f"algorithm.{key}")) for key in ("adv_estimator", "name"))
+    return _advantage_of(ADV_ESTIMATORS.get(estimator, name))
+
+
+def _advantage_of(name: str) -> Callable[..., object]:
+    """The advantage estimator of a preset."""
+    from verl.algorithms.algorithm import load_preset  # imports torch
+
+    return load_preset(name).advantage
 
 
 def _read_clip(result: Translation) -> None:
@@ -249,7 +264,9 @@ def _read_kl(result: Translation) -> None:
     of_reward = {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"}
     if not result.theirs.keys() & (of_loss | of_reward):
         return
-    before = result.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(result.now("algorithm.name")), "none")
+    from verl.algorithms.algorithm import load_preset  # imports torch
+
+    before = result.now("algorithm.kl_placement") or load_preset(str(result.now("algorithm.name"))).kl.placement
     loss, reward = result.flag("actor.use_kl_loss"), result.flag("algorithm.use_kl_in_reward")
     explicit = result.settings.get("algorithm.kl_placement")
     for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from verl.data.lengths import PromptIds
+from verl.data.lengths import PromptIds, prompt_excess
 from verl.errors import DataError
 from verl.evaluation.base import Category
 from verl.evaluation.records import digest_of
@@ -88,8 +88,8 @@ class Runner:
         except DataError as error:  # rejected by the chat template
             records.add_unasked(task, str(error))
             return ()
-        if length > self.max_prompt_length:
-            records.add_unasked(task, f"{length} tokens, data.max_prompt_length={self.max_prompt_length}")
+        if problem := prompt_excess(length, self.max_prompt_length):
+            records.add_unasked(task, problem)
             return ()
         seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
         group = await self.rollout.run(task, self.n, _STEP, seed)

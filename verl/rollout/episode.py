@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.data.formats.base import Calls, Continue, Final, ParseError
+from verl.data.lengths import prompt_excess
 from verl.data.observation_tokenizer import ObservationTokenizer
 from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
@@ -56,7 +57,7 @@ class EpisodeLimits:
     max_turns: int = 9  # assistant turns
     max_tool_calls: int = 8
     max_tokens: int = 1024  # total tokens of all turns, including observations, excluding the prompt
-    max_prompt_tokens: int = 2048
+    max_prompt_length: int = 2048
     max_turn_tokens: int | None = None  # response tokens per turn
     turn_s: float = 300.0  # environment time per step or reset
     episode_s: float = 1200.0  # total environment time
@@ -161,16 +162,15 @@ class _Episode:
         try:
             initial = _of_type(Observation, await self._timed(env.reset(), "reset"), "reset")
         except _LateError as late:
-            raise ServiceDownError("the environment", f"reset took longer than env.{late.stop_reason}_s") from late
+            raise ServiceDownError(
+                "the environment", f"reset took longer than env.turn_timeout_s={self._limits.turn_s:g}"
+            ) from late
         check_offered(self._task, initial, self._task.env or "the run's")
         self._context = self._observations.prompt_ids(initial)
         self._tools = list(initial.tools)
         self._prompt_length = len(self._context)
-        if self._prompt_length > self._limits.max_prompt_tokens:
-            raise DataError(
-                f"the initial observation has {self._prompt_length} tokens, more than data.max_prompt_length="
-                f"{self._limits.max_prompt_tokens}"
-            )
+        if problem := prompt_excess(self._prompt_length, self._limits.max_prompt_length):
+            raise DataError(problem)
         stop_reason = None
         while stop_reason is None:
             try:

@@ -70,7 +70,7 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner | 
             max_turns=turn_limit(env, tool_call_format),
             max_tool_calls=env.call_limit,
             max_tokens=config.data.max_response_length,
-            max_prompt_tokens=config.data.max_prompt_length,
+            max_prompt_length=config.data.max_prompt_length,
             max_turn_tokens=env.max_turn_tokens,
             turn_s=env.turn_timeout_s,
             episode_s=_SLOWEST_STEPS * env.turn_timeout_s,
