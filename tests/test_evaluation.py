@@ -483,7 +483,7 @@ def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -
     path = tmp_path / "math" / "aime.jsonl"
     path.write_text('{"id": "a", "problem": "p"}\n{"id": "b", "problem": 3}\nnot json\n')
     assert find_file(tmp_path, ["aime24.jsonl", "aime.jsonl"], "get it") == path
-    with pytest.raises(ConfigError, match=r"b.json is not in .* \(data_dir\) or below it; get it there"):
+    with pytest.raises(ConfigError, match=r"b.json is not in .* \(eval\.data_dir\) or below it; get it there"):
         find_file(tmp_path, ["b.json"], "get it there")
     rows = numbered_rows(path, {"id": str, "problem": str})
     assert next(rows) == ("aime.jsonl#0", {"id": "a", "problem": "p"})

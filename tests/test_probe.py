@@ -309,7 +309,7 @@ def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, cap
     assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_rows(folder / "probe.jsonl")}
     found = json.loads((folder / "probe.json").read_text())
     assert found["rows"] == 3
-    assert found["settings"]["env"]["tool_call_format"] is None
+    assert found["settings"]["env.tool_call_format"] is None
     assert "zero-variance groups" in (folder / "probe.md").read_text()
     namesake = tmp_path / "test.parquet"
     shutil.copy(MINI / "test.parquet", namesake)

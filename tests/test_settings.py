@@ -16,12 +16,12 @@ from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.tiny import MINI, run_words
-from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command
+from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command, within
 from verl.config.legacy import our_key
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
 from verl.config.show import as_yaml, key_table
-from verl.config.verl_keys import SAME_AS, short
+from verl.config.verl_keys import SAME_AS, short, vocabulary
 from verl.errors import ConfigError
 from verl.evaluation.base import BenchmarkContext
 from verl.sandbox.client import RemoteSandbox
@@ -35,6 +35,7 @@ from verl.workers.rank import RankSpec
 
 COMMANDS = (TRAIN, PLAN, SFT, EVAL, GENERATE, CHAT, PROBE)
 KEYS = [key.rstrip(".") for key in known_keys()]
+OPEN = [key.rstrip(".") for key in known_keys() if key.endswith(".")]
 
 
 @cache
@@ -69,6 +70,52 @@ def test_every_setting_is_used_or_tested_and_documented(key: str) -> None:
         return
     assert named(key, texts("tests/**/*.py")), "no recipe or script sets it, and no test names it"
     assert named(key, texts("docs/**/*.md", "README.md")), "no recipe or script sets it, and no document names it"
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Command lines of a document or a script: lines of code blocks, and code within sentences."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    if path.suffix == ".md":
+        sentences = re.sub(r"(?ms)^```.*?^```$", "", text)
+        yield from (code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", sentences))
+        text = "".join(re.findall(r"(?ms)^```\w*\n(.*?)^```$", text))
+    yield from text.splitlines()
+
+
+WRITTEN = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("scripts/**/*.sh"), *ROOT.glob("*.sh")]
+BY_NAME = {command.name: command for command in COMMANDS}
+BY_NAME |= {"main_ppo": TRAIN, "main_sft": SFT, "main_generation": GENERATE, "main_eval": EVAL}
+
+
+def commands_of(path: Path) -> Iterator[tuple[Command, list[str]]]:
+    """(command, its keys) of every command line."""
+    for line in lines_of(path):
+        found = re.search(r"(?:toolrl |verl\.trainer\.|-m verl\.)(\w+) (.*)", line)
+        if found and found[1] in BY_NAME:
+            keys = re.findall(r"(?:^| |\[)([a-z_]+(?:\.[a-z_]+)*)=", found[2])
+            yield BY_NAME[found[1]], [our_key(key) for key in keys if key != "key"]
+
+
+def test_command_lines_in_documents_and_scripts_have_keys_of_their_command() -> None:
+    seen = 0
+    for path in WRITTEN:
+        for command, keys in commands_of(path):
+            assert command.from_recipe or "recipe" not in keys, path
+            for key in keys:
+                assert key == "recipe" or (within(key, tuple(KEYS)) and command.has(key)), (path, command.name, key)
+            seen += len(keys)
+    assert seen > 100
+
+
+def test_keys_in_documents_exist() -> None:
+    groups = {key[: place.start()] for key in KEYS for place in re.finditer(r"\.", key)}
+    top = "|".join(sorted({key.partition(".")[0] for key in KEYS}))
+    known = {*KEYS, *groups, *map(short, vocabulary())}
+    for path in WRITTEN:
+        text = path.read_text(encoding="utf-8")
+        for key in re.findall(rf"(?<![\w./:\[(-])((?:{top})(?:\.[a-z_]+)+)(?=[=`,\s])", text):
+            opened = any(key.startswith(f"{each}.") for each in OPEN)
+            assert key in known or opened or key.endswith((".md", ".py")), (path, key)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -162,9 +162,7 @@ class _Episode:
         try:
             initial = _of_type(Observation, await self._timed(env.reset(), "reset"), "reset")
         except _LateError as late:
-            raise ServiceDownError(
-                "the environment", f"reset took longer than env.turn_timeout_s={self._limits.turn_s:g}"
-            ) from late
+            raise ServiceDownError("the environment", "reset took longer than env.turn_timeout_s") from late
         check_offered(self._task, initial, self._task.env or "the run's")
         self._context = self._observations.prompt_ids(initial)
         self._tools = list(initial.tools)
