@@ -32,8 +32,7 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
 _CLOSE_S = 20.0
-# Of the weight sync: large enough that the transport, not the number of calls, takes the time; two exist at a time.
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 256 * 2**20  # of the weight sync, which needs memory for two buckets besides the model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

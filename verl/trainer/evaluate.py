@@ -28,6 +28,7 @@ from verl.evaluation.records import Records
 from verl.evaluation.registry import build_benchmarks
 from verl.evaluation.report import Evaluated, Pending, comparison_of, result_of
 from verl.evaluation.runner import Runner
+from verl.evaluation.stats import RESAMPLES
 from verl.evaluation.tables import Grid, comparison_grid, result_grid
 from verl.files import replacing
 from verl.lock import alone_in
@@ -42,7 +43,6 @@ from verl.trainer.standalone_engine import standalone_engine, with_model_limits
 from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
-_BOOTSTRAP = 2000  # resamples per interval: its ends move by about a tenth of its width between seeds
 _SETTINGS = (  # of an engine, sampling and scoring, that affect a score
     *("model.compute_dtype", "rollout.name", "rollout.dtype", "rollout.n", "rollout.temperature", "trainer.seed"),
     *("rollout.top_p", "rollout.top_k", "rollout.repetition_penalty"),
@@ -81,10 +81,10 @@ async def evaluate(config: Config, console: Console) -> None:
     *bases, ours = [await _evaluate_model(model, requested, console) for model in models]
     for benchmark in benchmarks:
         for each in {each.folder: each for each in (*bases, ours)}.values():  # one if both are the same model
-            result = result_of(benchmark, requested, each, _BOOTSTRAP)
+            result = result_of(benchmark, requested, each, RESAMPLES)
             write_report(result, result_grid(result), each.folder / benchmark.name, console)
         for base in bases:
-            result = comparison_of(benchmark, ours, base, _BOOTSTRAP)
+            result = comparison_of(benchmark, ours, base, RESAMPLES)
             path = ours.folder / f"{benchmark.name}-against-{base.folder.name}"
             write_report(result, comparison_grid(result), path, console)
 

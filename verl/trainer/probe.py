@@ -30,6 +30,7 @@ from verl.evaluation.probe import Cost, Judge, Rollout, row_of, summary
 from verl.evaluation.provenance import identity, short_name, versions
 from verl.evaluation.records import NOT_ASKED, Records
 from verl.evaluation.runner import Runner
+from verl.evaluation.stats import RESAMPLES
 from verl.evaluation.tables import probe_grids
 from verl.lock import alone_in
 from verl.rollout.episode import EpisodeRunner
@@ -56,7 +57,6 @@ _FREE = {  # settings that do not affect rollouts
     *("rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
     *("reward.num_workers", "reward.timeout_s", "reward.memory_mib", "reward.fault_policy", "reward.max_fault_share"),
 }
-_BOOTSTRAP = 2000  # resamples per interval
 
 
 async def probe(config: Config, console: Console) -> None:
@@ -172,7 +172,7 @@ def _summarize(
             file=config.data.train_files[0],
         )
     rows = [row_of(task, group, judge) for task, group in rolled_out]
-    found = summary(rows, [group for _, group in rolled_out], judge, cost, _BOOTSTRAP)
+    found = summary(rows, [group for _, group in rolled_out], judge, cost, RESAMPLES)
     return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 
