@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from verl.config.commands import PLAN
-from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 
@@ -27,9 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_config(args.settings, PLAN)
-        if args.shows_config(config, PLAN, console):
-            return 0
+        config = args.config
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
         gpus = [each.removeprefix("--gpu=") for each in args.options if each.startswith("--gpu=")]

@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from verl.config.commands import Command
+from verl.config.load import load_config
 from verl.config.schema import Config, ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, VerlError
@@ -33,16 +34,10 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 @dataclass(frozen=True)
 class CliArgs:
-    """Command-line arguments, split into settings (key=value) and options."""
+    """Command-line arguments: the configuration that the settings (key=value) give, and the options."""
 
-    settings: list[str]
+    config: Config
     options: list[str]
-
-    def shows_config(self, config: Config, command: Command, console: Console) -> bool:
-        """Whether --cfg is given; if so, print the part of the configuration that the command uses."""
-        if "--cfg" in self.options:
-            console.print(as_yaml(config, command), markup=False, soft_wrap=True)
-        return "--cfg" in self.options
 
 
 def run_cli(
@@ -54,6 +49,7 @@ def run_cli(
 ) -> int:
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
+    With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
     known: options of this command besides --help and --cfg job; those with a value end in =
     Exit codes: that of `run`; 2 for an unusable configuration, data or folder; 1 for a failed run;
     130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
@@ -69,12 +65,16 @@ def run_cli(
         console.print(f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force")
 
     try:
-        args = _parse(argv, known)
-        if "--help" in args.options:
+        settings, options = _parse(argv, known)
+        if "--help" in options:
             console.print(escape(help_text), key_table(command), sep="\n")
             return 0
         with deadline.active(), ending_on_signals(on_signal):
-            return run(args, console)
+            config = load_config(settings, command)
+            if "--cfg" in options:
+                console.print(as_yaml(config, command), markup=False, soft_wrap=True)
+                return 0
+            return run(CliArgs(config, options), console)
     except ModuleNotFoundError as error:
         problem = missing_package(error)
         if problem is None:
@@ -125,7 +125,8 @@ def _print_failure(console: Console, error: Exception) -> None:
         console.print("\n".join(lines[-_MAX_LINES:]), markup=False, soft_wrap=True)
 
 
-def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
+def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(settings, options)"""
     settings, options = [], []
     rest = iter(argv)
     for arg in rest:
@@ -141,7 +142,7 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
             options.append(arg)
         else:
             raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
-    return CliArgs(settings, options)
+    return settings, options
 
 
 def check_engine(name: str) -> None:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from rich.console import Console
 
 from verl.config.commands import EVAL, PROBE
-from verl.config.load import load_config
 from verl.errors import ConfigError
 from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
@@ -42,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(args: CliArgs, console: Console) -> int:
-    config = load_config(args.settings, EVAL)
-    if args.shows_config(config, EVAL, console):
-        return 0
+    config = args.config
     check_model(config.model)
     if config.eval.compare is not None:
         check_model(replace(config.model, path=config.eval.compare), key="eval.compare")
@@ -60,9 +57,7 @@ def _evaluate(args: CliArgs, console: Console) -> int:
 
 
 def _probe(args: CliArgs, console: Console) -> int:
-    config = load_config(args.settings, PROBE)
-    if args.shows_config(config, PROBE, console):
-        return 0
+    config = args.config
     check_model(config.model)
     files = config.data.train_files
     check_files("data.train_files", files, needed=True)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from verl.config.commands import CHAT, GENERATE
-from verl.config.load import load_config
 from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
 
@@ -26,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
     command = CHAT if chatting else GENERATE
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_config(args.settings, command)
-        if args.shows_config(config, command, console):
-            return 0
+        config = args.config
         check_model(config.model)
         check_files("data.val_files", config.data.val_files, needed=not chatting)
         check_engine(config.rollout.name)

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.config.commands import TRAIN
-from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.trainer.command import CliArgs, check_engine, check_files, check_model, run_cli
 
@@ -26,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_config(args.settings)
-        if args.shows_config(config, TRAIN, console):
-            return 0
+        config = args.config
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)

@@ -15,7 +15,6 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.config.commands import SFT
-from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.trainer.command import CliArgs, check_files, check_model, run_cli
 
@@ -24,9 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_config(args.settings, SFT)
-        if args.shows_config(config, SFT, console):
-            return 0
+        config = args.config
         check_model(config.model)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
