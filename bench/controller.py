@@ -36,7 +36,6 @@ SIZE = (
     "rollout.n=4",
     "actor.ppo_mini_batch_size=512",
     "data.max_response_length=32",
-    "trainer.num_transcripts_shown=0",
 )
 
 

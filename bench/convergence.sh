@@ -44,8 +44,8 @@ run() {  # EXPERIMENT SEED STALENESS OVERRIDE...
     mkdir -p "$folder"
     echo "$(date +%T) $1, seed $2, rollout.max_staleness=$3" >&2
     if "$VERL_PYTHON" -m verl.trainer.main_ppo "${@:4}" \
-        rollout.max_staleness="$3" data.seed="$2" trainer.seed="$2" \
-        trainer.total_training_steps="$steps" trainer.test_freq=5 trainer.save_freq=0 trainer.num_transcripts_shown=0 \
+        rollout.max_staleness="$3" trainer.seed="$2" \
+        trainer.total_training_steps="$steps" trainer.test_freq=5 trainer.save_freq=0 \
         trainer.default_local_dir="$folder" trainer.experiment_name="$name" >"$folder/$name.log" 2>&1; then
         touch "$folder/$name/done"
     else

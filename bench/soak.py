@@ -76,7 +76,6 @@ _OVERRIDES = (
     "reward.max_fault_share=0.9",  # one of four responses is already 0.25
     "trainer.test_freq=0",
     "trainer.val_before_train=false",
-    "trainer.num_transcripts_shown=0",
     "trainer.keep_best=0",
     "trainer.device=cpu",
     "trainer.experiment_name=run",

@@ -19,8 +19,9 @@ trap 'rm -rf "$work"' EXIT
 "$VERL_PYTHON" scripts/make_mini_model.py --out "$work/untrained"
 "$VERL_PYTHON" -m verl.trainer.main_sft \
     model.path="$work/untrained" model.compute_dtype=float32 \
-    data.train_files=[dataset/mini/sft.parquet] data.train_batch_size=16 data.max_length=512 \
-    optim.lr=3e-3 optim.betas=[0.9,0.95] optim.warmup_steps=40 \
+    data.train_files=[dataset/mini/sft.parquet] data.train_batch_size=16 \
+    data.max_prompt_length=256 data.max_response_length=256 \
+    actor.optim.lr=3e-3 actor.optim.betas=[0.9,0.95] actor.optim.warmup_steps=40 \
     trainer.total_training_steps=1200 trainer.device=cpu \
     trainer.default_local_dir="$work" trainer.experiment_name=sft
 rm -rf "$out"

@@ -1,6 +1,6 @@
 """Filter a data file by difficulty: by the success rates of a probe of a model, or by the course of a training run.
 
-    python -m verl.trainer.main_eval probe=true data=FILE model=PATH limit=null
+    python -m verl.trainer.main_eval --probe data.train_files=[FILE] model.path=PATH eval.limit=null
     python scripts/select_by_difficulty.py outputs/probe/NAME/probe.jsonl --data FILE --out OUT --least 0.2 --most 0.8
 
 A row is kept if its success rate lies between --least and --most; the ends are excluded unless --inclusive is given, so
@@ -60,7 +60,7 @@ def read_probe(path: Path, data: Path) -> Probed:
             raise DataError(
                 f"is not a probe result ({type(error).__name__}: {error})",
                 "task_id, success_rate and prompt_sha256",
-                "Pass a probe.jsonl from main_eval probe=true",
+                "Pass a probe.jsonl from main_eval --probe",
                 str(path),
                 number,
             ) from error

@@ -37,8 +37,9 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: E402
 from hydra.errors import HydraException  # noqa: E402
 
+from verl.config.commands import TRAIN  # noqa: E402
 from verl.config.load import load_config  # noqa: E402
-from verl.config.schema import RunConfig  # noqa: E402
+from verl.config.schema import TrainerConfig  # noqa: E402
 from verl.config.show import as_yaml  # noqa: E402
 from verl.errors import ConfigError, VerlError  # noqa: E402
 from verl.system.files import replacing  # noqa: E402
@@ -96,7 +97,7 @@ def plan(arguments: Sequence[str]) -> Study:
             raise ConfigError(f"{key} cannot be swept: every point has its own folder inside the study's")
     settings = dict(each.split("=", 1) for each in fixed)
     named = settings.get(_NAME, f"sweep_{'_'.join([settings.get('recipe', 'run'), *map(_last, axes)])}")
-    folder = Path(_unquoted(settings.get(_FOLDER, RunConfig().default_local_dir))) / _unquoted(named)
+    folder = Path(_unquoted(settings.get(_FOLDER, TrainerConfig().default_local_dir))) / _unquoted(named)
     kept = [each for each in fixed if not each.startswith((f"{_FOLDER}=", f"{_NAME}="))]
     shown = {key: _short_names(values) for key, values in axes.items()}
     points = []
@@ -121,7 +122,7 @@ def _short_names(values: Sequence[str]) -> dict[str, str]:
 def _point(name: str, values: Mapping[str, str], overrides: tuple[str, ...]) -> Point:
     """Build a point; loads its configuration, so that errors show before the first run starts."""
     try:
-        return Point(name, values, overrides, as_yaml(load_config(overrides)))
+        return Point(name, values, overrides, as_yaml(load_config(overrides), TRAIN))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

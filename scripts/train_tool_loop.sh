@@ -20,12 +20,12 @@ bash scripts/tool_loop/cold_start.sh "$out" "$seed"
 "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=tool_loop \
     model.path="$out/cold_start/checkpoints/step-000400/hf" \
     data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
-    data.seed="$seed" trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
+    trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
 
 models=("$out"/tool_loop/checkpoints/step-*/hf)
 echo "the same questions without the tool:"
 "$VERL_PYTHON" -m verl.trainer.main_generation \
-    model.path="${models[-1]}" files=["$out/data/test.jsonl"] output="$out/without_tool.jsonl" \
-    max_prompt_length=64 max_response_length=80 dtype=float32 \
+    model.path="${models[-1]}" data.val_files=["$out/data/test.jsonl"] eval.output="$out/without_tool.jsonl" \
+    data.max_prompt_length=64 data.max_response_length=80 model.compute_dtype=float32 \
     reward.name=retool env.name=tool env.tool_call_format=tags env.tools=[python] \
     env.max_tool_calls=0

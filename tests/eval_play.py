@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI
 from verl.chat.template import ChatTemplate
-from verl.config.schema import SandboxConfig
+from verl.config.schema import Config, DataConfig, EnvConfig
 from verl.episodes.group import GroupRollout
 from verl.kit.evaluation.benchmark import Benchmark, Category
 from verl.kit.evaluation.handlers import env_of
@@ -51,11 +51,16 @@ def category(benchmark: Benchmark, name: str) -> Category:
     return found
 
 
+def roomy(env: EnvConfig, length: int) -> Config:
+    """The configuration of episodes with room for this many tokens."""
+    return Config(env=env, data=DataConfig(max_prompt_length=length, max_response_length=length))
+
+
 def groups(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        episode_runner = build_episode_runner(env_of(of.episode, handler), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+        episode_runner = build_episode_runner(roomy(env_of(of.episode, handler), _ROOM), chat())
         scorer = DirectScorer(build_reward(of.episode.reward, of.episode.reward_options))
         rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
         played = []
@@ -77,7 +82,7 @@ def scores(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | N
 
 def foretold(of: Category, handler: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    episode_runner = build_episode_runner(env_of(of.episode, handler), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+    episode_runner = build_episode_runner(roomy(env_of(of.episode, handler), _ROOM), chat())
     opening = prompt_fn(episode_runner, chat())
     played = groups(of, handler, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

@@ -26,7 +26,6 @@ from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.run import build_trainer, load_inputs
 from verl.trainer.builders.workers import start_workers
 from verl.trainer.loop import TrainingRun, TrainingRunConfig
@@ -89,14 +88,11 @@ def local_fit(
 def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     """The trainer of a configuration; its process group ends with the block."""
     inputs = load_inputs(config)
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
-    stream = TaskStream(inputs.train, config.data.weights, config.data.seed)
-    scorer = DirectScorer(build_rewards(config.reward.name, config.reward.options))
-    workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
+    stream = TaskStream(inputs.train, config.data.weights, config.trainer.seed)
+    scorer = DirectScorer(inputs.rewards)
+    workers = start_workers(config, OneProcess(), inputs.algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
-        yield build_trainer(
-            config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
-        )
+        yield build_trainer(config, inputs, stream, workers, scorer)
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.gigpo import gigpo
 from verl.algorithms.losses.policy_loss import token_loss
+from verl.algorithms.names import KLPlacement, Level
 from verl.algorithms.table import presets
 from verl.batch.experience import Experience, build_experience, with_metric_weights, with_selected, with_weights
 from verl.batch.packed import PackedBatch

@@ -48,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words_of(name: str, rows: Path, out: Path) -> list[str]:
     """Two updates a step, so that ratios move and clips are felt; one where the loss corrects for nothing."""
-    updates = 1 if build_algorithm(AlgorithmConfig(name), LONGEST, 0).policy_loss is policy_gradient else 2
+    updates = 1 if build_algorithm(AlgorithmConfig(name=name), LONGEST, 0).policy_loss is policy_gradient else 2
     return [
         *run_words(MINI / "model", out, "hf", STEPS),
         f"algorithm.name={name}",

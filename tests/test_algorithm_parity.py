@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.conftest import real_data
-from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.algorithms.correction import Correction, Level, token_weights
+from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.estimators.advantage import (
     AdvantageEstimator,
     AdvantageInputs,
@@ -41,6 +41,7 @@ from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
 from verl.algorithms.losses.policy_loss import LossInputs, PolicyLoss, TokenLoss, clipped, covariances, policy_gradient
 from verl.algorithms.losses.ppo import clipped_value_loss
 from verl.algorithms.losses.sapo import soft_gated
+from verl.algorithms.names import Aggregation, Level
 
 
 class Published:

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, gae, group_normalized, grpo, whitened
 from verl.algorithms.estimators.reinforce_pp_baseline import reinforce_pp_baseline
 from verl.algorithms.kl import apply_kl_penalty, k1, k2, k3
 from verl.algorithms.losses.policy_loss import LossInputs, clipped
 from verl.algorithms.losses.ppo import clipped_value_loss
+from verl.algorithms.names import Aggregation
 from verl.registry import resolve
 
 ONE_SAMPLE = torch.zeros(0, dtype=torch.long)

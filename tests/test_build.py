@@ -19,20 +19,19 @@ from transformers import ByT5Tokenizer
 
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import KLPlacement, KLTerm, OldLogprobs
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.filters import FILTERS, name_of
-from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
+from verl.algorithms.names import Aggregation, KLPlacement, Level
 from verl.algorithms.overlong import Overlong
 from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.batch.samples import to_samples
 from verl.config.load import load_config
-from verl.config.schema import _NAMES, AlgorithmConfig, CorrectionConfig, ModelConfig
+from verl.config.schema import AlgorithmConfig, CorrectionConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
@@ -44,7 +43,7 @@ from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer import main_ppo, main_sft
-from verl.trainer.builders.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm
+from verl.trainer.builders.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm, check_rewards
 from verl.trainer.builders.run import (
     load_chat_template,
     load_tasks,
@@ -66,20 +65,15 @@ from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
 
-def test_names_that_the_configuration_knows_are_those_of_the_algorithms() -> None:
-    assert set(_NAMES["aggregation"]) == set(Aggregation) and set(_NAMES["kl_placement"]) == set(KLPlacement)
-    assert set(_NAMES["old_logprobs"]) == set(OldLogprobs) and set(_NAMES["kl_estimator"]) == set(KL_ESTIMATORS)
-
-
 def test_a_preset_alone_is_itself() -> None:
-    assert build_algorithm(AlgorithmConfig("grpo"), 64, 0) == GRPO
-    assert build_algorithm(AlgorithmConfig("ppo"), 64, 0).kl == PPO.kl
+    assert build_algorithm(AlgorithmConfig(name="grpo"), 64, 0) == GRPO
+    assert build_algorithm(AlgorithmConfig(name="ppo"), 64, 0).kl == PPO.kl
 
 
 def test_how_far_rollouts_run_ahead_must_be_told() -> None:
     """Whoever forgot it would train on stale samples without a correction."""
     with pytest.raises(TypeError, match="max_staleness"):
-        build_algorithm(AlgorithmConfig("grpo"), 64)  # type: ignore[call-arg]
+        build_algorithm(AlgorithmConfig(name="grpo"), 64)  # type: ignore[call-arg]
 
 
 def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
@@ -100,22 +94,24 @@ def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
-    assert build_algorithm(AlgorithmConfig(name), 64, 0).correction is None
-    assert build_algorithm(AlgorithmConfig(name), 64, 1).correction == Correction(Level.TOKEN, is_cap=2.0)
-    for off in {"correction": CorrectionConfig("none")}, {"old_logprobs": "rollout"}:
-        assert build_algorithm(AlgorithmConfig(name, **off), 64, 1).correction is None  # type: ignore[arg-type]
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction is None
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == Correction(Level.TOKEN, is_cap=2.0)
+    for off in {"correction": CorrectionConfig(is_level="none")}, {"old_logprobs": "rollout"}:
+        assert build_algorithm(AlgorithmConfig(name=name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 
 
 def test_a_correction_is_what_was_asked_for() -> None:
-    asked = CorrectionConfig("sequence", 3.0, "geometric", rejection_upper=1.25, token_veto=1e-4)
-    made = build_algorithm(AlgorithmConfig("grpo", correction=asked), 64, 0)
+    asked = CorrectionConfig(
+        is_level="sequence", is_cap=3.0, rejection_level="geometric", rejection_upper=1.25, token_veto=1e-4
+    )
+    made = build_algorithm(AlgorithmConfig(name="grpo", correction=asked), 64, 0)
     assert made.correction == Correction(Level.SEQUENCE, 3.0, Level.GEOMETRIC, 0.8, 1.25, 1e-4)
     masked = build_algorithm(
-        AlgorithmConfig("grpo", correction=CorrectionConfig(rejection_level="token", rejection_lower=0.0)), 64, 0
+        AlgorithmConfig(name="grpo", correction=CorrectionConfig(rejection_level="token", rejection_lower=0.0)), 64, 0
     )
     assert masked.correction == Correction(None, 2.0, Level.TOKEN, 0.0, 2.0)
     with pytest.raises(ConfigError, match="would correct twice"):
-        build_algorithm(AlgorithmConfig("grpo", old_logprobs="rollout", correction=asked), 64, 0)
+        build_algorithm(AlgorithmConfig(name="grpo", old_logprobs="rollout", correction=asked), 64, 0)
 
 
 def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
@@ -125,54 +121,54 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
         "from verl.algorithms.estimators.grpo import GRPO\nMINE = replace(GRPO, correction=Correction(is_cap=5.0))\n"
     )
     for stale in (0, 1):
-        assert build_algorithm(AlgorithmConfig(f"{own}:MINE"), 64, stale).correction == Correction(is_cap=5.0)
-        wider = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig(is_cap=3.0, token_veto=1e-4))
+        assert build_algorithm(AlgorithmConfig(name=f"{own}:MINE"), 64, stale).correction == Correction(is_cap=5.0)
+        wider = AlgorithmConfig(name=f"{own}:MINE", correction=CorrectionConfig(is_cap=3.0, token_veto=1e-4))
         assert build_algorithm(wider, 64, stale).correction == Correction(is_cap=3.0, token_veto=1e-4)
         masked = AlgorithmConfig(
-            f"{own}:MINE", correction=CorrectionConfig(rejection_level="token", rejection_upper=4.0)
+            name=f"{own}:MINE", correction=CorrectionConfig(rejection_level="token", rejection_upper=4.0)
         )
         expected = Correction(is_cap=5.0, rejection_level=Level.TOKEN, rejection_lower=0.25, rejection_upper=4.0)
         assert build_algorithm(masked, 64, stale).correction == expected
-    off = AlgorithmConfig(f"{own}:MINE", correction=CorrectionConfig("none"))
+    off = AlgorithmConfig(name=f"{own}:MINE", correction=CorrectionConfig(is_level="none"))
     assert build_algorithm(off, 64, 0).correction is None
-    assert build_algorithm(AlgorithmConfig(f"{own}:MINE", old_logprobs="rollout"), 64, 0).correction is None
+    assert build_algorithm(AlgorithmConfig(name=f"{own}:MINE", old_logprobs="rollout"), 64, 0).correction is None
 
 
 @pytest.mark.parametrize(
     ("settings", "stale", "said"),
     [
         (CorrectionConfig(is_cap=3.0), 0, "is_cap=3 has no effect: algorithm.correction.is_level is none"),
-        (CorrectionConfig("none", is_cap=3.0), 1, "is_cap=3 has no effect"),
+        (CorrectionConfig(is_level="none", is_cap=3.0), 1, "is_cap=3 has no effect"),
         (CorrectionConfig(token_veto=1e-4, is_cap=3.0), 0, "is_cap=3 has no effect"),
         (
             CorrectionConfig(rejection_upper=3.0),
             1,
             "rejection_upper=3 has no effect: algorithm.correction.rejection_level is none",
         ),
-        (CorrectionConfig("token", rejection_lower=0.1), 1, "rejection_lower=0.1 has no effect"),
+        (CorrectionConfig(is_level="token", rejection_lower=0.1), 1, "rejection_lower=0.1 has no effect"),
     ],
 )
 def test_a_bound_of_nothing_is_refused(settings: CorrectionConfig, stale: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        build_algorithm(AlgorithmConfig("grpo", correction=settings), 64, stale)
+        build_algorithm(AlgorithmConfig(name="grpo", correction=settings), 64, stale)
 
 
 def test_a_bound_beside_a_ratio_that_corrects_by_itself_is_refused(tmp_path: Path) -> None:
     """Be it the configuration or the preset that measures the ratio from the engine."""
     own = tmp_path / "own.py"
     own.write_text(
-        "from dataclasses import replace\nfrom verl.algorithms.algorithm import OldLogprobs\n"
+        "from dataclasses import replace\nfrom verl.algorithms.names import OldLogprobs\n"
         "from verl.algorithms.estimators.grpo import GRPO\nMINE = replace(GRPO, old_logprobs=OldLogprobs.ROLLOUT)\n"
     )
     bound = CorrectionConfig(is_cap=3.0)
-    asked = AlgorithmConfig("grpo", old_logprobs="rollout", correction=bound)
-    for config in asked, AlgorithmConfig(f"{own}:MINE", correction=bound):
+    asked = AlgorithmConfig(name="grpo", old_logprobs="rollout", correction=bound)
+    for config in asked, AlgorithmConfig(name=f"{own}:MINE", correction=bound):
         with pytest.raises(ConfigError, match="is_cap=3 has no effect"):
             build_algorithm(config, 64, 1)
 
 
 def test_overrides_replace_what_they_name_and_nothing_else() -> None:
-    made = build_algorithm(AlgorithmConfig("ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"), 64, 0)
+    made = build_algorithm(AlgorithmConfig(name="ppo", clip_high=0.28, lam=0.95, aggregation="token-sum"), 64, 0)
     assert isinstance(made.policy_loss, partial) and made.policy_loss.func is clipped
     assert made.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28}
     assert isinstance(made.advantage, partial) and made.advantage.func is gae
@@ -240,22 +236,22 @@ def test_overrides_without_use_are_refused(overrides: dict[str, object], said: s
 
 
 def test_what_a_preset_asks_of_the_rollout_can_be_changed() -> None:
-    assert build_algorithm(AlgorithmConfig("dapo"), 100, 0).overlong == Overlong(100, 20, 1.0)
+    assert build_algorithm(AlgorithmConfig(name="dapo"), 100, 0).overlong == Overlong(100, 20, 1.0)
     filters = ["truncated", {"name": "accuracy", "low": 0.1}]
-    settings = AlgorithmConfig("dapo", filters=filters, max_resample_rounds=3, overlong_buffer=0)
+    settings = AlgorithmConfig(name="dapo", filters=filters, max_resample_rounds=3, overlong_buffer=0)
     made = build_algorithm(settings, 100, 0)
     assert [name_of(each) for each in made.filters] == ["truncated", "accuracy"]
     assert made.max_resample_rounds == 3 and made.overlong is None
-    assert build_algorithm(AlgorithmConfig("dapo", filters=[]), 100, 0).max_resample_rounds == 1
-    added = build_algorithm(AlgorithmConfig("grpo", overlong_buffer=8, overlong_factor=0.5), 100, 0)
+    assert build_algorithm(AlgorithmConfig(name="dapo", filters=[]), 100, 0).max_resample_rounds == 1
+    added = build_algorithm(AlgorithmConfig(name="grpo", overlong_buffer=8, overlong_factor=0.5), 100, 0)
     assert added.overlong == Overlong(100, 8, 0.5)
 
 
 def test_options_reach_the_function_that_has_them() -> None:
-    made = build_algorithm(AlgorithmConfig("kl_cov", options={"share": 0.1, "beta": 2.0}), 64, 0)
+    made = build_algorithm(AlgorithmConfig(name="kl_cov", options={"share": 0.1, "beta": 2.0}), 64, 0)
     assert isinstance(made.selection, partial) and made.selection.keywords == {"share": 0.1}
     assert isinstance(made.policy_loss, partial) and made.policy_loss.keywords == {"beta": 2.0}
-    assert build_algorithm(AlgorithmConfig("gigpo", gamma=1.0), 64, 0).advantage.keywords["gamma"] == 1.0  # type: ignore[attr-defined]
+    assert build_algorithm(AlgorithmConfig(name="gigpo", gamma=1.0), 64, 0).advantage.keywords["gamma"] == 1.0  # type: ignore[attr-defined]
 
 
 class Ranks:
@@ -271,23 +267,37 @@ class Ranks:
 def test_what_an_algorithm_needs_and_cannot_have_is_told() -> None:
     remax, gigpo = (load_config([f"algorithm.name={name}", "rollout.n=2"]) for name in ("remax", "gigpo"))
     with pytest.raises(ConfigError, match=r"algorithm\.name=remax scores each response against"):
-        check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, Ranks())
+        check_rewards(build_algorithm(remax.algorithm, 64, 0), [build_reward("math"), Ranks()])
     watching = replace(gigpo, env=replace(gigpo.env, train_on_observations=True))
     with pytest.raises(ConfigError, match=r"algorithm\.name=gigpo distinguishes states"):
-        check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), watching, object())
-    single = replace(remax, rollout=replace(remax.rollout, n=1))  # an algorithm of one's own is not known by its name
-    with pytest.raises(ConfigError, match=r"algorithm\.name=grpo needs rollout\.n >= 2"):
-        check_algorithm(GRPO, single, object())
-    check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo, Ranks())
-    check_algorithm(build_algorithm(remax.algorithm, 64, 0), remax, object())
+        check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), watching)
+    check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo)
+    check_rewards(build_algorithm(gigpo.algorithm, 64, 0), [Ranks()])
+    check_rewards(build_algorithm(remax.algorithm, 64, 0), [build_reward("math")])
 
 
-@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "min_p=0.1", "repetition_penalty=1.5"])
+@pytest.mark.parametrize(
+    "chosen", ["algorithm.name=grpo", "algorithm.adv_estimator=grpo", "algorithm.name=rloo", "OWN"]
+)
+def test_group_relative_advantages_need_several_responses(chosen: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from verl.algorithms.estimators.grpo import GRPO as MINE\n")
+    word = f"algorithm.name='{tmp_path}/mine.py:MINE'" if chosen == "OWN" else chosen
+    for n in (1, 2):
+        config = load_config([word, f"rollout.n={n}"])
+        algorithm = build_algorithm(config.algorithm, 64, 0)
+        if n == 1:
+            with pytest.raises(ConfigError, match=r"needs rollout\.n >= 2 \(advantages are group-relative\); got 1"):
+                check_algorithm(algorithm, config)
+        else:
+            check_algorithm(algorithm, config)
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "repetition_penalty=1.5"])
 def test_a_cut_distribution_goes_without_the_engines_log_probs(cut: str) -> None:
     def check(*words: str) -> None:
         config = load_config([f"rollout.{cut}", *words])
         made = build_algorithm(config.algorithm, 64, config.rollout.max_staleness)
-        check_algorithm(made, config, object())
+        check_algorithm(made, config)
 
     check()
     check("rollout.max_staleness=1", "algorithm.correction.is_level=none")
@@ -303,10 +313,10 @@ def test_a_cut_distribution_goes_without_the_engines_log_probs(cut: str) -> None
 
 
 def test_training_validation_and_canary_sample_on_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    words = ["rollout.top_p=0.9", "rollout.top_k=7", "rollout.min_p=0.1", "rollout.repetition_penalty=1.5"]
+    words = ["rollout.top_p=0.9", "rollout.top_k=7", "rollout.repetition_penalty=1.5"]
     config = load_config([*words, "data.val_files=[x]", "rollout.temperature=0.7", "data.max_response_length=9"])
     training = train_sampling(config, (3,))
-    assert training == Sampling(9, 0.7, 1, (3,), top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.5)
+    assert training == Sampling(9, 0.7, 1, (3,), top_p=0.9, top_k=7, repetition_penalty=1.5)
     assert "engine/kl measures this bias" in caplog.text
     assert val_sampling(config, training) == Sampling(9, 0.0, 1, (3,))
     val = [f"rollout.val_kwargs.{word}" for word in ("temperature=1.0", "top_p=0.6", "top_k=5", "n=30")]
@@ -316,20 +326,20 @@ def test_training_validation_and_canary_sample_on_their_own(caplog: pytest.LogCa
 
 
 def test_a_constant_length_is_the_longest_response_unless_it_is_given() -> None:
-    norm = AlgorithmConfig("grpo", aggregation="seq-mean-token-sum-norm")
+    norm = AlgorithmConfig(name="grpo", aggregation="seq-mean-token-sum-norm")
     assert build_algorithm(norm, 64, 0).aggregation_length == 64
     assert build_algorithm(replace(norm, aggregation_length=10), 64, 0).aggregation_length == 10
-    assert build_algorithm(AlgorithmConfig("grpo"), 64, 0).aggregation_length is None
+    assert build_algorithm(AlgorithmConfig(name="grpo"), 64, 0).aggregation_length is None
 
 
 def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
-    config = AlgorithmConfig("toolrl_grpo", kl_target=0.1)
+    config = AlgorithmConfig(name="toolrl_grpo", kl_target=0.1)
     control = build_kl_control(config, build_algorithm(config, 64, 0))
     assert control is not None and (control.coefficient, control.target) == (0.001, 0.1)
-    assert build_kl_control(AlgorithmConfig("grpo"), GRPO) is None
+    assert build_kl_control(AlgorithmConfig(name="grpo"), GRPO) is None
     with pytest.raises(ConfigError, match="has no effect"):
         build_kl_control(
-            AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig("grpo"), 64, 0)
+            AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig(name="grpo"), 64, 0)
         )
 
 
@@ -337,7 +347,7 @@ def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
     config = load_config([*run_words(tmp_path, tmp_path, "hf", 10), "algorithm.name=ppo", "critic.path=other"])
     spec = rank_spec(config, build_algorithm(config.algorithm, 64, 0), "cpu", total_steps=10)
     assert spec.critic_path == "other" and spec.with_reference and spec.optimizer.total_steps == 20
-    plain = rank_spec(config, build_algorithm(AlgorithmConfig("grpo", kl_placement="none"), 64, 0), "cpu", 10)
+    plain = rank_spec(config, build_algorithm(AlgorithmConfig(name="grpo", kl_placement="none"), 64, 0), "cpu", 10)
     assert plain.critic_path is None and not plain.with_reference
 
 
@@ -400,7 +410,7 @@ def test_prompts_that_are_too_long_are_an_error_or_left_out(tmp_path: Path) -> N
         "test.parquet: 200 rows, 200 used, 0 dropped",
     ]
     with pytest.raises(
-        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than max_prompt_length=90"
+        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
     ):
         load_tasks(load_config([*words, "data.max_prompt_length=90"]), chat.task_prompt_ids)
     skipping = load_config([*words, "data.max_prompt_length=90", "data.truncation=drop"])
@@ -540,14 +550,17 @@ def test_a_run_asks_the_cluster_that_it_joined_what_gpus_there_are(
     ("settings", "said"),
     [
         (
-            AlgorithmConfig("clip_cov", options={"share": 1.5}),
+            AlgorithmConfig(name="clip_cov", options={"share": 1.5}),
             "options.share must be between 0 and 1, got 1.5",
         ),
-        (AlgorithmConfig("kl_cov", options={"share": -0.1}), "algorithm.options.share must be between 0 and 1"),
-        (AlgorithmConfig("kl_cov", options={"beta": -1.0}), "algorithm.options.beta must be 0 or more"),
-        (AlgorithmConfig("sapo", options={"tau_neg": 0.0}), "algorithm.options.tau_neg must be positive"),
-        (AlgorithmConfig("gigpo", options={"turn_weight": -1.0}), "algorithm.options.turn_weight must be 0 or more"),
-        (AlgorithmConfig("clip_cov", options={"low": 6.0}), "low=6 exceeds high=5"),
+        (AlgorithmConfig(name="kl_cov", options={"share": -0.1}), "algorithm.options.share must be between 0 and 1"),
+        (AlgorithmConfig(name="kl_cov", options={"beta": -1.0}), "algorithm.options.beta must be 0 or more"),
+        (AlgorithmConfig(name="sapo", options={"tau_neg": 0.0}), "algorithm.options.tau_neg must be positive"),
+        (
+            AlgorithmConfig(name="gigpo", options={"turn_weight": -1.0}),
+            "algorithm.options.turn_weight must be 0 or more",
+        ),
+        (AlgorithmConfig(name="clip_cov", options={"low": 6.0}), "low=6 exceeds high=5"),
         (AlgorithmConfig(filters=[{"name": "accuracy", "low": 0.9, "high": 0.1}]), "low=0.9 exceeds high=0.1"),
         (AlgorithmConfig(filters=[{"name": "length", "max_tokens": 0}]), "length.max_tokens must be at least 1"),
         (AlgorithmConfig(filters=[{"name": "grader_faults", "max_share": 2.0}]), "max_share must be between 0 and 1"),

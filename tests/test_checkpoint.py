@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss
 from tests.test_packing import random_samples, tiny_model
-from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.names import Aggregation
 from verl.batch.packing import assign, make_units, pack
 from verl.checkpoint.checkpoint import CheckpointStore, kept, read_state
 from verl.checkpoint.manifest import Checkpoint, read_manifest, verify

@@ -16,7 +16,7 @@ import toolrl
 import verl
 from tests.conftest import ROOT
 from verl.cli import COMMANDS, main
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.kit.doctor import versions
 from verl.trainer import cli as command
 from verl.trainer.cli import CliArgs, run_cli
@@ -26,10 +26,10 @@ NEED_TORCH = {
     "train": ["recipe=mini_grpo", "rollout.name=hf"],
     "preflight": ["recipe=mini_grpo", "rollout.name=hf"],
     "sft": [MINI, "data.train_files=[embedded:sft.parquet]"],
-    "generate": [MINI, "files=[embedded:test.parquet]", "engine=hf"],
-    "chat": [MINI, "engine=hf"],
-    "eval": [MINI, "benchmarks=[embedded:test.parquet]", "engine=hf"],
-    "probe": [MINI, "data=embedded:test.parquet", "engine=hf"],
+    "generate": [MINI, "data.val_files=[embedded:test.parquet]", "rollout.name=hf"],
+    "chat": [MINI, "rollout.name=hf"],
+    "eval": [MINI, "eval.benchmarks=[embedded:test.parquet]", "rollout.name=hf"],
+    "probe": [MINI, "data.train_files=[embedded:test.parquet]", "rollout.name=hf"],
     "plan": ["recipe=mini_grpo"],
     "replay": [".", "--step", "1"],
     "algorithms": [],
@@ -115,7 +115,7 @@ def test_an_import_that_fails_for_another_reason_stays_an_error() -> None:
         raise ModuleNotFoundError("no module named 'users_own'", name="users_own")
 
     with pytest.raises(ModuleNotFoundError):
-        run_cli([], "", Config, run)
+        run_cli([], "", TRAIN, run)
 
 
 def test_a_message_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_a_message_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> No
         console.print("saved to runs:fire:, [a:train:]", markup=False)
         raise command.ConfigError("me/data:train: is no file")
 
-    assert run_cli([], "", Config, run) == 2
+    assert run_cli([], "", TRAIN, run) == 2
     assert capsys.readouterr().out == "saved to runs:fire:, [a:train:]\nConfigError: me/data:train: is no file\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.dr_grpo import DR_GRPO
 from verl.algorithms.estimators.gigpo import GIGPO, gigpo
@@ -23,6 +23,7 @@ from verl.algorithms.estimators.remax import REMAX
 from verl.algorithms.filters import accuracy, grader_faults, length, name_of, passed, truncated, zero_variance
 from verl.algorithms.losses.dapo import DAPO
 from verl.algorithms.losses.ppo import PPO
+from verl.algorithms.names import KLPlacement
 from verl.algorithms.overlong import Overlong
 from verl.batch.experience import build_experience, turns_of
 from verl.chat.template import ChatTemplate

@@ -5,19 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
+from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import name_of
-from verl.config.load import RECIPES, known_keys, load_config, load_plain
-from verl.config.schema import Config, CorrectionConfig, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
-from verl.config.unused_keys import IN_A_CHAT
+from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, Command
+from verl.config.load import RECIPES, known_keys, load_config
+from verl.config.schema import Config, CorrectionConfig
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.registry import resolve
@@ -62,7 +60,7 @@ def test_the_distribution_may_be_cut(caplog: pytest.LogCaptureFixture) -> None:
     words = ["actor_rollout_ref.rollout.top_p=0.9", "rollout.top_k=20", "rollout.repetition_penalty=1.5"]
     rollout = load_config(words).rollout
     assert (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.truncated) == (0.9, 20, 1.5, True)
-    whole = load_config(["rollout.top_p=1.0", "rollout.top_k=0", "rollout.min_p=0", "rollout.repetition_penalty=1"])
+    whole = load_config(["rollout.top_p=1.0", "rollout.top_k=0", "rollout.repetition_penalty=1"])
     assert whole.rollout == load_config([]).rollout and not whole.rollout.truncated and not caplog.records
 
 
@@ -73,16 +71,24 @@ def test_validation_samples_as_its_own_settings_say() -> None:
     words = ["n=30", "temperature=1.0", "top_p=0.6"]
     val = load_config([files, *(f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in words)]).rollout.val_kwargs
     assert (val.n, val.temperature, val.top_p, val.greedy) == (30, 1.0, 0.6, False)
-    assert load_config(
-        [files, "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.do_sample=false"]
-    ).rollout.val_kwargs.greedy
+    sampled = [files, "rollout.val_kwargs.temperature=1.0"]
+    for do_sample, greedy in (("false", True), ("true", False), ("null", False)):
+        config = load_config([*sampled, f"actor_rollout_ref.rollout.val_kwargs.do_sample={do_sample}"])
+        assert config.rollout.val_kwargs.greedy == greedy
 
 
 def test_verls_words_for_the_correction_are_understood() -> None:
     theirs = {"rollout_is": "sequence", "rollout_is_threshold": 3, "rollout_rs": "geometric"}
     theirs |= {"rollout_rs_threshold": 1.5, "rollout_rs_threshold_lower": 0.5, "rollout_token_veto_threshold": 1e-4}
     correction = load_config([f"algorithm.rollout_correction.{key}={each}" for key, each in theirs.items()]).algorithm
-    assert correction.correction == CorrectionConfig("sequence", 3.0, "geometric", 1.5, 0.5, 1e-4)
+    assert correction.correction == CorrectionConfig(
+        is_level="sequence",
+        is_cap=3.0,
+        rejection_level="geometric",
+        rejection_upper=1.5,
+        rejection_lower=0.5,
+        token_veto=1e-4,
+    )
     none = load_config(["algorithm.rollout_correction.rollout_is=null", "rollout.max_staleness=1"])
     assert none.algorithm.correction.is_level == "none"
 
@@ -126,7 +132,8 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
         ("algorithm.clip_low=0.1 actor.clip_ratio_low=0.3", "algorithm.clip_low would be"),
         ("env.train_on_observations=true actor.state_masking=true", "env.train_on_observations would be"),
         ("algorithm.filter_groups.enable=true algorithm.filters=[truncated]", "algorithm.filters would be"),
-        ("actor.optim.lr_warmup_steps=10 actor.optim.warmup_ratio=0.1", "both give the length of the warmup"),
+        ("actor.optim.lr_warmup_steps_ratio=0.2 actor.optim.warmup_steps=0.1", "actor.optim.warmup_steps would be"),
+        ("data.seed=3 trainer.seed=4", "trainer.seed would be"),
         ("critic.optim.lr_warmup_steps=10 critic.optim.warmup_steps=3", "critic.optim.warmup_steps would be"),
         ("custom_reward_function.path=a.py reward.name=rlla", "reward.name would be"),
     ],
@@ -251,25 +258,15 @@ def test_whether_an_advantage_is_divided_by_the_std(caplog: pytest.LogCaptureFix
     assert advantage("algorithm.adv_estimator=rloo", plain) == "rloo" and "is not divided by" in caplog.text
 
 
-def test_what_is_known_of_presets_without_torch_is_true() -> None:
-    presets = {name: resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS}
-    paid = {name: preset.kl.placement.value for name, preset in presets.items() if preset.kl.coefficient}
-    assert paid == KL_PLACEMENT
-    assert {name for name, preset in presets.items() if preset.advantage is grpo} == set(DIVIDES_BY_STD)
-    for setting, names in DISCOUNTS.items():
-        found = [name for name, preset in presets.items() if setting in signature(preset.advantage).parameters]
-        assert sorted(found) == sorted(names)
-
-
 def test_warmups_are_shares_of_the_run_or_of_training_steps() -> None:
     words = ["recipe=search_r1", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285"]  # 1005 steps, 2 updates
     config = load_config([*words, "model.path=m"])
-    assert (config.actor.optim.warmup_steps, config.actor.optim.warmup_ratio) == (0, 0.285)
+    assert config.actor.optim.warmup_steps == 0.285
     assert rank_spec(config, built(config), "cpu", 1005).optimizer.warmup_steps == 572
     steps = load_config(["recipe=search_r1", "actor_rollout_ref.actor.optim.lr_warmup_steps=10"])
     assert steps.actor.optim.warmup_steps == 20
     left = load_config([*words, "actor_rollout_ref.actor.optim.lr_warmup_steps=-1"])
-    assert left.actor.optim.warmup_ratio == 0.285
+    assert left.actor.optim.warmup_steps == 0.285
 
 
 def test_adaptive_kl_by_verls_names() -> None:
@@ -331,8 +328,9 @@ def test_values_may_be_made_of_other_keys(words: list[str], path: str, monkeypat
 
 
 def test_values_of_other_commands_may_be_made_of_keys() -> None:
-    assert load_plain(["model.path=m", "output=${model.path}.jsonl"], GenerationConfig).output == "m.jsonl"
-    assert load_plain(["files=[${model.path}/x.jsonl]", "model.path=m"], GenerationConfig).files == ["m/x.jsonl"]
+    assert load_config(["model.path=m", "eval.output=${model.path}.jsonl"], GENERATE).eval.output == "m.jsonl"
+    files = load_config(["data.val_files=[${model.path}/x.jsonl]", "model.path=m"], GENERATE).data.val_files
+    assert files == ["m/x.jsonl"]
 
 
 def test_a_home_folder_needs_no_quotes() -> None:
@@ -368,18 +366,19 @@ def test_a_users_reward_by_verls_names() -> None:
     assert load_config([path, "custom_reward_function.name=judge"]).reward.name == "mine.py:judge"
 
 
-def test_other_commands_have_trees_of_their_own() -> None:
-    sft = load_plain(["optim.lr=3e-3", "trainer.total_training_steps=5"], SFTConfig)
-    assert (sft.optim.lr, sft.trainer.total_training_steps, sft.optim.schedule) == (3e-3, 5, "cosine")
-    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.n'"):
-        load_plain(["rollout.n=3"], SFTConfig)
-    assert load_plain(["n=3"], GenerationConfig).n == 3
+def test_other_commands_have_defaults_of_their_own() -> None:
+    sft = load_config(["actor.optim.lr=3e-3", "trainer.total_training_steps=5"], SFT)
+    assert (sft.actor.optim.lr, sft.trainer.total_training_steps, sft.actor.optim.schedule) == (3e-3, 5, "cosine")
+    chat = load_config(["model.path=${model.tokenizer_path}", "model.tokenizer_path=m"], CHAT)
+    assert (chat.model.path, chat.rollout.temperature, chat.data.max_prompt_length) == ("m", 0.0, 2048)
+    assert load_config(["actor_rollout_ref.rollout.n=3"], GENERATE).rollout.n == 3
+    assert load_config(["reward.timeout_s=${reward.num_workers}"], EVAL).reward.timeout_s == 1.0
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES.glob("*.yaml")])
 def test_recipes_load_and_words_lie_over_them(recipe: str) -> None:
     config = load_config([f"recipe={recipe}", "data.seed=7"])
-    assert config.algorithm.name in ALGORITHMS and config.data.seed == 7
+    assert config.algorithm.name in ALGORITHMS and config.trainer.seed == 7
     assert load_config([f"recipe={recipe}", "rollout.n=9"]).rollout.n == 9
 
 
@@ -395,12 +394,12 @@ def test_reward_options_are_open() -> None:
         (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, top_p,"),
         (
             ["critic.optim.qqqqqqqqqqq=3"],
-            "critic.optim has lr, betas, weight_decay, warmup_steps, warmup_ratio, schedule, min_lr_ratio",
+            "critic.optim has lr, betas, weight_decay, warmup_steps, schedule, min_lr_ratio",
         ),
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (
             ["zzz.yyy=3"],
-            "there are data, model, actor, ref, critic, rollout, env, sandbox, algorithm, reward, trainer; --help",
+            "there are data, model, actor, ref, critic, rollout, env, sandbox, algorithm, reward, trainer, eval; --hel",
         ),
         (["rollout.n=four"], "rollout.n='four'"),
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
@@ -426,9 +425,9 @@ def test_reward_options_are_open() -> None:
         (["trainer.num_threads=4", "trainer.device=cuda"], "trainer.num_threads=4 has no effect"),
         (["trainer.test_freq=7"], "trainer.test_freq=7 has no effect: there are no data.val_files"),
         (["recipe=mini_grpo", "data.val_files=[]", "trainer.keep_best=2"], "trainer.keep_best=2 has no effect"),
-        (["trainer.eval_limit=9"], "trainer.eval_limit=9 has no effect: trainer.eval_benchmarks is empty"),
-        (["trainer.eval_data_dir=x"], "trainer.eval_data_dir=x has no effect"),
-        (["trainer.eval_limit=0"], "trainer.eval_limit must be at least 1, got 0"),
+        (["eval.limit=9"], "eval.limit=9 has no effect: eval.benchmarks is empty"),
+        (["eval.data_dir=x"], "eval.data_dir=x has no effect"),
+        (["eval.limit=0"], "eval.limit must be at least 1, got 0"),
         (["trainer.health_timeout_s=0"], "trainer.health_timeout_s must be positive, got 0"),
         (
             ["algorithm.adv_estimator=grpo", "rollout.n=2", "critic.path=x"],
@@ -454,8 +453,6 @@ def test_reward_options_are_open() -> None:
         ),
         (["actor_rollout_ref.rollout.tempratur=1"], "did you mean 'actor_rollout_ref.rollout.temperature'?"),
         (["algorithm.use_kl_in_rewards=true"], "did you mean 'algorithm.use_kl_in_reward'?"),
-        (["algorithm.name=grpo", "rollout.n=1"], "grpo needs rollout.n >= 2"),
-        (["algorithm.adv_estimator=grpo"], "grpo needs rollout.n >= 2 (advantages are group-relative); got 1"),
         (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "KL has a single placement"),
         (["algorithm.use_kl_in_reward=1.5"], "algorithm.use_kl_in_reward must be true or false, got 1.5"),
         (["algorithm.kl_penalty=full"], "algorithm.kl_penalty must be one of kl, k1"),
@@ -466,8 +463,8 @@ def test_reward_options_are_open() -> None:
         (["actor_rollout_ref.rollout.response_length=9"], "must equal data.max_response_length=512"),
         (["actor_rollout_ref.rollout.do_sample=False"], "rollout.temperature must be positive"),
         (["data.truncation=middle"], "data.truncation must be error or left or drop"),
-        (["actor.optim.warmup_ratio=0.1", "actor.optim.warmup_steps=3"], "both give the length of the warmup"),
-        (["algorithm.name=rloo", "rollout.n=1"], "rloo needs rollout.n >= 2"),
+        (["actor.optim.warmup_steps=2.5"], "optim.warmup_steps must be a whole number, or a share below 1, got 2.5"),
+        (["critic.optim.lr_warmup_steps_ratio=1.5"], "critic.optim.lr_warmup_steps_ratio must be a share below 1"),
         (["algorithm.max_resample_rounds=0"], "algorithm.max_resample_rounds must be at least 1"),
         (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
@@ -498,7 +495,6 @@ def test_reward_options_are_open() -> None:
         (["algorithm.correction.token_veto=0"], "algorithm.correction.token_veto must be more than 0"),
         (["rollout.top_p=0"], "rollout.top_p must be more than 0, at most 1"),
         (["rollout.top_k=-2"], "rollout.top_k must be at least 1, or -1 for all tokens"),
-        (["rollout.min_p=1.5"], "rollout.min_p must be between 0 and 1"),
         (["rollout.repetition_penalty=0"], "rollout.repetition_penalty must be positive"),
         (["data.val_files=[x]", "rollout.val_kwargs.n=4"], "rollout.val_kwargs.n=4 greedy responses are identical"),
         (["rollout.val_kwargs.temperature=1.0"], "has no effect: there are no data.val_files"),
@@ -519,49 +515,62 @@ def test_what_cannot_be_used_names_its_key(words: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "said"),
+    ("command", "words", "said"),
     [
-        (SFTConfig, ["trainer.test_freq=3"], "trainer.test_freq=3 has no effect: there are no data.val_files"),
-        (SFTConfig, ["optim.schedule=constant", "optim.min_lr_ratio=0.5"], "optim.schedule is constant"),
-        (GenerationConfig, ["engine=hf", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect"),
-        (GenerationConfig, ["device=cuda", "kv_cache_gib=2"], "kv_cache_gib=2 has no effect: on a GPU"),
-        (GenerationConfig, ["device=cpu", "gpu_memory_utilization=0.5"], "there is no GPU"),
-        (GenerationConfig, ["top_p=0.5"], "top_p=0.5 has no effect: temperature=0 is greedy"),
-        (GenerationConfig, ["temperature=1", "top_k=0"], "top_k must be at least 1, or -1"),
-        (EvalConfig, ["model.path=${HOME}"], "${HOME} names no key"),
-        (GenerationConfig, ["model.compute_dtype=float32"], "the engine uses dtype"),
+        (SFT, ["trainer.test_freq=3"], "trainer.test_freq=3 has no effect: there are no data.val_files"),
+        (SFT, ["actor.optim.schedule=constant", "actor.optim.min_lr_ratio=0.5"], "actor.optim.schedule is constant"),
+        (SFT, ["actor.max_tokens_per_pack=4095"], "the longest sample would not fit into a pack"),
+        (SFT, ["rollout.n=3"], "rollout.n=3 has no effect: `sft` does not use rollout; it uses data, model, actor, tr"),
+        (SFT, ["actor.ppo_epochs=1"], "actor.ppo_epochs=1 has no effect: `sft` does not use it; of actor it uses max_"),
+        (SFT, ["actor.optim.lrr=3"], "did you mean 'actor.optim.lr'?"),
+        (SFT, ["rollout.nn=3"], "unknown key 'rollout.nn'; there are data, model, actor, trainer; --help"),
+        (SFT, ["recipe=torl"], "recipe=torl has no effect: `sft` takes no recipe"),
+        (GENERATE, ["rollout.name=hf", "rollout.kv_cache_gib=2"], "rollout.kv_cache_gib=2 has no effect"),
+        (GENERATE, ["rollout.name=hf", "rollout.tensor_model_parallel_size=2"], "engine has no tensor parallelism"),
+        (GENERATE, ["trainer.device=cuda", "rollout.kv_cache_gib=2"], "rollout.kv_cache_gib=2 has no effect: on a GPU"),
+        (GENERATE, ["trainer.device=cpu", "rollout.gpu_memory_utilization=0.5"], "there is no GPU"),
+        (GENERATE, ["rollout.top_p=0.5"], "rollout.top_p=0.5 has no effect: rollout.temperature=0 is greedy"),
+        (GENERATE, ["rollout.temperature=1", "rollout.top_k=-3"], "rollout.top_k must be at least 1, or -1"),
+        (GENERATE, ["env.train_on_observations=true"], "`generate` does not use it; of env it uses name, options"),
+        (GENERATE, ["data.prompt_template=p"], "data.prompt_template=p has no effect: env.tool_call_format is not set"),
+        (GENERATE, ["reward.name=env"], "reward.name=env needs an environment that judges"),
+        (EVAL, ["model.path=${HOME}"], "${HOME} names no key"),
+        (EVAL, ["rollout.max_staleness=1"], "`eval` does not use it; of rollout it uses name, temperature"),
+        (EVAL, ["critic.optim.lr=1e-5"], "`eval` does not use critic; it uses data, model, rollout, trainer, env"),
+        (EVAL, ["rollout.n=4"], "rollout.n=4 greedy responses are identical"),
+        (EVAL, ["rollout.n=257", "rollout.temperature=1"], "rollout.n must be at most 256, got 257"),
+        (PROBE, ["model.enable_gradient_checkpointing=true"], "`probe` does not use it; of model it uses path"),
+        (CHAT, ["rollout.n=2"], "`chat` does not use it; of rollout it uses name"),
+        (CHAT, ["data.val_files=[x.parquet]"], "`chat` does not use it; of data it uses max_prompt_length"),
+        (CHAT, ["reward.options.coarse=true"], "`chat` does not use reward; it uses data, model, rollout, trainer"),
+        (CHAT, ["reward.timeout_s=3"], "`chat` does not use reward"),
     ],
 )
-def test_other_commands_refuse_what_has_no_effect(kind: type, words: list[str], said: str) -> None:
+def test_other_commands_refuse_what_has_no_effect(command: Command, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_plain(words, kind)
+        load_config(words, command)
     assert said in str(caught.value)
+
+
+def test_verls_keys_of_groups_that_a_command_does_not_use_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(["actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.model.path=m"], EVAL)
+    assert config.model.path == "m"
+    assert "actor_rollout_ref.actor.optim.lr: `eval` does not use actor" in caplog.text
 
 
 @pytest.mark.parametrize("seed", [-1, 20240101])
 def test_seeds_leave_room_for_those_of_single_responses(seed: int) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.seed must be"):
-        load_config([f"trainer.seed={seed}"])
-    for kind in (GenerationConfig, EvalConfig, ProbeConfig):
-        with pytest.raises(ConfigError, match=f"^seed must be from 0 to less than 8388608, got {seed}"):
-            load_plain([f"seed={seed}"], kind)
-
-
-@pytest.mark.parametrize("word", ["n=2", "files=[x.parquet]", "reward.options.coarse=true", "reward.timeout_s=3"])
-def test_a_chat_refuses_what_belongs_to_files(word: str) -> None:
-    load_plain([word], GenerationConfig)
-    with pytest.raises(ConfigError, match="has no effect: a chat has neither files nor scores"):
-        load_plain([word], GenerationConfig, IN_A_CHAT)
+    for command in (SFT, GENERATE, EVAL, PROBE):
+        with pytest.raises(ConfigError, match=r"trainer\.seed must be"):
+            load_config([f"trainer.seed={seed}"], command)
 
 
 def test_what_asks_for_nothing_or_for_the_default_is_no_mistake() -> None:
     load_config(["trainer.test_freq=0", "trainer.keep_best=1", "critic.optim.lr=1e-5"])
     load_config(["algorithm.name=grpo", "rollout.n=2", "critic.optim.lr=1e-5"])
-    load_plain(["trainer.test_freq=3", "data.val_files=[x.parquet]"], SFTConfig)
-    load_config(
-        ["trainer.test_freq=7", "trainer.keep_best=2", "trainer.eval_benchmarks=[bfcl]", "trainer.eval_limit=9"]
-    )
-    load_plain(["model.compute_dtype=bfloat16", "kv_cache_gib=2"], GenerationConfig)
+    load_config(["trainer.test_freq=3", "data.val_files=[x.parquet]"], SFT)
+    load_config(["trainer.test_freq=7", "trainer.keep_best=2", "eval.benchmarks=[bfcl]", "eval.limit=9"])
+    load_config(["rollout.temperature=0.0", "rollout.kv_cache_gib=2", "rollout.gpu_memory_utilization=0.8"], GENERATE)
 
 
 def test_batch_arithmetic_is_spelled_out() -> None:

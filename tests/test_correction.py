@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, OldLogprobs
-from verl.algorithms.correction import UNBOUNDED, Correction, Level, TokenWeights, effective_sample_size, token_weights
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import UNBOUNDED, Correction, TokenWeights, effective_sample_size, token_weights
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, Level, OldLogprobs
 from verl.algorithms.table import presets
 from verl.workers.policy_worker import policy_loss
 

@@ -11,14 +11,14 @@ import threading
 
 import pytest
 
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.system.daemon import run_async, run_in_daemon_thread
 from verl.trainer.cli import run_cli
 
 _INTERRUPTED = """
 import signal, sys, threading
 from types import SimpleNamespace
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.system.daemon import run_async
 from verl.trainer.cli import run_cli
 from verl.trainer.ppo import PPOTrainer
@@ -31,7 +31,7 @@ def learn(train_batch, step):
 
 ahead = SimpleNamespace(settings=SimpleNamespace(max_staleness=1))
 trainer = PPOTrainer(ahead, SimpleNamespace(learn=learn), None)
-sys.exit(run_cli([], "", Config, lambda words, console: run_async(trainer._learn(None))))
+sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None))))
 """
 
 
@@ -133,7 +133,7 @@ def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
 
 def test_a_command_runs_outside_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
     async def apart() -> int:
-        return await run_in_daemon_thread(run_cli, [], "", Config, lambda words, console: run_async(_doubled(2)))
+        return await run_in_daemon_thread(run_cli, [], "", TRAIN, lambda words, console: run_async(_doubled(2)))
 
     assert asyncio.run(apart()) == 4
     assert capsys.readouterr().out == ""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from verl.config.load import load_config, load_plain, load_probe
-from verl.config.schema import GenerationConfig
+from verl.config.commands import GENERATE, PROBE
+from verl.config.load import load_config
 from verl.embedded import embedded_path, with_embedded_paths
 from verl.errors import ConfigError
 
@@ -47,6 +47,6 @@ def test_recipes_and_settings_of_every_command_take_the_name(tmp_path: Path, mon
     assert config.model.path == str(MINI / "model")
     files = [*config.data.train_files, *config.data.val_files]
     assert [Path(each) for each in files] == [MINI / f"{name}.parquet" for name in ("train", "test", "test_new_tools")]
-    plain = load_plain(["model.path=embedded:model", "files=[embedded:test.parquet]"], GenerationConfig)
-    assert plain.files == [str(MINI / "test.parquet")]
-    assert load_probe(["recipe=mini_grpo", "data=embedded:train.parquet"]).data == str(MINI / "train.parquet")
+    plain = load_config(["model.path=embedded:model", "data.val_files=[embedded:test.parquet]"], GENERATE)
+    assert plain.data.val_files == [str(MINI / "test.parquet")]
+    assert load_config(["recipe=mini_grpo"], PROBE).data.train_files == [str(MINI / "train.parquet")]

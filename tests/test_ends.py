@@ -27,8 +27,8 @@ from tests.tiny import MINI, run_words, save_tiny_model
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.state import find_saved
+from verl.config.commands import TRAIN
 from verl.config.load import load_config
-from verl.config.schema import Config
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.errors import DataError
 from verl.kit.collapse.collapse import CollapseWatch
@@ -41,7 +41,7 @@ from verl.trainer.cli import CliArgs, run_cli
 
 WAITS = """
 import sys, time
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.trainer.cli import run_cli
 def wait(words, console):
     print("waiting", flush=True)
@@ -72,7 +72,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
-    process = start_code(WAITS + "sys.exit(run_cli([], '', Config, wait))")
+    process = start_code(WAITS + "sys.exit(run_cli([], '', TRAIN, wait))")
     ready(process)
     process.send_signal(number)
     said = ended(process, 20)
@@ -85,7 +85,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     process = start_code(
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         + WAITS
-        + "sys.exit(run_cli([], '', Config, wait))"
+        + "sys.exit(run_cli([], '', TRAIN, wait))"
     )
     ready(process)
     process.send_signal(signal.SIGHUP)
@@ -107,7 +107,7 @@ def save(words, console):
     finally:
         print("written to a terminal that is gone", flush=True)
         open(sys.argv[1], "w").write("saved")
-sys.exit(run_cli([], '', Config, save))
+sys.exit(run_cli([], '', TRAIN, save))
 """
     )
     controller, terminal = os.openpty()
@@ -128,7 +128,7 @@ sys.exit(run_cli([], '', Config, save))
 KEPT = """
 import os, signal, sys, time
 from pathlib import Path
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.system.lock import alone_in
 from verl.system.signals import kept_signals
 from verl.trainer.cli import run_cli
@@ -153,7 +153,7 @@ def run(words, console):
 def test_a_signal_while_a_library_starts_ends_the_command_in_order(
     work: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    source = KEPT.format(work=work, signal=number.name) + "sys.exit(run_cli([], '', Config, run))"
+    source = KEPT.format(work=work, signal=number.name) + "sys.exit(run_cli([], '', TRAIN, run))"
     process = start_code(source, str(tmp_path))
     said = ended(process, 30)
     code, word = CODES[number]
@@ -165,7 +165,7 @@ def test_a_signal_while_a_library_starts_ends_the_command_in_order(
 
 HANGS = """
 import os, psutil, signal, subprocess, sys, threading, time
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.trainer import cli as command
 from verl.checkpoint import deadline
 from verl.system.scratch import scratch_folder
@@ -199,7 +199,7 @@ def run(words, console):
     ],
 )
 def test_an_end_that_hangs_is_cut_short_and_nothing_is_left(work: str, hang: str, code: int, tmp_path: Path) -> None:
-    source = HANGS.format(work=work, hang=hang) + "sys.exit(command.run_cli([], '', Config, run))"
+    source = HANGS.format(work=work, hang=hang) + "sys.exit(command.run_cli([], '', TRAIN, run))"
     process = start_code(source, str(tmp_path))
     assert process.stdout is not None
     pid, folder = process.stdout.readline().split()
@@ -219,7 +219,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from verl.config.load import load_config
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.trainer.builders import run as build
 from verl.trainer import cli as command
 from verl.checkpoint import deadline
@@ -234,7 +234,7 @@ def run(words, console):
     config = load_config(sys.argv[2:])
     with build.built(config, build.load_inputs(config), Path(sys.argv[1]), console):
         return 0
-sys.exit(command.run_cli([], "", Config, run))
+sys.exit(command.run_cli([], "", TRAIN, run))
 """
 
 
@@ -253,7 +253,7 @@ def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.Captur
             except LookupError as error:
                 raise WorkerError("trainer rank 0 of 1 died during save\n" + 100 * "more\n") from error
 
-    assert run_cli([], "", Config, fail) == 1
+    assert run_cli([], "", TRAIN, fail) == 1
     said = capsys.readouterr().out
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert len(said.splitlines()) <= 25 and "Traceback (" not in said
@@ -268,7 +268,7 @@ def test_any_error_of_a_run_is_a_paragraph(tmp_path: Path, capsys: pytest.Captur
             raise LookupError("what users' code raises")
 
     (tmp_path / "file").write_text("")
-    assert run_cli([], "", Config, fail) == 1
+    assert run_cli([], "", TRAIN, fail) == 1
     said = capsys.readouterr().out
     assert said.startswith("LookupError: what users' code raises\n") and "could not be written to" in said
 
@@ -282,7 +282,7 @@ def test_an_error_with_a_note_of_its_own_is_reported_all_the_same(
             error.add_note("a user's note")
             raise error
 
-    assert run_cli([], "", Config, fail) == 1
+    assert run_cli([], "", TRAIN, fail) == 1
     (path,) = (tmp_path / "logs").glob("crash-*.txt")
     assert capsys.readouterr().out.endswith(f"a user's note\nTracebacks and the ends of the workers' logs: {path}\n")
 
@@ -359,7 +359,7 @@ def learned(model: Path, out: Path, moment: str = "", saving: bool = True) -> li
         if fit.saved is not None:
             cursor = TaskCursor(**fit.saved.state["trainer"]["rollouts"]["data"])
             rollouts = trainer.rollouts
-            rollouts.tasks = TaskStream(load_inputs(config).train, config.data.weights, config.data.seed, cursor)
+            rollouts.tasks = TaskStream(load_inputs(config).train, config.data.weights, config.trainer.seed, cursor)
         fit.settings = replace(fit.settings, save_on_signal=saving, test_freq=1)
         fit.validator = SimpleNamespace(sets={"val": ()}, run=signaled("validation", figures))
         trainer.rollouts.take = signaled("rollout", trainer.rollouts.take)

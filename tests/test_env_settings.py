@@ -49,7 +49,7 @@ def chat() -> ChatTemplate:
 
 def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
     config = load_config(words)
-    return build_episode_runner(config.env, config.sandbox, chat, 64, 64, config.data.prompt_template)
+    return build_episode_runner(config, chat)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,6 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop has its own tools"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
-        (
-            ("recipe=torl", "env.judge_timeout_s=3"),
-            "env.judge_timeout_s=3 has no effect: this environment does not judge",
-        ),
         ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
         ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
@@ -117,7 +113,9 @@ def test_what_cannot_be_is_told_in_one_line(chat: ChatTemplate, words: tuple[str
 def test_the_prompt_template_is_in_the_record_of_a_run(
     chat: ChatTemplate, words: tuple[str, ...], name: str, place: str
 ) -> None:
-    assert prompt_record(built(chat, words)) == {"prompt_sha256": load_template(name, place).sha256}
+    setting = built(chat, words)
+    assert setting is not None
+    assert prompt_record(setting.observations.tool_call_format) == {"prompt_sha256": load_template(name, place).sha256}
 
 
 def test_a_format_can_be_given_another_tool(chat: ChatTemplate) -> None:
@@ -163,8 +161,8 @@ def test_generation_looks_at_its_environment_before_the_engine(
     weightless = tmp_path / "model"
     AutoTokenizer.from_pretrained(MINI / "tokenizer").save_pretrained(weightless)
     (weightless / "config.json").write_text((MINI / "model" / "config.json").read_text())
-    files = f"files=[{MINI / 'test.parquet'}]"
-    assert main_generation.main([f"model.path={weightless}", "engine=hf", "device=cpu", files, *BAD]) == 2
+    files = f"data.val_files=[{MINI / 'test.parquet'}]"
+    assert main_generation.main([f"model.path={weightless}", "rollout.name=hf", "trainer.device=cpu", files, *BAD]) == 2
     assert "'topk' must be of type int" in capsys.readouterr().out
 
 
@@ -256,7 +254,8 @@ def test_as_many_calls_can_be_made_as_are_allowed(
     config = load_config(
         [f"recipe={recipe}", f"env.max_tool_calls={calls}", f"env.tools=['{tmp_path}/tools.py:python']"]
     )
-    setting = build_episode_runner(config.env, config.sandbox, chat, 1000, 100_000, None)
+    data = replace(config.data, max_prompt_length=1000, max_response_length=100_000)
+    setting = build_episode_runner(replace(config, data=data), chat)
     assert setting is not None and setting.limits.max_turns == calls * len(call) + 1
     task = Task("t", (Message("user", "2+2?"),), "4", "sums")
     played = asyncio.run(setting.run(Speaker(chat, *call * (calls + 1)), Sampling(1), task, 0, None))
@@ -299,7 +298,7 @@ def test_turns_are_those_that_the_calls_take(words: tuple[str, ...], turns: int)
 )
 def test_turns_in_which_the_calls_cannot_be_made_are_refused(words: tuple[str, ...], needed: int) -> None:
     env = load_config(words).env
-    turns, calls = env.max_turns, env.max_tool_calls
+    turns, calls = env.max_turns, env.call_limit
     message = rf"env.max_turns={turns} is too small for env.max_tool_calls={calls}: .* need {needed} assistant turns"
     with pytest.raises(ConfigError, match=message):
         check_names(env, None)

@@ -362,7 +362,7 @@ def test_a_dead_engine_ends_everything(chat: ChatTemplate) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_a_fault_that_says_so(chat: ChatTemplate) -> None:
-    fault = play(Speaker(chat), episode_runner(chat, Echoes(), max_prompt_tokens=3))
+    fault = play(Speaker(chat), episode_runner(chat, Echoes(), max_prompt_length=3))
     assert isinstance(fault, Fault) and "data.max_prompt_length=3" in fault.problem
 
 
@@ -715,7 +715,7 @@ async def _has_a_part_that_is_text() -> Any:
     [
         (_raises, "the environment: judge raised KeyError: 'state'"),
         (_is_down, "tests: do not answer"),
-        (_hangs, "the environment: judge exceeded env.judge_timeout_s=0.1"),
+        (_hangs, "the environment: judge exceeded env.turn_timeout_s=0.1"),
         (_is_no_number, "the environment: judge returned Score(total=nan, parts={}), not a Score of finite numbers"),
         (_is_no_score, "the environment: judge returned 1.0, not a Score of finite numbers"),
         (_is_nothing, "the environment: judge returned Score(total=None, parts={}), not a Score of finite numbers"),

@@ -13,8 +13,7 @@ from jsonschema import Draft202012Validator
 
 from tests.bfcl_oracle import gold_calls, with_calls
 from tests.episodes import play, say
-from tests.eval_play import chat, foretold
-from verl.config.schema import SandboxConfig
+from tests.eval_play import chat, foretold, roomy
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.errors import ConfigError, DataError
@@ -63,7 +62,7 @@ def episode(played: Category, handler: str, task: Task, responses: Sequence[str]
     tokenizer = chat().tokenizer
     said = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in responses)
     env, limit = env_of(played.episode, handler), 100_000
-    episode_runner = build_episode_runner(env, SandboxConfig(), chat(), limit, limit, None)
+    episode_runner = build_episode_runner(roomy(env, limit), chat())
     assert episode_runner is not None
     engine = ScriptedEngine(lambda prompt, number: next(said))
     found = asyncio.run(episode_runner.run(engine, Sampling(max_tokens=limit), task, index=0, seed=None))

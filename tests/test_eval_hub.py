@@ -98,7 +98,7 @@ def test_data_that_is_neither_found_nor_loaded_is_reported_at_once(
         ConfigError, match=r"gsm8k cannot be loaded \(Couldn't reach .*, and gsm8k_test.jsonl is not in"
     ):
         of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
-    with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* set hub=true to load openai/gsm8k instead"):
+    with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* set eval.hub=true to load openai/gsm8k "):
         of("math/gsm8k", BenchmarkContext(tmp_path))
     assert hub.asked == 1
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -24,7 +24,8 @@ from transformers import AutoTokenizer
 from tests.conftest import ROOT
 from tests.tiny import MINI, save_tiny_model
 from verl.chat.template import ChatTemplate
-from verl.config.schema import EvalConfig
+from verl.config.commands import EVAL
+from verl.config.load import load_config
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError, DataError
@@ -46,7 +47,12 @@ from verl.trainer.main_eval import main
 from verl.types import Message, Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards
 
-SETTINGS = {"n": 1, "handler": "toolrl", "max_prompt_length": 512, "max_response_length": 64}
+SETTINGS = {
+    "rollout.n": 1,
+    "eval.handler": "toolrl",
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 64,
+}
 
 
 class Says:
@@ -164,13 +170,16 @@ def test_what_could_not_be_judged_is_missing_and_asked_again(tool_call_format: C
     assert result_of(benchmark, [(category(), tasks(8))], done, 10)["categories"]["toy/all"]["missing"] == 2
 
 
-def test_with_too_many_faults_the_rest_is_not_asked(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
+def test_with_too_many_faults_the_rest_is_not_asked(
+    tool_call_format: ChatTemplate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.kit.evaluation.runner._MAX_CONCURRENT", 1)
     model = Counting(tool_call_format, lambda number, _: "broken" if number % 2 else "no")
     records, reward = Records(tmp_path, category(64), 1), Says()
     rollout = GroupRollout(
         model.engine, tool_call_format, DirectScorer(reward), Sampling(16, 0.0, 1, tool_call_format.stop_token_ids)
     )
-    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_concurrent=1, max_faults=3)
+    runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_faults=3)
     faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
     assert len(faults) == 4 and 8 <= len(model.asked) < 12  # what has begun may end
     assert 50 < len(records.missing(tasks(64))) <= 60  # what was answered is kept
@@ -219,7 +228,7 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(tool_call_format: C
     model = Counting(tool_call_format, lambda number, rollout: str(number) if rollout < number else "no")
     _, records = run(tool_call_format, model, tmp_path, category(5), n=4)
     benchmark = Benchmark("toy", (category(5),), (Aggregate("overall", ("toy/all",)),), ("a note",))
-    done = Evaluated("m", tmp_path, {**SETTINGS, "n": 4}, {"toy/all": records.of(tasks(5))})
+    done = Evaluated("m", tmp_path, {**SETTINGS, "rollout.n": 4}, {"toy/all": records.of(tasks(5))})
     result = result_of(benchmark, [(category(5), tasks(5))], done, 100)
     found = result["categories"]["toy/all"]
     assert found["score"]["mean"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
@@ -241,9 +250,9 @@ def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplat
         assert found["scores"][name]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert comparison_grid(found).rows[0][4:] == ("+0.0", "+0.0 to +0.0")
     assert found["notes"] == []
-    smaller = replace(done, settings={**SETTINGS, "max_prompt_length": 256})
+    smaller = replace(done, settings={**SETTINGS, "data.max_prompt_length": 256})
     (note,) = comparison_of(benchmark, done, smaller, 10)["notes"]
-    assert note.startswith("max_prompt_length is 512, the base's 256")
+    assert note.startswith("data.max_prompt_length is 512, the base's 256")
 
 
 def test_a_comparison_reports_handler_formula_and_notes(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
@@ -382,7 +391,7 @@ def test_a_folder_goes_on_after_a_category_with_a_few_faults(
 
     monkeypatch.setattr(Runner, "run", fails_on_one)
     for _ in range(2):
-        assert main(words(model, tmp_path, "max_fault_share=0.2")) == 0
+        assert main(words(model, tmp_path, "reward.max_fault_share=0.2")) == 0
         assert result(tmp_path)["categories"]["test.parquet"]["missing"] == 1
 
 
@@ -394,14 +403,14 @@ def test_the_limits_of_a_reward_can_be_set(
     reward.write_text(
         "import time\n\ndef judge(response, answer):\n    time.sleep(600 if response else 0)\n    return -1\n"
     )
-    limits = ("reward_timeout_s=0.5", "reward_memory_mib=null", f"reward_fault_policy={policy}")
-    given = words(model, tmp_path, f"reward={reward}:judge", *limits, "limit=1", "max_fault_share=1")
+    limits = ("reward.timeout_s=0.5", "reward.memory_mib=null", f"reward.fault_policy={policy}")
+    given = words(model, tmp_path, f"reward.name={reward}:judge", *limits, "eval.limit=1", "reward.max_fault_share=1")
     assert main(given) == 0
     (settings,) = tmp_path.glob("*/settings.json")
     told = json.loads(settings.read_text())
-    assert (told["reward_timeout_s"], told["reward_memory_mib"], told["reward_fault_policy"]) == (0.5, None, policy)
+    assert (told["reward.timeout_s"], told["reward.memory_mib"], told["reward.fault_policy"]) == (0.5, None, policy)
     rows = [row for path in tmp_path.glob("*/answers/*.jsonl") for row in _lines(path)]
-    exceeded = "the reward took longer than 0.5 s (reward_timeout_s)"
+    exceeded = "the reward took longer than 0.5 s (reward.timeout_s)"
     assert [json.loads(row)["exceeded"] for row in rows] == ([exceeded] if policy == "policy" else [])
     assert ("not answered, skipped" in capsys.readouterr().out) == (policy == "infrastructure")
 
@@ -409,21 +418,18 @@ def test_the_limits_of_a_reward_can_be_set(
 def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ScoringLimits] = []
     monkeypatch.setattr("verl.kit.evaluation.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
-    asked = EvalConfig(reward_timeout_s=7.0, reward_memory_mib=8192, reward_fault_policy="infrastructure")
-    for config in (EvalConfig(), asked):
-        _scorer(config, EpisodeConfig("math"))
-    assert made == [
-        ScoringLimits(120.0, 4096, "policy", keys="reward_"),
-        ScoringLimits(7.0, 8192, "infrastructure", keys="reward_"),
-    ]
+    words = ["reward.timeout_s=7", "reward.memory_mib=8192", "reward.fault_policy=infrastructure"]
+    for given in ([], [*words, "trainer.health_timeout_s=9"]):
+        _scorer(load_config(given, EVAL), EpisodeConfig("math"))
+    assert made == [ScoringLimits(120.0, 4096, "policy"), ScoringLimits(7.0, 8192, "infrastructure", 9.0)]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("reward_timeout_s", 0.0), ("reward_memory_mib", 1), ("reward_fault_policy", "none")]
+    ("key", "value"), [("timeout_s", 0.0), ("memory_mib", 1), ("fault_policy", "none"), ("num_workers", 0)]
 )
 def test_limits_of_a_reward_that_are_none_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{key} must be"):
-        EvalConfig(**{key: value})
+    with pytest.raises(ConfigError, match=f"reward.{key} must be"):
+        load_config([f"reward.{key}={value}"], EVAL)
 
 
 def test_benchmarks_by_name_category_and_file() -> None:
@@ -477,7 +483,7 @@ def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -
     path = tmp_path / "math" / "aime.jsonl"
     path.write_text('{"id": "a", "problem": "p"}\n{"id": "b", "problem": 3}\nnot json\n')
     assert find_file(tmp_path, ["aime24.jsonl", "aime.jsonl"], "get it") == path
-    with pytest.raises(ConfigError, match=r"b.json is not in .* \(data_dir\) or below it; get it there"):
+    with pytest.raises(ConfigError, match=r"b.json is not in .* \(eval\.data_dir\) or below it; get it there"):
         find_file(tmp_path, ["b.json"], "get it there")
     rows = numbered_rows(path, {"id": str, "problem": str})
     assert next(rows) == ("aime.jsonl#0", {"id": "a", "problem": "p"})
@@ -490,15 +496,15 @@ def test_files_are_found_below_the_folder_and_rows_are_checked(tmp_path: Path) -
 
 def words(model: Path, out: Path, *more: str) -> list[str]:
     return [
-        f"model={model}",
-        f"benchmarks=[{MINI / 'test.parquet'}]",
-        "engine=hf",
-        "dtype=float32",
-        "device=cpu",
-        "limit=6",
-        "max_prompt_length=512",
-        "max_response_length=24",
-        f"output={out}",
+        f"model.path={model}",
+        f"eval.benchmarks=[{MINI / 'test.parquet'}]",
+        "rollout.name=hf",
+        "model.compute_dtype=float32",
+        "trainer.device=cpu",
+        "eval.limit=6",
+        "data.max_prompt_length=512",
+        "data.max_response_length=24",
+        f"eval.output={out}",
         *more,
     ]
 
@@ -515,7 +521,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_evaluation_goes_on_to_the_same_result(model: Path, tmp_path: Path) -> None:
     assert main(words(model, tmp_path / "whole")) == 0
-    command = [sys.executable, "-m", "verl.trainer.main_eval", *words(model, tmp_path / "killed", "max_concurrent=1")]
+    slowly = words(model, tmp_path / "killed", "rollout.max_num_seqs=1")
+    command = [sys.executable, "-m", "verl.trainer.main_eval", *slowly]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         _wait(lambda: any(_lines(path) for path in (tmp_path / "killed").glob("*/answers/*.jsonl")), process)
@@ -534,7 +541,7 @@ def test_an_interrupt_ends_quietly_with_the_way_on(model: Path, tmp_path: Path) 
     heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     command = "from verl.trainer.main_eval import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
     (tmp_path / "run.py").write_text(heeding + command)  # a file, since scorers are started from it
-    told = words(model, tmp_path / "out", "limit=null", "max_response_length=200", "max_concurrent=1")
+    told = words(model, tmp_path / "out", "eval.limit=null", "data.max_response_length=200", "rollout.max_num_seqs=1")
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "run.py"), *told],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -553,14 +560,14 @@ def test_an_interrupt_ends_quietly_with_the_way_on(model: Path, tmp_path: Path) 
 
 
 def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(words(model, tmp_path, f"compare={model}")) == 0
+    assert main(words(model, tmp_path, f"eval.compare={model}")) == 0
     first = result(tmp_path)
 
     def refuse(*_: object) -> None:
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr("verl.kit.evaluation.evaluate.standalone_engine", refuse)
-    assert main(words(model, tmp_path, f"compare={model}")) == 0
+    assert main(words(model, tmp_path, f"eval.compare={model}")) == 0
     assert result(tmp_path) == first
     (comparison,) = tmp_path.glob("*/test.parquet-against-*.json")
     (score,) = json.loads(comparison.read_text())["scores"].values()
@@ -570,26 +577,29 @@ def test_a_second_run_starts_nothing(model: Path, tmp_path: Path, monkeypatch: p
 def test_the_base_has_a_table_of_its_own_and_all_tell_of_a_limit(model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(model, base)
-    assert main(words(model, tmp_path / "out", f"compare={base}")) == 0
+    assert main(words(model, tmp_path / "out", f"eval.compare={base}")) == 0
     ours, theirs = (next((tmp_path / "out").glob(f"{name}-*/test.parquet.json")) for name in ("tiny", "base"))
     of_base = json.loads(theirs.read_text())
     assert of_base["model"] == str(base) and of_base["categories"] == json.loads(ours.read_text())["categories"]
     (comparison,) = ours.parent.glob("test.parquet-against-base-*.json")
     for found in (of_base, json.loads(comparison.read_text())):
-        assert found["notes"][0] == "limit=6: at most the first 6 rows per category"
+        assert found["notes"][0] == "eval.limit=6: at most the first 6 rows per category"
 
 
 def test_sampling_that_cannot_be_repeated_is_told() -> None:
-    config = EvalConfig(temperature=1.0, n=2, device="cpu")
-    (told,) = caveats(config)
+    sampled = ["rollout.temperature=1.0", "rollout.n=2", "trainer.device=cpu"]
+    (told,) = caveats(load_config(sampled, EVAL))
     assert "ignores sampling seeds" in told
-    assert caveats(replace(config, engine="hf")) == caveats(replace(config, temperature=0.0, n=1)) == ()
+    assert caveats(load_config([*sampled, "rollout.name=hf"], EVAL)) == ()
+    assert caveats(load_config(["trainer.device=cpu"], EVAL)) == ()
 
 
 def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path) -> None:
     assert main(words(model, tmp_path)) == 0
     settings = result(tmp_path)["settings"]
-    assert settings["engine"] == "hf" and settings["temperature"] == 0.0 and "torch" in settings["versions"]
+    assert (
+        settings["rollout.name"] == "hf" and settings["rollout.temperature"] == 0.0 and "torch" in settings["versions"]
+    )
     assert len(settings["chat_template_sha256"]) == 64 and "model.safetensors" in settings["model"]["files"]
     os.utime(model / "model.safetensors", ns=(1, 1))
     assert main(words(model, tmp_path)) == 0
@@ -605,14 +615,14 @@ def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("benchmarks=[]", "benchmarks is not set"),
-        ("benchmarks=[bfc]", "did you mean 'bfcl'"),
-        ("benchmarks=[nowhere.parquet]", "nowhere.parquet"),
-        ("handler=toolr", "did you mean 'toolrl'"),
-        ("compare=./nowhere", "compare: there is no folder"),
-        ("n=2", "set a temperature"),
-        ("n=257", "at most 256"),
-        ("limitt=3", "did you mean 'limit'"),
+        ("eval.benchmarks=[]", "eval.benchmarks is not set"),
+        ("eval.benchmarks=[bfc]", "did you mean 'bfcl'"),
+        ("eval.benchmarks=[nowhere.parquet]", "nowhere.parquet"),
+        ("eval.handler=toolr", "did you mean 'toolrl'"),
+        ("eval.compare=./nowhere", "compare: there is no folder"),
+        ("rollout.n=2", "set rollout.temperature"),
+        ("rollout.n=257", "at most 256"),
+        ("eval.limitt=3", "did you mean 'eval.limit'"),
     ],
 )
 def test_what_cannot_be_is_told(

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.test_packing import random_samples, tiny_model
-from verl.algorithms.aggregate import Aggregation, sample_weights
+from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.names import Aggregation
 from verl.batch.packing import assign, make_units, pack
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters

@@ -109,15 +109,13 @@ def probabilities_after(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     return after
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.4}, {"top_k": 3}, {"min_p": 0.6}, {"top_p": 0.5, "top_k": 9}])
+@pytest.mark.parametrize("cut", [{"top_p": 0.4}, {"top_k": 3}, {"top_p": 0.5, "top_k": 9}])
 def test_what_is_cut_off_is_never_sampled_and_the_rest_sums_to_one(cut: dict[str, float]) -> None:
     model = rollout_model()
     p_V, rank_V = probabilities_after(model, [5]).sort(descending=True)
     kept = len(p_V)
     if "top_k" in cut:
         kept = min(kept, int(cut["top_k"]))
-    if "min_p" in cut:
-        kept = min(kept, int((p_V >= cut["min_p"] * p_V[0]).sum()))
     if "top_p" in cut:  # of what is left, the fewest that are as probable together
         share_V = p_V[:kept] / p_V[:kept].sum()
         kept = min(kept, int((share_V.cumsum(0) < cut["top_p"]).sum()) + 1)

@@ -64,7 +64,7 @@ def response(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
 
 
 def configured(*words: str) -> Config:
-    return load_config(["trainer.eval_benchmarks=[tests.test_online_eval:sums]", "data.max_prompt_length=256", *words])
+    return load_config(["eval.benchmarks=[tests.test_online_eval:sums]", "data.max_prompt_length=256", *words])
 
 
 def run(evaluator: OnlineEvaluator, breaks: str = "never", chat: ChatTemplate = CHAT) -> Mapping[str, float]:
@@ -93,7 +93,7 @@ def test_a_run_that_cuts_its_prompts_does_not_cut_those_of_benchmarks() -> None:
 
 
 def test_a_limit_holds_for_every_category() -> None:
-    metrics = run(build_online_eval(configured("trainer.eval_limit=1"), CHAT))
+    metrics = run(build_online_eval(configured("eval.limit=1"), CHAT))
     assert set(metrics.values()) == {1.0}
 
 
@@ -132,13 +132,13 @@ def test_unknown_names_are_refused_before_anything_starts(
     named: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]"]
-    assert main_ppo.main([*words, f"trainer.eval_benchmarks=[{named}]"]) == 2
+    assert main_ppo.main([*words, f"eval.benchmarks=[{named}]"]) == 2
     assert said in capsys.readouterr().out
 
 
 def test_two_files_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"two benchmarks have the name 'test\.parquet'"):
-        build_online_eval(configured("trainer.eval_benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
+        build_online_eval(configured("eval.benchmarks=[a/test.parquet,b/test.parquet]"), CHAT)
 
 
 def fit_after(**metrics: float) -> TrainingRun:

@@ -14,8 +14,8 @@ from tests.local_run import local_fit, local_trainer
 from tests.test_online_eval import sums
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.batch.demonstrations import read_demonstrations
-from verl.config.load import load_config, load_plain
-from verl.config.schema import EvalConfig
+from verl.config.commands import EVAL
+from verl.config.load import load_config
 from verl.data.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
@@ -85,13 +85,13 @@ def test_an_overlap_is_refused_or_noted() -> None:
     tasks = [question(f"{number}?", f"t#{number}") for number in range(5)]
     asked = {"toy/a": tasks, "toy/b": tasks[:2]}
     with pytest.raises(ConfigError) as refused:
-        check_overlap(trained, asked, "outputs/m/hf", "allow_train_overlap=true")
+        check_overlap(trained, asked, "outputs/m/hf", "eval.allow_train_overlap=true")
     said = str(refused.value)
     assert "toy/a: 2 of 5 tasks are in the training data of outputs/m/hf (t#2, t#4)" in said
-    assert "allow_train_overlap=true" in said and "toy/b" not in said
+    assert "eval.allow_train_overlap=true" in said and "toy/b" not in said
     (note,) = check_overlap(trained, asked, "m", None)
     assert note.startswith("toy/a: 2 of 5")
-    assert check_overlap(NOTHING, asked, "m", "allow_train_overlap=true") == []
+    assert check_overlap(NOTHING, asked, "m", "eval.allow_train_overlap=true") == []
 
 
 def test_what_artist_trains_on_is_not_what_it_is_judged_by(tmp_path: Path) -> None:
@@ -109,24 +109,24 @@ def test_what_artist_trains_on_is_not_what_it_is_judged_by(tmp_path: Path) -> No
     assert counted("bfcl/multi_turn_miss_func")  # the same requests, with a function withheld
     assert counted("bfcl_multi_turn") == []
     recipe = load_config(["recipe=artist_tools"])
-    assert counted(*recipe.trainer.eval_benchmarks) == []
-    assert len(build_benchmarks(recipe.trainer.eval_benchmarks, setting)[0].categories) == 1
+    assert counted(*recipe.eval.benchmarks) == []
+    assert len(build_benchmarks(recipe.eval.benchmarks, setting)[0].categories) == 1
 
 
 def test_the_command_refuses_before_it_starts_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "hf")
     test = MINI / "test.parquet"
     TrainTasks.of(TaskSet(str(test))[:4], NOTHING).write(model / TRAIN_TASKS)
-    words = [f"model.path={model}", f"benchmarks=[{test}]", "limit=6"]
-    assert main([f"model={model}", *words[1:], f"output={tmp_path}", "engine=hf", "device=cpu"]) == 2
+    words = [f"model.path={model}", f"eval.benchmarks=[{test}]", "eval.limit=6"]
+    assert main([*words, f"eval.output={tmp_path}", "rollout.name=hf", "trainer.device=cpu"]) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "4 of 6 tasks are in the training data" in said and "allow_train_overlap=true" in said
+    assert "4 of 6 tasks are in the training data" in said and "eval.allow_train_overlap=true" in said
     asked = [
         (category, category.first(6))
         for category in build_benchmarks([str(test)], BenchmarkContext(tmp_path))[0].categories
     ]
-    assert len(_trained_on(load_plain([*words, "allow_train_overlap=true"], EvalConfig), asked)) == 1
-    other = load_plain([f"model.path={tmp_path}", f"compare={model}"], EvalConfig)
+    assert len(_trained_on(load_config([*words, "eval.allow_train_overlap=true"], EVAL), asked)) == 1
+    other = load_config([f"model.path={tmp_path}", f"eval.compare={model}"], EVAL)
     with pytest.raises(ConfigError, match="4 of 6 tasks"):
         _trained_on(other, asked)
 
@@ -136,10 +136,10 @@ def test_training_refuses_to_be_judged_by_what_it_trains_on(tmp_path: Path, capl
     row = {"data_source": "sums", "prompt": [{"role": "user", "content": "What is 2 + 2?"}]}
     data.write_text(json.dumps({**row, "reward_model": {"ground_truth": "4"}}) + "\n")
     words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1), f"data.train_files=[{data}]"]
-    words += ["reward.name=math", f"trainer.eval_benchmarks=[{sums.__module__}:sums]"]
-    with pytest.raises(ConfigError, match=r"sums/plain: 1 of 3 .* this run .*trainer\.allow_train_overlap=true"):
+    words += ["reward.name=math", f"eval.benchmarks=[{sums.__module__}:sums]"]
+    with pytest.raises(ConfigError, match=r"sums/plain: 1 of 3 .* this run .*eval\.allow_train_overlap=true"):
         load_inputs(load_config(words))
-    load_inputs(load_config([*words, "trainer.allow_train_overlap=true"]))
+    load_inputs(load_config([*words, "eval.allow_train_overlap=true"]))
     assert "sums/plain: 1 of 3 tasks" in caplog.text
 
 

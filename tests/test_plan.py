@@ -31,7 +31,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
-from verl.kit.plan.__main__ import expand_shorthands, main
+from verl.kit.plan.__main__ import main
 from verl.kit.plan.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
 from verl.kit.plan.plan import (
     Lengths,
@@ -47,8 +47,8 @@ from verl.kit.plan.plan import (
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
-from verl.trainer.builders.env import prompt_fn
-from verl.trainer.builders.run import build_meter, episode_runner_of, load_chat_template
+from verl.trainer.builders.env import build_episode_runner, prompt_fn
+from verl.trainer.builders.run import build_meter, load_chat_template
 from verl.workers import attention
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings
@@ -243,16 +243,15 @@ def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
 
 
 def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
-    plan = plan_of(["algorithm.kl_placement=none", "actor.share_prefix=false", "actor.ppo_mini_batch_size=512"])
+    plan = plan_of(["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"])
     seconds = {phase: value for phase, (value, _) in plan.seconds().items()}
-    samples, tokens, block = 2048, 1150, 28 * 230e6
-    forward = samples * (2 * block * tokens + 2 * 3584 * 152064 * 250 + 2 * 28 * 3584 * tokens * (tokens + 1))
+    prompts, samples, block = 512, 2048, 28 * 230e6  # the prompt of a group is computed once
+    tokens, pairs = prompts * 900 + samples * 250, prompts * 900 * 901 / 2 + samples * (250 * 900 + 250 * 251 / 2)
+    forward = 2 * block * tokens + 2 * 3584 * 152064 * samples * 250 + 4 * 28 * 3584 * pairs
     assert seconds["update"] == pytest.approx(3 * forward / 989e12)
     assert seconds["score"] == 0.0  # one update a step, no KL: the update's own log-probs are the old ones
-    shared = plan_of(["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"]).seconds()
-    assert 1.9 < seconds["update"] / shared["update"][0] < 2.4
     twice = plan_of(["algorithm.kl_placement=none", "trainer.n_gpus_per_node=2"]).seconds()
-    assert twice["update"][0] == pytest.approx(shared["update"][0] / 2)
+    assert twice["update"][0] == pytest.approx(seconds["update"] / 2)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -316,7 +315,7 @@ def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> No
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
     words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
     config, tasks = load_config(words), TaskSet(str(MINI / "train.parquet"))
-    with pytest.raises(DataError, match=r"more than max_prompt_length=100"):
+    with pytest.raises(DataError, match=r"more than data.max_prompt_length=100"):
         lengths_of(config, tasks)
     dropping, cutting = (load_config([*words, f"data.truncation={name}"]) for name in ("drop", "left"))
     assert lengths_of(dropping, tasks).prompt < lengths_of(cutting, tasks).prompt < 100
@@ -384,20 +383,21 @@ def test_every_device_is_found_by_its_own_name() -> None:
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={model}", "n_gpus=2", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", RESPONSES]
-    assert expand_shorthands([*words, "gpu=h100"])[1] == "h100"
-    assert main([*words, "gpu=h100"]) == 0
+    words = [f"model.path={model}", "trainer.n_gpus_per_node=2", f"data.train_files=[{MINI / 'train.parquet'}]"]
+    words += ["data.max_prompt_length=512", RESPONSES]
+    assert main([*words, "--gpu=h100"]) == 0
     said = capsys.readouterr().out
     assert "It fits" in said and "Lower bounds of step times" in said and "2 x h100 train" in said
-    assert main([*words, "gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
+    assert main([*words, "--gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
     assert "suggested changes: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
 
 
 def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=512", RESPONSES]
+    files = f"data.train_files=[{MINI / 'train.parquet'}]"
+    words = [f"model.path={model}", files, "data.max_prompt_length=512", RESPONSES]
     words += [*GROUPS_OF_FOUR[:3], "rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
     said = []
-    for place in ("gpu=h100", "gpu=cpu"):
+    for place in ("--gpu=h100", "--gpu=cpu"):
         assert main([*words, place]) == 0
         said.append(" ".join(capsys.readouterr().out.split()))
     on_gpus, on_cpu = said
@@ -406,18 +406,18 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
     assert "1 rank(s) train, 2 more engine(s) generate, concurrently; 1 of" in on_cpu
     in_flight = "at most 4096 episodes in flight"
     assert f"{in_flight}, 2048 decoded concurrently" in on_gpus and f"{in_flight}, 512 decoded concurrently" in on_cpu
-    assert main([*words[:4], "gpu=h100", "rollout.placement=separate"]) == 0
+    assert main([*words[:4], "--gpu=h100", "rollout.placement=separate"]) == 0
     assert "alternately: each pool waits for the other" in " ".join(capsys.readouterr().out.split())
 
 
 def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe with a prompt template of its own asks for more than the chat template does."""
-    words = [f"model={model}", f"files=[{MINI / 'train.parquet'}]", RESPONSES, "gpu=h100"]
+    words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", RESPONSES, "--gpu=h100"]
     code = ["env.name=tool", "env.tool_call_format=fence", "env.tools=[python]", "data.prompt_template=torl"]
     code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
-    config = load_config(expand_shorthands([*words[:3], *code])[0])
+    config = load_config([*words[:3], *code])
     tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
-    episode_runner = episode_runner_of(config, tool_call_format)
+    episode_runner = build_episode_runner(config, tool_call_format)
     opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner, tool_call_format)).prompt
     assert opened > lengths_of(config, tasks).prompt + 50
     assert main([*words, *code]) == 0
@@ -448,11 +448,11 @@ def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp
     ("words", "said"),
     [
         (["data.max_response_length=9999"], "the model supports"),
-        (["gpu=l4"], "gpu='l4' is unknown; choose one of H200"),
+        (["--gpu=l4"], "--gpu=l4 is unknown; choose one of H200"),
         (["gpus=1"], "unknown key 'gpus'"),
-        (["files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
+        (["data.train_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
     ],
 )
 def test_mistakes_are_told(words: list[str], said: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"model={model}", *words]) == 2
+    assert main([f"model.path={model}", *words]) == 2
     assert said in " ".join(capsys.readouterr().out.split())

@@ -20,7 +20,9 @@ from transformers import AutoTokenizer
 
 from tests.tiny import MINI, save_tiny_model
 from verl.chat.template import ChatTemplate
-from verl.config.load import load_probe
+from verl.config.commands import PROBE
+from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.kit.probe.advice import advice
 from verl.kit.probe.run import Shaped, criteria_of
@@ -198,8 +200,8 @@ def dead(at_8: float, at_16: float, at_32: float) -> dict[str, Any]:
             {"useless_never_right": 0.15, "useless_always_right": 0.25},
             ["drop rows without a learning signal: 15 % were never right, 25 % always"],
         ),
-        ({"cut_off": 0.4}, ["raise max_response_length: 40 % of the responses are truncated"]),
-        ({"rows_too_long": 16}, ["raise max_prompt_length, or drop rows: 20 % of the prompts"]),
+        ({"cut_off": 0.4}, ["raise data.max_response_length: 40 % of the responses are truncated"]),
+        ({"rows_too_long": 16}, ["raise data.max_prompt_length, or drop rows: 20 % of the prompts"]),
         ({"malformed": 0.5}, ["50 % of the episodes have a parse error"]),
         ({"tools_used": 0.05}, ["5 % of the episodes call one"]),
         ({"rows": 8}, ["no objection", "probe more rows: 8"]),
@@ -218,29 +220,33 @@ def test_without_tools_nothing_is_said_of_them() -> None:
 
 
 def test_a_recipe_tells_of_episodes_alone() -> None:
-    config = load_probe(["recipe=torl", "data=x.parquet", "max_response_length=100"])
-    assert (config.n, config.temperature, config.max_prompt_length, config.max_response_length) == (16, 1.0, 400, 100)
+    config = load_config(["recipe=torl", "data.train_files=[x.parquet]", "data.max_response_length=100"], PROBE)
+    assert (config.rollout.n, config.rollout.temperature) == (16, 1.0)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (400, 100)
+    assert config.model.enable_gradient_checkpointing == Config().model.enable_gradient_checkpointing
     assert (config.reward.name, config.env.tool_call_format, config.env.tools) == ("torl", "fence", ["python"])
-    assert load_probe(["recipe=mini_grpo"]).dtype == "float32"
-    assert load_probe([]).n == 8
-    assert load_probe(["limit=null"]).limit is None
+    assert load_config(["recipe=mini_grpo"], PROBE).model.compute_dtype == "float32"
+    assert load_config([], PROBE).rollout.n == load_config(["recipe=torl", "rollout.n=8"], PROBE).rollout.n == 8
+    assert load_config(["recipe=toolrl_ppo"], PROBE).rollout.n == 8  # a recipe with a critic has one response
+    assert load_config(["recipe=toolrl_ppo"], PROBE).rollout.gpu_memory_utilization == 0.8  # no trainer on the GPU
+    assert load_config(["eval.limit=null"], PROBE).eval.limit is None
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["recipe=torrl"], "did you mean 'torl'"),
-        (["n=1"], "n must be from 2"),
-        (["temperature=0"], "temperature must be positive"),
-        (["limit=0"], "limit must be at least 1"),
-        (["data.max_response_length=5"], "did you mean 'max_response_length'"),
+        (["rollout.n=1"], "n must be from 2"),
+        (["rollout.temperature=0"], "temperature must be positive"),
+        (["eval.limit=0"], "limit must be at least 1"),
+        (["data.max_respons_length=5"], "did you mean 'data.max_response_length'"),
         (["env.max_turns=3"], "env.max_turns=3 has no effect: env.tool_call_format is not set"),
-        (["engine=hf", "kv_cache_gib=3"], "kv_cache_gib=3 has no effect"),
+        (["rollout.name=hf", "rollout.kv_cache_gib=3"], "rollout.kv_cache_gib=3 has no effect"),
     ],
 )
 def test_what_a_probe_cannot_use_is_named(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_probe(words)
+        load_config(words, PROBE)
     assert said in str(caught.value)
 
 
@@ -271,36 +277,48 @@ def test_rewards_are_those_after_shaping() -> None:
 
 def test_the_command_probes_goes_on_and_keeps_what_was_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "model")
-    words = ["probe=true", f"model={model}", f"data={MINI / 'test.parquet'}", "n=2", "engine=hf", "dtype=float32"]
-    words += ["device=cpu", "max_response_length=4", "max_prompt_length=256", f"output={tmp_path / 'out'}"]
-    assert main_eval.main([*words, "limit=2"]) == 0
+    words = [
+        "--probe",
+        f"model.path={model}",
+        f"data.train_files=[{MINI / 'test.parquet'}]",
+        "rollout.n=2",
+        "rollout.name=hf",
+        "model.compute_dtype=float32",
+    ]
+    words += [
+        "trainer.device=cpu",
+        "data.max_response_length=4",
+        "data.max_prompt_length=256",
+        f"eval.output={tmp_path / 'out'}",
+    ]
+    assert main_eval.main([*words, "eval.limit=2"]) == 0
     said = capfd.readouterr().out
     assert "test.parquet: 200 rows, 200 used, 0 dropped" in said
     assert "SFT first: 100 % of the responses have no valid format" in said
-    assert "raise max_response_length" in said
+    assert "raise data.max_response_length" in said
     (folder,) = (tmp_path / "out").iterdir()
     rows = read_jsonl(folder / "probe.jsonl")
     answers = read_jsonl(folder / "answers.jsonl")
     assert len(rows) == 2
     assert len(answers) == 4
     assert {row["success_rate"] for row in rows} == {0.0}
-    assert main_eval.main([*words, "limit=3"]) == 0
+    assert main_eval.main([*words, "eval.limit=3"]) == 0
     more = read_jsonl(folder / "answers.jsonl")
     assert more[:4] == answers
     assert len(more) == 6
     assert {row["task_id"] for row in rows} < {row["task_id"] for row in read_jsonl(folder / "probe.jsonl")}
     found = json.loads((folder / "probe.json").read_text())
     assert found["rows"] == 3
-    assert found["settings"]["env"]["tool_call_format"] is None
+    assert found["settings"]["env.tool_call_format"] is None
     assert "zero-variance groups" in (folder / "probe.md").read_text()
     namesake = tmp_path / "test.parquet"
     shutil.copy(MINI / "test.parquet", namesake)
-    assert main_eval.main([*words, f"data={namesake}", "limit=2"]) == 0
+    assert main_eval.main([*words, f"data.train_files=[{namesake}]", "eval.limit=2"]) == 0
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_a_probe_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_eval.main(["probe=true", f"model={tmp_path}"]) == 2
-    assert "data is not set" in capsys.readouterr().out
-    assert main_eval.main(["probe=true", "--help"]) == 0
+    assert main_eval.main(["--probe", f"model.path={tmp_path}"]) == 2
+    assert "data.train_files is not set" in capsys.readouterr().out
+    assert main_eval.main(["--probe", "--help"]) == 0
     assert "Would training learn" in capsys.readouterr().out

@@ -29,8 +29,7 @@ from verl.config.load import load_config
 from verl.data.tasks import TaskSet
 from verl.formats.base import build_tool_call_format
 from verl.formats.prompt import load_template
-from verl.trainer.builders.env import prompt_fn
-from verl.trainer.builders.run import episode_runner_of
+from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.types import Message
 from verl.utils.reward_score.answers import accepted_answers
 from verl.utils.reward_score.base import build_reward
@@ -187,7 +186,7 @@ def opening(recipe: str, data: Path, chat: ChatTemplate) -> tuple[int, ...]:
     words = [f"recipe={recipe}", f"model.path={MINI / 'model'}", f"data.train_files=[{data}]"]
     config = load_config([*words, "sandbox.isolation=none"])  # nothing runs here
     (task,) = TaskSet(str(data))
-    return tuple(prompt_fn(episode_runner_of(config, chat), chat)(task))
+    return tuple(prompt_fn(build_episode_runner(config, chat), chat)(task))
 
 
 @pytest.mark.parametrize("recipe", ["retool", "artist_math"])

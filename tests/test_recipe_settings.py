@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from verl.algorithms.algorithm import KLPlacement
 from verl.algorithms.filters import name_of
+from verl.algorithms.names import KLPlacement
 from verl.config.load import RECIPES, load_config
 from verl.config.schema import Config
 from verl.errors import ConfigError

@@ -169,7 +169,7 @@ def smoke(recipe: str, model: Path, folder: Path, *more: str) -> Config:
     if CALLS[recipe] is not None:
         words.append("env.max_turn_tokens=60")
     if recipe == "artist_tools":
-        words += [f"env.name={Path(__file__)}:ErrandWithParts", "trainer.eval_benchmarks=[]"]
+        words += [f"env.name={Path(__file__)}:ErrandWithParts", "eval.benchmarks=[]"]
     if recipe in ("otc_ppo", "retool", "search_r1_ppo"):
         words.append("critic.optim.warmup_steps=0")
     return load_config([*words, *more])

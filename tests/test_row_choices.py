@@ -33,7 +33,7 @@ from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
-from verl.trainer.builders.run import episode_runner_of, load_inputs
+from verl.trainer.builders.run import load_inputs
 from verl.trainer.validate import Validator
 from verl.types import Task
 from verl.utils.reward_score.base import GroupReward
@@ -67,7 +67,8 @@ def chat() -> ChatTemplate:
 
 def episode_runner(chat: ChatTemplate, *words: str) -> EpisodeRunner | None:
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]", *words])
-    return build_episode_runner(config.env, config.sandbox, chat, 10_000, 10_000, config.data.prompt_template)
+    data = replace(config.data, max_prompt_length=10_000, max_response_length=10_000)
+    return build_episode_runner(replace(config, data=data), chat)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -154,8 +155,18 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
     model = save_tiny_model(tmp_path / "model")
     path = write(tmp_path / "rows.jsonl", row(), row(reward=mine))
     out = tmp_path / "out.jsonl"
-    words = [f"model.path={model}", f"files=[{path}]", f"output={out}", "engine=hf", "dtype=float32", "device=cpu"]
-    assert main_generation.main([*words, "max_response_length=4", "reward.name=math", "max_prompt_length=64"]) == 0
+    words = [
+        f"model.path={model}",
+        f"data.val_files=[{path}]",
+        f"eval.output={out}",
+        "rollout.name=hf",
+        "model.compute_dtype=float32",
+        "trainer.device=cpu",
+    ]
+    assert (
+        main_generation.main([*words, "data.max_response_length=4", "reward.name=math", "data.max_prompt_length=64"])
+        == 0
+    )
     assert [each["score"]["total"] for each in read_jsonl(out)] == [0.0, 7.0]
 
 
@@ -229,7 +240,7 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
         ]
         config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
         chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-        prompt_ids = prompt_fn(episode_runner_of(config, chat), chat, config.reward.name)
+        prompt_ids = prompt_fn(build_episode_runner(config, chat), chat, config.reward.name)
         if refused:
             with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
                 prompt_ids(to_task(each, "x#0"))
@@ -340,7 +351,13 @@ def test_a_run_whose_template_lists_no_tools_does_not_start(words: tuple[str, ..
 
 def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.jsonl", row(tools=[CALCULATOR]))
-    words = [f"model.path={MINI / 'model'}", f"files=[{path}]", "engine=hf", "device=cpu", "reward.name=math"]
+    words = [
+        f"model.path={MINI / 'model'}",
+        f"data.val_files=[{path}]",
+        "rollout.name=hf",
+        "trainer.device=cpu",
+        "reward.name=math",
+    ]
     assert main_generation.main(words) == 2
     assert "does not list tools" in capsys.readouterr().out
 

@@ -80,7 +80,7 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     need_vllm()
     words = run_words(model, tmp_path, "vllm", steps=2)
     words += ["trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{MINI / 'test.parquet'}]"]
-    said = run([*words, f"trainer.eval_benchmarks=[{MINI / 'test_new_tools.parquet'}]", "trainer.eval_limit=3"])
+    said = run([*words, f"eval.benchmarks=[{MINI / 'test_new_tools.parquet'}]", "eval.limit=3"])
     assert "a step: 4 prompts x 2 rollouts = 8 samples; 2 optimizer steps" in said
     assert "main_generation --chat model.path=" in said
     zero, one, two = rows(tmp_path)
@@ -180,9 +180,9 @@ def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int
 
 def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() -> None:
     process = start_code(
-        "import asyncio, sys, time; from verl.config.schema import Config; from verl.trainer.cli import run_cli\n"
+        "import asyncio, sys, time; from verl.config.commands import TRAIN; from verl.trainer.cli import run_cli\n"
         "async def stand(): print('waiting', flush=True); time.sleep(100)\n"
-        "sys.exit(run_cli([], '', Config, lambda words, console: asyncio.run(stand())))"
+        "sys.exit(run_cli([], '', TRAIN, lambda words, console: asyncio.run(stand())))"
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     said = interrupted(process, 10)
@@ -190,7 +190,7 @@ def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() 
 
 
 def test_a_chat_that_waits_for_its_user_is_interrupted(model: Path) -> None:
-    words = ["--chat", f"model.path={model}", "engine=hf", "dtype=float32", "device=cpu"]
+    words = ["--chat", f"model.path={model}", "rollout.name=hf", "model.compute_dtype=float32", "trainer.device=cpu"]
     process = start_code(f"import sys; from verl.trainer.main_generation import main; sys.exit(main({words}))")
     assert process.stdout is not None
     while "System prompt" not in process.stdout.readline():

@@ -153,9 +153,10 @@ def test_verls_signature_is_understood(file: Path) -> None:
         assert scores(pool, "yes") == [Score(1.0, {"score": 1.0, "source": 1.0})]
 
 
-def test_a_reward_that_cannot_be_made_is_heard_at_once(file: Path) -> None:
-    with pytest.raises(ConfigError, match="has no 'judges'"):
-        ScoringPool(f"{file}:judges", {}, num_workers=1)
+def test_a_reward_that_cannot_be_made_is_a_fault(file: Path) -> None:
+    with ScoringPool(f"{file}:judges", {}, num_workers=1) as pool:
+        (fault,) = scores(pool, "yes")
+    assert isinstance(fault, Fault) and "has no 'judges'" in fault.problem
 
 
 def test_an_environments_own_verdict_is_a_reward() -> None:

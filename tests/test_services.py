@@ -82,6 +82,6 @@ def test_commands_tell_before_the_data_are_read(
     words = [f"model.path={MINI / 'model'}", *(word.replace("URL", url) for word in words)]
     folder = f"trainer.default_local_dir={tmp_path}"
     assert main_ppo.main([*words, f"data.train_files=[{data}]", "trainer.device=cpu", folder]) == 1
-    assert main_generation.main([*words, f"files=[{data}]", "engine=hf", "device=cpu"]) == 1
+    assert main_generation.main([*words, f"data.val_files=[{data}]", "rollout.name=hf", "trainer.device=cpu"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert said.count(hint) == 2 and said.count(url) >= 2 and "Traceback" not in said

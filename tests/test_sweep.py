@@ -10,6 +10,7 @@ import pytest
 
 from scripts import sweep
 from tests.tiny import MINI
+from verl.config.commands import TRAIN
 from verl.config.load import load_config
 from verl.config.show import as_yaml
 from verl.data.overlap import TrainTasks
@@ -31,7 +32,7 @@ class Runs:
         self.began.append(name)
         folder = Path(config.trainer.default_local_dir) / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(as_yaml(config))
+        (folder / "config.yaml").write_text(as_yaml(config, TRAIN))
         calls, metrics = config.env.max_tool_calls, folder / "metrics.jsonl"
         append_jsonl(metrics, {"step": 0, "val/aime/total": 0.1})
         for step in range(1, 13):

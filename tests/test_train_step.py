@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import Algorithm, KLTerm
+from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
 from verl.algorithms.estimators.toolrl_grpo import TOOLRL_GRPO
 from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
 from verl.algorithms.losses.ppo import PPO
+from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.batch.experience import (
     Experience,
     build_experience,

@@ -19,11 +19,12 @@ from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch.packed import demonstrations as sft
+from verl.batch import demonstrations as sft
 from verl.batch.samples import to_samples
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
-from verl.config.load import load_config, load_probe
+from verl.config.commands import PROBE
+from verl.config.load import load_config
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.data.report import RowReport
 from verl.data.rlla import to_row
@@ -61,7 +62,7 @@ def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatTemplate) 
 
 def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatTemplate) -> None:
     observations = ObservationTokenizer(chat, AskFormat(), 16)
-    uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_tokens=40, max_tokens=200))
+    uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_length=40, max_tokens=200))
     cut, episode_runner = truncating("left", 40, chat, uncut)
     in_turns = observations.prompt_ids(Observation(LONG))
     for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (episode_runner, 2, in_turns)):
@@ -108,7 +109,9 @@ def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> 
         ["rows.jsonl#0", "rows.jsonl#3"],
         f"rows.jsonl: 5 rows, 2 used, 3 dropped (2 longer than 60 tokens; {bad})",
     )
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1: the prompt has \d+ tokens.* truncation=left or .*=drop"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, row 1: the prompt has \d+ tokens.* data.truncation=left or .*=drop"
+    ):
         read("error")
 
 
@@ -174,20 +177,34 @@ def test_toolrls_scripts_train_smollm2_on_toolrls_rows(algorithm: str, tmp_path:
 
 def test_generation_cuts_and_counts_too(roomy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", [row(300)])
-    words = [f"model.path={roomy}", f"files=[{data}]", "engine=hf", "device=cpu", "max_response_length=4"]
-    words += ["reward.name=search_r1", f"output={tmp_path / 'out.jsonl'}", "max_prompt_length=64"]
+    words = [
+        f"model.path={roomy}",
+        f"data.val_files=[{data}]",
+        "rollout.name=hf",
+        "trainer.device=cpu",
+        "data.max_response_length=4",
+    ]
+    words += ["reward.name=search_r1", f"eval.output={tmp_path / 'out.jsonl'}", "data.max_prompt_length=64"]
     assert main_generation.main(words) == 2
     assert "rows.jsonl, row 0: the prompt has" in capfd.readouterr().out
-    assert main_generation.main([*words, "truncation=left"]) == 0
+    assert main_generation.main([*words, "data.truncation=left"]) == 0
     assert "rows.jsonl: 1 rows, 1 used (1 cut to the last 64 tokens), 0 dropped" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("truncation", "too_long"), [("left", 0), ("drop", 1)])
 def test_a_probe_cuts_as_training_does_or_counts(truncation: str, too_long: int, roomy: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", [row(300), row(5)])
-    words = ["probe=true", f"model={roomy}", f"data={data}", "n=2", "engine=hf", "device=cpu", "max_response_length=4"]
-    words += ["reward.name=search_r1", f"output={tmp_path / 'out'}", "max_prompt_length=64"]
-    assert main_eval.main([*words, f"truncation={truncation}"]) == 0
+    words = [
+        "--probe",
+        f"model.path={roomy}",
+        f"data.train_files=[{data}]",
+        "rollout.n=2",
+        "rollout.name=hf",
+        "trainer.device=cpu",
+        "data.max_response_length=4",
+    ]
+    words += ["reward.name=search_r1", f"eval.output={tmp_path / 'out'}", "data.max_prompt_length=64"]
+    assert main_eval.main([*words, f"data.truncation={truncation}"]) == 0
     (found,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/probe.json"))
     assert (found["rows"], found["rows_too_long"]) == (2 - too_long, too_long)
 
@@ -210,5 +227,5 @@ def test_sft_counts_responses_that_are_too_long(chat: ChatTemplate, tmp_path: Pa
 
 
 def test_a_probe_takes_the_policy_of_the_recipe() -> None:
-    config = load_probe(["recipe=toolrl_ppo", "model.path=m", "data=d"])
-    assert (config.truncation, config.max_prompt_length) == ("left", 1024)
+    config = load_config(["recipe=toolrl_ppo", "model.path=m", "data.train_files=[d]"], PROBE)
+    assert (config.data.truncation, config.data.max_prompt_length) == ("left", 1024)

@@ -14,8 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
-from verl.algorithms.algorithm import Algorithm, KLPlacement
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
+from verl.algorithms.names import KLPlacement
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
 from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, page, spelled

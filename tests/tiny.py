@@ -60,5 +60,4 @@ def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
         "trainer.device=cpu",
         "trainer.save_freq=0",
         "trainer.test_freq=0",
-        "trainer.num_transcripts_shown=0",
     ]

@@ -29,7 +29,7 @@ COMMANDS = {
     "generate": Command("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
     "chat": Command("verl.trainer.main_generation", "talk to a model in the terminal", ("--chat",)),
     "eval": Command("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
-    "probe": Command("verl.trainer.main_eval", "would training learn from this data?", ("probe=true",)),
+    "probe": Command("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
     "plan": Command("verl.kit.plan", "memory and time of a training, before it starts"),
     "replay": Command("verl.kit.replay", "run a recorded training step again"),
     "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),

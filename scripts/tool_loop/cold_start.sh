@@ -13,7 +13,8 @@ source scripts/setup_env.sh
 "$VERL_PYTHON" scripts/tool_loop/make_data.py --out "$out/data" --seed "$seed"
 "$VERL_PYTHON" -m verl.trainer.main_sft \
     model.path=dataset/mini/model model.compute_dtype=float32 \
-    data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=16 data.max_length=160 data.seed="$seed" \
-    optim.lr=1e-3 optim.warmup_steps=20 trainer.total_training_steps=400 trainer.seed="$seed" \
+    data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=16 \
+    data.max_prompt_length=80 data.max_response_length=80 \
+    actor.optim.lr=1e-3 actor.optim.warmup_steps=20 trainer.total_training_steps=400 trainer.seed="$seed" \
     trainer.device=cpu trainer.default_local_dir="$out" trainer.experiment_name=cold_start
 touch "$out/cold_start/done"

@@ -27,21 +27,6 @@ ALGORITHMS: Mapping[str, str] = {
     "gigpo": "verl.algorithms.estimators.gigpo:GIGPO",
 }
 
-# What the configuration needs before torch is imported; tests compare it with the presets.
-WITH_CRITIC = ("ppo",)
-GROUP_FREE = ("ppo", "reinforce_pp", "remax")  # all others compute group-relative advantages
-DISCOUNTS = {"gamma": ("ppo", "reinforce_pp", "gigpo"), "lam": ("ppo",)}  # presets whose advantage has the setting
-# presets with GRPO's advantage
-DIVIDES_BY_STD = ("grpo", "toolrl_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")
-KL_PLACEMENT = {  # presets with a KL penalty
-    "grpo": "loss",
-    "gigpo": "loss",
-    "ppo": "reward",
-    "toolrl_grpo": "reward",
-    "reinforce_pp": "reward",
-    "remax": "reward",
-    "rloo": "reward",
-}
 # veRL's name of an advantage estimator -> the preset that has it.
 ADV_ESTIMATORS: Mapping[str, str] = {
     "gae": "ppo",

@@ -6,20 +6,10 @@ The weights are computed once per mini-batch, before it is split into packs and 
 not depend on the split. Shape legend: B samples.
 """
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
-
-class Aggregation(StrEnum):
-    """The aggregation modes (names as in veRL)."""
-
-    TOKEN_MEAN = "token-mean"  # every trained token has the same weight (DAPO, ToolRL)
-    TOKEN_SUM = "token-sum"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # samples weigh in proportion to their length
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # every sample has the same weight (GRPO's paper)
-    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # token sums divided by a constant length (Dr.GRPO)
+from verl.algorithms.names import Aggregation
 
 
 def sample_weights(mode: Aggregation, num_tokens_B: Tensor, constant_length: float | None = None) -> Tensor:

@@ -2,36 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
+from verl.algorithms import ALGORITHMS
 from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import AdvantageEstimator
 from verl.algorithms.filters import Filter
 from verl.algorithms.losses.policy_loss import PolicyLoss
+from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
 from verl.algorithms.overlong import Overlong
-
-
-class KLPlacement(StrEnum):
-    """Where the KL penalty to the reference applies. NONE builds no reference model."""
-
-    NONE = "none"
-    REWARD = "reward"
-    LOSS = "loss"
-
-
-class OldLogprobs(StrEnum):
-    """Source of the old log-probs in the policy ratio.
-
-    TRAINER: recomputed by the trainer before the step's first update; one more forward pass over the batch, unless the
-    step has a single update. ROLLOUT: the rollout engine's; no extra pass, and the ratio corrects for the mismatch.
-    """
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
+from verl.errors import ConfigError
+from verl.registry import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,5 +58,24 @@ class Algorithm:
     max_resample_rounds: int = 1  # rounds of prompts that a step may draw until enough groups pass the filters
     overlong: Overlong | None = None  # length penalty, applied after the filters
 
+    def needs_old_pass(self, updates_per_step: int) -> bool:
+        """Whether the trainer computes the old log-probs in a pass of its own.
+
+        With one optimizer step per batch they are those of the update itself, unless the KL penalty in the reward or
+        token selection needs them before it. With ROLLOUT they are the engine's.
+        """
+        if self.old_logprobs is OldLogprobs.ROLLOUT:
+            return False
+        before_update = self.kl.placement is KLPlacement.REWARD or self.selection is not None
+        return before_update or updates_per_step > 1
+
     def __post_init__(self) -> None:
         assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "rollout ratio corrects already"
+
+
+def load_preset(name: str) -> Algorithm:
+    """The preset `name`, or an own one: module:attribute or file.py:attribute. Raises ConfigError if there is none."""
+    found = resolve("algorithm", name, ALGORITHMS)
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"algorithm.name={name!r} is not an Algorithm but a {type(found).__name__}")
+    return found

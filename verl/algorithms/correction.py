@@ -22,20 +22,12 @@ Shape legend: T trained tokens of a pack; samples are never split, so the split 
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO, k3
-
-
-class Level(StrEnum):
-    """The unit that a ratio refers to. GEOMETRIC, the geometric mean of a sample's ratios, is for rejection only."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    GEOMETRIC = "geometric"
+from verl.algorithms.names import Level
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.algorithms.names import KLEstimate
+
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 MAX_LOG_RATIO = 20.0
@@ -43,7 +45,12 @@ def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - ref_logprobs_T).abs()
 
 
-KL_ESTIMATORS: Mapping[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+KL_ESTIMATORS: Mapping[str, KLEstimator] = {
+    KLEstimate.K1: k1,
+    KLEstimate.K2: k2,
+    KLEstimate.K3: k3,
+    KLEstimate.ABS: absolute,
+}
 
 
 def apply_kl_penalty(

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
+from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.registry import resolve
 
 COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")

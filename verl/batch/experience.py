@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, sample_weights
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
+from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
 from verl.batch.packing import mask_tensor
 from verl.types import Sample
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.checkpoint import CheckpointStore, read_state
+from verl.config.commands import Command
 from verl.config.load import flattened
+from verl.config.schema import Config
 from verl.errors import ConfigError
 
 # Groups and keys that may change on resume, because they do not affect training.
 _FREE = (
     "trainer.",
+    "eval.",
     "data.val_files",
     "rollout.val_kwargs",
     "reward.num_workers",
-    "actor.max_tokens_per_pack",  # this and the next two affect rounding only
-    "actor.share_prefix",
+    "actor.max_tokens_per_pack",  # this and the next affect rounding only
     "model.enable_gradient_checkpointing",
     "actor.offload_",
     "critic.offload_",
     "ref.offload_",
-    "rollout.bucket_mib",
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",
@@ -43,9 +44,9 @@ class Saved:
     state: dict[str, Any]
 
 
-def resume_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{key: value} of the settings that affect training. config: as nested mappings"""
-    settings = flattened(config)
+def resume_config(config: Config, command: Command) -> dict[str, Any]:
+    """{key: value} of the settings that affect training by this command."""
+    settings = {key: value for key, value in flattened(asdict(config)).items() if command.has(key)}
     return {key: value for key, value in settings.items() if key in _BOUND or not key.startswith(_FREE)}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, DISCOUNTS, DIVIDES_BY_STD, KL_PLACEMENT
+from verl.algorithms import ADV_ESTIMATORS
+from verl.config.commands import Command
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
@@ -124,7 +126,7 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
     return result
 
 
-def take_defaults(result: Translation) -> list[str]:
+def take_defaults(result: Translation, command: Command) -> list[str]:
     """Apply and list the defaults of the veRL version that a command without a recipe is written for.
 
     A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation, which
@@ -135,13 +137,13 @@ def take_defaults(result: Translation) -> list[str]:
     written = {short(key) for key in (*result.spelled.values(), *result.obsolete)} | result.read
     versions = [version for version in VERSIONS if version.sign in written]
     of_toolrl = spelled("model.path") in result.spelled.values() and "reward.name" not in result.settings
-    if not versions and of_toolrl and "data.truncation" not in result.settings:
+    if not versions and of_toolrl and command.has("data.truncation") and "data.truncation" not in result.settings:
         result.settings["data.truncation"] = "left"
         return ["data.truncation=left, as in ToolRL's trainer"]
     taken = []
     for version in versions:
         for ours, (theirs, value) in version.defaults.items():
-            if ours not in result.settings and theirs not in written:
+            if command.has(ours) and ours not in result.settings and theirs not in written:
                 result.settings[ours] = value
                 taken.append(f"{spelled(theirs)}={value}, as in {version.name}, which has {spelled(version.sign)}")
     return taken
@@ -207,16 +209,15 @@ def _check_context(result: Translation) -> None:
 
 
 def _read_estimator(result: Translation) -> None:
-    preset = ADV_ESTIMATORS.get(str(result.now("algorithm.adv_estimator")), str(result.now("algorithm.name")))
-    _read_division(result, preset)
-    for name, presets in DISCOUNTS.items():
+    _read_division(result)
+    for name in ("gamma", "lam"):
         key = f"algorithm.{name}"
-        if preset in ALGORITHMS and preset not in presets and result.settings.get(key) == 1:
+        if result.settings.get(key) == 1 and name not in signature(_advantage(result)).parameters:
             del result.settings[key]
             result.obsolete[result.spelled.pop(key)] = "the advantage does not discount"
 
 
-def _read_division(result: Translation, preset: str) -> None:
+def _read_division(result: Translation) -> None:
     """Whether advantages are divided by the group's standard deviation. veRL's pass@k is, unlike the paper's."""
     key = "algorithm.norm_adv_by_std_in_grpo"
     by_std = result.flag(key)
@@ -224,13 +225,28 @@ def _read_division(result: Translation, preset: str) -> None:
         by_std = True
     if by_std is None:
         return
-    if preset in ("pass_at_k", "gigpo"):
+    advantage = _advantage(result)
+    division = {_advantage_of("grpo"): True, _advantage_of("dr_grpo"): False}
+    if "divide_by_std" in signature(advantage).parameters:
         result.settings["algorithm.options.divide_by_std"] = by_std
-    elif preset in (*DIVIDES_BY_STD, "dr_grpo"):
-        if by_std != (preset != "dr_grpo"):
+    elif advantage in division:
+        if by_std != division[advantage]:
             result.replace("algorithm.adv_estimator", "grpo" if by_std else "dr_grpo", key)
     else:
         result.obsolete[key] = "the advantage is not divided by a standard deviation"
+
+
+def _advantage(result: Translation) -> Callable[..., object]:
+    """The advantage estimator of the translated command."""
+    estimator, name = (str(result.now(f"algorithm.{key}")) for key in ("adv_estimator", "name"))
+    return _advantage_of(ADV_ESTIMATORS.get(estimator, name))
+
+
+def _advantage_of(name: str) -> Callable[..., object]:
+    """The advantage estimator of a preset."""
+    from verl.algorithms.algorithm import load_preset  # imports torch
+
+    return load_preset(name).advantage
 
 
 def _read_clip(result: Translation) -> None:
@@ -248,7 +264,9 @@ def _read_kl(result: Translation) -> None:
     of_reward = {"algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"}
     if not result.theirs.keys() & (of_loss | of_reward):
         return
-    before = result.now("algorithm.kl_placement") or KL_PLACEMENT.get(str(result.now("algorithm.name")), "none")
+    from verl.algorithms.algorithm import load_preset  # imports torch
+
+    before = result.now("algorithm.kl_placement") or load_preset(str(result.now("algorithm.name"))).kl.placement
     loss, reward = result.flag("actor.use_kl_loss"), result.flag("algorithm.use_kl_in_reward")
     explicit = result.settings.get("algorithm.kl_placement")
     for place, flag, key in (("loss", loss, "actor.use_kl_loss"), ("reward", reward, "algorithm.use_kl_in_reward")):
@@ -327,10 +345,11 @@ def _read_schedules(result: Translation) -> None:
             result.put(
                 f"{group}.warmup_steps", int(steps) * _updates_per_step(result), spelled(f"{group}.lr_warmup_steps")
             )
-            result.settings.setdefault(f"{group}.warmup_ratio", 0.0)
         elif ratio is not None:
-            result.put(f"{group}.warmup_ratio", ratio, spelled(f"{group}.lr_warmup_steps_ratio"))
-            result.settings.setdefault(f"{group}.warmup_steps", 0)
+            written = spelled(f"{group}.lr_warmup_steps_ratio")
+            if not 0 <= ratio < 1:
+                raise ConfigError(f"{written} must be a share below 1 of the run, got {ratio}")
+            result.put(f"{group}.warmup_steps", ratio, written)
         written, value = result.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
             result.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
@@ -353,11 +372,13 @@ def _read_sampling(result: Translation) -> None:
         result.put("rollout.name", engine, written)
     if result.flag("rollout.do_sample") is False:
         result.replace("rollout.temperature", 0.0, "actor_rollout_ref.rollout.do_sample")
+    if result.flag("rollout.val_kwargs.do_sample") is False:
+        result.replace("rollout.val_kwargs.temperature", 0.0, "actor_rollout_ref.rollout.val_kwargs.do_sample")
     for name in ("n_agent", "n_trajectories"):
         times = result.count(f"rollout.{name}")
         if times is not None:
             result.replace("rollout.n", result.settings.get("rollout.n", 1) * times, spelled(f"rollout.{name}"))
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in ("top_p", "top_k", "repetition_penalty"):
         if result.settings.get(f"rollout.{name}", 0) is None:
             del result.settings[f"rollout.{name}"]
             result.obsolete[result.spelled.pop(f"rollout.{name}")] = _NULL

@@ -8,19 +8,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
 from verl.config.legacy import our_key, take_defaults, translate
-from verl.config.schema import Config, ProbeConfig
-from verl.config.unused_keys import Rule, default_of, reject_unused_keys, unused_reasons
+from verl.config.schema import Config
+from verl.config.unused_keys import unused_reasons
 from verl.config.verl_keys import GROUPS, short, vocabulary
 from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError
@@ -28,42 +28,28 @@ from verl.registry import nearest
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
-# The episode settings of a recipe, and their keys in commands that do not train.
-_EPISODE_GROUPS = ("env.", "reward.", "sandbox.", "model.path", "model.tokenizer_path")
-_EPISODE_KEYS = {
-    "data.max_prompt_length": "max_prompt_length",
-    "data.max_response_length": "max_response_length",
-    "data.truncation": "truncation",
-    "data.max_bad_share": "max_bad_share",
-    "data.prompt_template": "prompt_template",
-    "model.compute_dtype": "dtype",
-    "rollout.n": "n",
-    "rollout.name": "engine",
-    **{f"rollout.{name}": name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
-Kind = TypeVar("Kind")
 
-
-def load_config(argv: Sequence[str]) -> Config:
-    """The configuration of a reinforcement learning run from `key=value` arguments, which override a `recipe=name`.
+def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
+    """The configuration of a command from `key=value` arguments, which override a `recipe=name`.
 
     veRL's keys are supported; obsolete ones are listed in one warning. Raises ConfigError that suggests the nearest key
-    for an unknown one, and names the key of a value of the wrong type.
+    for an unknown one, names the key of a value of the wrong type, and refuses keys that have no effect.
     """
     written = _parse(argv)
     recipe = written.pop("recipe", None)
-    preset = _read_recipe(str(recipe)) if recipe is not None else {}
+    preset = {} if recipe is None else _read_recipe(str(recipe), command)
 
     def base(key: str) -> Any:
-        return preset[key] if key in preset else default_of(Config, key)
+        return preset[key] if key in preset else command.default_of(key)
 
-    result = translate(_resolved(written, base, Config), base)
-    defaults = take_defaults(result) if recipe is None else []
-    config = _build(Config, {**preset, **result.settings}, result.spelled)
+    result = translate(_resolved(written, base, command), base)
+    defaults = take_defaults(result, command) if recipe is None else []
+    config = _build({**command.defaults, **preset, **result.settings}, command, result.spelled)
+    command.check(config)
     written_keys = [key for key in result.settings if key in result.spelled]
-    for key, why in unused_reasons(written_keys, result.settings, config).items():
+    for key, why in unused_reasons(written_keys, result.settings, config, command).items():
         as_written = result.spelled[key]
         if as_written == key:
             raise ConfigError(f"{key}={result.settings[key]} has no effect: {why}")
@@ -85,39 +71,9 @@ def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
         _log.warning("%s", "\n".join(["defaults of the veRL version that this command is written for:", *lines]))
 
 
-def load_plain(argv: Sequence[str], kind: type[Kind], unused: tuple[Rule, ...] = ()) -> Kind:
-    """A configuration of another kind, without recipes and veRL's keys. Raises ConfigError like `load_config`.
-
-    unused: rules for unused keys of this run, besides those of the kind
-    """
-    written = _parse(argv)
-    written = _resolved(written, partial(default_of, kind), kind)
-    config = _build(kind, written)
-    reject_unused_keys(written, config, unused)
-    return config
-
-
 def restored_config(settings: Mapping[str, Any]) -> Config:
     """Inverse of `flattened`. Raises ConfigError if this version has other keys."""
-    return _build(Config, settings)
-
-
-def load_probe(argv: Sequence[str]) -> ProbeConfig:
-    """The configuration of a probe from `key=value` arguments, which override the episode settings of a `recipe=name`.
-
-    The recipe's training settings are ignored. Raises ConfigError like `load_config`.
-    """
-    written = _parse(argv)
-    recipe = written.pop("recipe", None)
-    preset = _read_recipe(str(recipe)) if recipe is not None else {}
-    base = {key: value for key, value in preset.items() if key.startswith(_EPISODE_GROUPS)}
-    base |= {ours: preset[key] for key, ours in _EPISODE_KEYS.items() if key in preset}
-    if base.get("n") == 1:  # a recipe with a critic may have n=1, but a probe needs groups
-        del base["n"]
-    written = _resolved(written, lambda key: base.get(key, default_of(ProbeConfig, key)), ProbeConfig)
-    config = _build(ProbeConfig, {**base, **written})
-    reject_unused_keys(written, config)
-    return config
+    return _build(settings, TRAIN)
 
 
 def _parse(argv: Sequence[str]) -> dict[str, Any]:
@@ -138,12 +94,12 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     return written
 
 
-def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], kind: type) -> dict[str, Any]:
+def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], command: Command) -> dict[str, Any]:
     """The settings with `${key}` in their values replaced by the key's value; veRL's keys are allowed, too.
 
     Other interpolations, such as ${oc.env:HOME}, are OmegaConf's. Raises ConfigError for an unresolvable one.
     """
-    known = known_keys(kind)
+    known = known_keys()
     given = {our_key(key): value for key, value in written.items()}
 
     def value_of(key: str, path: tuple[str, ...]) -> Any:
@@ -154,9 +110,9 @@ def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], kind: type
             return filled(given[ours], (*path, ours))
         if ours in known:
             return base(ours)
-        if kind is Config and key in vocabulary():
+        if key in vocabulary():
             return None  # obsolete here, so without a value
-        raise ConfigError(f"{path[0]}: ${{{key}}} names no key; {_instead(key, known)}")
+        raise ConfigError(f"{path[0]}: ${{{key}}} names no key; {_instead(key, command)}")
 
     def filled(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, list):
@@ -176,11 +132,17 @@ def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], kind: type
     return {key: filled(value, (our_key(key),)) for key, value in written.items()}
 
 
-def _read_recipe(name: str) -> dict[str, Any]:
+def _read_recipe(name: str, command: Command) -> dict[str, Any]:
+    """The settings of a recipe that the command takes from it."""
+    if not command.from_recipe:
+        raise ConfigError(f"recipe={name} has no effect: `{command.name}` takes no recipe")
     path = RECIPES / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"unknown recipe {name!r}; {nearest(name, [each.stem for each in RECIPES.glob('*.yaml')])}")
-    return flattened(OmegaConf.to_container(OmegaConf.load(path)))
+    settings = flattened(OmegaConf.to_container(OmegaConf.load(path)))
+    if command is PROBE and settings["rollout.n"] == 1:  # with a critic; a probe needs groups
+        del settings["rollout.n"]
+    return {key: value for key, value in settings.items() if within(key, command.from_recipe)}
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -206,8 +168,9 @@ def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def _instead(key: str, known: Sequence[str]) -> str:
+def _instead(key: str, command: Command) -> str:
     """The suggestion for an unknown key: the same name elsewhere, the nearest in its group, or the group's keys."""
+    known = [each.rstrip(".") for each in known_keys() if command.has(each.rstrip("."))]
     theirs = vocabulary()
     if short(key) != key:
         ours = [f"actor_rollout_ref.{each}" for each in known if each.startswith(GROUPS)]
@@ -215,8 +178,8 @@ def _instead(key: str, known: Sequence[str]) -> str:
     group, _, name = key.rpartition(".")
     inside = [each.removeprefix(f"{group}.") for each in known if group and each.startswith(f"{group}.")]
     if not inside:
-        groups = dict.fromkeys(each.partition(".")[0] for each in known)
-        return nearest(key, list(known), f"there are {', '.join(groups)}; --help lists every key")
+        groups = groups_of(command.uses)
+        return nearest(key, known, f"there are {', '.join(groups)}; --help lists every key")
     elsewhere = [each for each in known if each.endswith(f".{name}")]
     close = [f"{group}.{each}" for each in get_close_matches(name, inside, n=1)]
     close = close or get_close_matches(key, theirs, n=1, cutoff=0.8)
@@ -231,17 +194,16 @@ def _make_writable(tree: DictConfig) -> None:
             _make_writable(tree[key])
 
 
-def _build(kind: type[Kind], settings: Mapping[str, Any], spelled: Mapping[str, str] = {}) -> Kind:
+def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, str] = {}) -> Config:
     """spelled: keys as written by the user, where they differ"""
-    known = known_keys(kind)
+    known = known_keys()
     open_keys = tuple(key for key in known if key.endswith("."))
-    tree = OmegaConf.structured(kind)
+    tree = OmegaConf.structured(Config)
     _make_writable(tree)
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
-            names = [each.rstrip(".") for each in known]
             written = spelled.get(key, key)
-            raise ConfigError(f"unknown key {written!r}; {_instead(written, names)}")
+            raise ConfigError(f"unknown key {written!r}; {_instead(written, command)}")
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{key} must be a finite number, got {value}")
         try:
@@ -249,5 +211,5 @@ def _build(kind: type[Kind], settings: Mapping[str, Any], spelled: Mapping[str, 
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, kind)
+    assert isinstance(config, Config)
     return config

@@ -1,8 +1,8 @@
-"""The configuration schema: every setting with its default and meaning. Defaults are defined here only.
+"""The configuration schema: one tree for all commands, every setting with its default and meaning.
 
 Training hyperparameters default to those of veRL's ppo_trainer.yaml in ToolRL's version (docs/training.md). Each group
-validates its own values; `Config` validates across groups. Batch sizes are in prompts, lengths in tokens, frequencies
-in steps.
+validates its own values. verl/config/commands.py lists what each command uses, the defaults in which it differs from
+training, and its checks across groups. Batch sizes are in prompts, lengths in tokens, frequencies in steps.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS, GROUP_FREE, WITH_CRITIC
+from verl.algorithms import ADV_ESTIMATORS
+from verl.algorithms.names import Aggregation, KLEstimate, KLPlacement, Level, OldLogprobs
 from verl.errors import ConfigError
 
 _MIN_SCORING_MIB = 256  # math-verify alone needs half of it
+_MAX_TOOL_CALLS = 8
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _ENGINES, _DTYPES = ("vllm", "hf"), ("bfloat16", "float32")
 _TRUNCATIONS = ("error", "left", "drop")
@@ -33,16 +35,16 @@ def _a_share(key: str, value: float) -> None:
 
 
 def _at_least(minimum: int, config: object, group: str, *names: str) -> None:
-    """Checks settings that are not None. group: with its dot, empty at the top of the tree"""
+    """Checks settings that are not None. group: with its dot"""
     expected = f"at least {minimum}" if minimum else "0 or more"
     for name in names:
         value = getattr(config, name)
         _require(value is None or value >= minimum, f"{group}{name}", expected, value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Training and validation data, and batch sizes."""
+    """Data files and batch sizes."""
 
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
@@ -50,11 +52,10 @@ class DataConfig:
     train_batch_size: int = 1024
     shuffle: bool = True  # reshuffle the rows of a file in every epoch
     max_prompt_length: int = 512
-    max_response_length: int = 512
+    max_response_length: int = 512  # in SFT, the sum of both limits a sample
     prompt_template: str | None = None  # a text with {question}, by path or name; default: the format's own
     truncation: str = "error"  # for overlong prompts: error | left (keep the last tokens) | drop (the row)
     max_bad_share: float = 0.05  # share of a file's rows that may be skipped as invalid before the run stops; 0: none
-    seed: int = 0
 
     def __post_init__(self) -> None:
         _one_of(_TRUNCATIONS, "data.truncation", self.truncation)
@@ -66,7 +67,7 @@ class DataConfig:
         _at_least(1, self, "data.", "train_batch_size", "max_prompt_length", "max_response_length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy model; reference and critic start as copies of it."""
 
@@ -80,15 +81,14 @@ class ModelConfig:
         _one_of(_DTYPES, "model.compute_dtype", self.compute_dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW hyperparameters and the learning rate schedule."""
 
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
-    warmup_steps: int = 0  # optimizer steps
-    warmup_ratio: float = 0.0  # alternatively, as a share of the run's optimizer steps
+    warmup_steps: float = 0.0  # optimizer steps; below 1, a share of the run's
     schedule: str = "constant"  # constant | cosine (over the whole run)
     min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
@@ -97,24 +97,19 @@ class OptimConfig:
         _at_least(0, self, "optim.", "weight_decay", "warmup_steps")
         ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
         _require(ok, "optim.betas", "two numbers in [0, 1)", self.betas)
-        _require(0.0 <= self.warmup_ratio <= 1.0, "optim.warmup_ratio", "between 0 and 1", self.warmup_ratio)
-        if self.warmup_steps and self.warmup_ratio:
-            raise ConfigError(
-                f"optim.warmup_steps={self.warmup_steps} and optim.warmup_ratio={self.warmup_ratio:g} both give the "
-                "length of the warmup; set one of them to 0"
-            )
+        whole = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
+        _require(whole, "optim.warmup_steps", "a whole number, or a share below 1", self.warmup_steps)
         _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
         _one_of(("constant", "cosine"), "optim.schedule", self.schedule)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """Policy updates."""
 
     ppo_mini_batch_size: int = 256  # per optimizer step; above data.train_batch_size: one step per batch
     ppo_epochs: int = 1  # passes over each batch
     max_tokens_per_pack: int = 16384  # tokens per forward pass and rank; raised if the longest sample needs it
-    share_prefix: bool = True  # store the common prompt of a group once per pack
     grad_clip: float = 1.0
     offload_params: bool = False  # GPU: to host memory from weight sync to the next scoring or update
     offload_optimizer: bool = False  # GPU: to host memory between updates
@@ -125,14 +120,14 @@ class ActorConfig:
         _require(self.grad_clip > 0, "actor.grad_clip", "positive", self.grad_clip)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RefConfig:
     """The frozen reference policy of the KL penalty, if the algorithm has one."""
 
     offload_params: bool = False  # GPU: to host memory except during scoring
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """Critic updates, if the algorithm has a critic. Mini-batches and packs are the actor's."""
 
@@ -151,20 +146,13 @@ class CriticConfig:
 ON_WEIGHT_SYNC = ("continue", "finish", "abort_and_retry")
 
 
-def _check_top(config: ValKwargs | RolloutConfig | InferenceConfig, group: str) -> None:
-    """group: with its dot, empty at the top of the tree"""
+def _check_top(config: ValKwargs | RolloutConfig, group: str) -> None:
+    """group: with its dot"""
     _require(0 < config.top_p <= 1, f"{group}top_p", "more than 0, at most 1", config.top_p)
     _require(config.top_k == -1 or config.top_k >= 1, f"{group}top_k", "at least 1, or -1 for all tokens", config.top_k)
 
 
-def _check_truncation(config: RolloutConfig | InferenceConfig, group: str) -> None:
-    """Checks the settings that truncate or reshape the sampling distribution. group: as above"""
-    _check_top(config, group)
-    _require(0 <= config.min_p <= 1, f"{group}min_p", "between 0 and 1", config.min_p)
-    _require(config.repetition_penalty > 0, f"{group}repetition_penalty", "positive", config.repetition_penalty)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValKwargs:
     """Sampling for validation (veRL's name). Scores are averaged over a prompt's responses."""
 
@@ -172,7 +160,6 @@ class ValKwargs:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1
-    do_sample: bool | None = None  # false: greedy at any temperature; default: by the temperature
 
     def __post_init__(self) -> None:
         group = "rollout.val_kwargs."
@@ -185,19 +172,18 @@ class ValKwargs:
     @property
     def greedy(self) -> bool:
         """Whether decoding is greedy."""
-        return self.do_sample is False or self.temperature == 0
+        return self.temperature == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Rollout engines and sampling."""
 
     name: str = "vllm"  # vllm | hf
-    n: int = 1  # rollouts per prompt
-    temperature: float = 1.0
-    top_p: float = 1.0  # this and the next three change the sampling distribution (docs/training.md)
+    n: int = 1  # responses to each prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # this and the next two change the sampling distribution (docs/training.md)
     top_k: int = -1  # -1: all tokens
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
@@ -211,23 +197,22 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
     gpu_memory_utilization: float = 0.6  # share of a GPU for the engine; the trainer uses the rest
     kv_cache_gib: int = 1  # per engine on CPU
-    bucket_mib: int = 256  # bucket size of the weight sync; needs memory for two buckets besides the model
 
     def __post_init__(self) -> None:
         _one_of(_ENGINES, "rollout.name", self.name)
-        _require(self.temperature > 0, "rollout.temperature", "positive", self.temperature)
-        _check_truncation(self, "rollout.")
+        _check_top(self, "rollout.")
+        _require(self.repetition_penalty > 0, "rollout.repetition_penalty", "positive", self.repetition_penalty)
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
         _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
-        counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib", "bucket_mib")
+        counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib")
         _at_least(1, self, "rollout.", *counts, "max_num_batched_tokens")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and sequences is not None:
             expected = f"at least rollout.max_num_seqs={sequences}"
             _require(tokens >= sequences, "rollout.max_num_batched_tokens", expected, tokens)
-        _at_least(0, self, "rollout.", "max_staleness")
+        _at_least(0, self, "rollout.", "temperature", "max_staleness")
         expected = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
         _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", expected, self.max_reuse)
         _one_of(ON_WEIGHT_SYNC, "rollout.on_weight_sync", self.on_weight_sync)
@@ -240,7 +225,7 @@ class RolloutConfig:
     @property
     def truncated(self) -> bool:
         """Whether the sampling distribution differs from the policy's."""
-        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0 or self.repetition_penalty != 1
+        return self.top_p < 1 or self.top_k != -1 or self.repetition_penalty != 1
 
     @property
     def colocated(self) -> bool:
@@ -248,7 +233,7 @@ class RolloutConfig:
         return self.placement == "colocated" or (self.placement == "auto" and self.max_staleness == 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """The environment. With name=single_turn and no tool_call_format an episode is a prompt and one response."""
 
@@ -258,23 +243,21 @@ class EnvConfig:
     tool_call_format_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
     max_turns: int | None = None  # max assistant turns; default: enough for max_tool_calls. No tools in the last one
-    max_tool_calls: int = 8  # per episode; when they are used up, one last turn without tools follows
+    # Per episode; when they are used up, one last turn without tools follows. Default: 8; benchmarks have their own
+    max_tool_calls: int | None = None
     max_turn_tokens: int | None = None  # per turn; default: the rest of data.max_response_length
     max_observation_tokens: int = 512  # per observation
     observation_cut: str = "middle"  # head | tail | middle | refuse: how longer observations are truncated
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
     tool_timeout_s: float = 30.0
-    turn_timeout_s: float = 300.0  # environment step; excludes waiting for engine and tools
-    episode_timeout_s: float = 1200.0  # all environment steps of an episode
-    judge_timeout_s: float = 300.0  # judging a finished episode by the environment
+    turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
     max_concurrent_calls: int = 64  # per tool
     train_on_observations: bool = False  # include observation tokens in the loss, as a world model
-    retries: int = 2  # of an episode after a service failure, and of a call
 
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
-        _at_least(0, self, "env.", "max_tool_calls", "retries")
-        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s", "judge_timeout_s"):
+        _at_least(0, self, "env.", "max_tool_calls")
+        for name in ("tool_timeout_s", "turn_timeout_s"):
             _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
@@ -286,8 +269,13 @@ class EnvConfig:
         """Whether an episode can have more than one response."""
         return self.tool_call_format is not None
 
+    @property
+    def call_limit(self) -> int:
+        """Max tool calls per episode."""
+        return _MAX_TOOL_CALLS if self.max_tool_calls is None else self.max_tool_calls
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
     """The sandbox for code written by the policy, if a tool runs code."""
 
@@ -309,18 +297,16 @@ class SandboxConfig:
         _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)
 
 
-WITHOUT_CRITIC = tuple(name for name in ALGORITHMS if name not in WITH_CRITIC)
-_GROUP_RELATIVE = tuple(name for name in ALGORITHMS if name not in GROUP_FREE)
-_NAMES = {  # duplicated here, because the algorithms' enumerations need torch; a test compares them
-    "aggregation": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
-    "old_logprobs": ("trainer", "rollout"),
-    "kl_placement": ("none", "reward", "loss"),
-    "kl_estimator": ("k1", "k2", "k3", "abs"),
+_CHOICES = {
+    "aggregation": tuple(Aggregation),
+    "old_logprobs": tuple(OldLogprobs),
+    "kl_placement": tuple(KLPlacement),
+    "kl_estimator": tuple(KLEstimate),
     "adv_estimator": tuple(ADV_ESTIMATORS),
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Off-policy correction of the engine-trainer mismatch: importance sampling and rejection (docs/algorithms.md).
 
@@ -336,8 +322,8 @@ class CorrectionConfig:
     token_veto: float | None = None  # token ratio below which the whole sample is rejected, such as 1e-4
 
     def __post_init__(self) -> None:
-        levels, key = ("auto", "none", "token", "sequence"), "algorithm.correction"
-        masks = ("none", "token", "sequence", "geometric")
+        levels, key = ("auto", "none", Level.TOKEN, Level.SEQUENCE), "algorithm.correction"
+        masks = ("none", *Level)
         _require(self.is_level in levels, f"{key}.is_level", f"one of {', '.join(levels)}", self.is_level)
         _require(
             self.rejection_level is None or self.rejection_level in masks,
@@ -352,7 +338,7 @@ class CorrectionConfig:
         _require(veto is None or 0 < veto < 1, f"{key}.token_veto", "more than 0, less than 1", veto)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """An algorithm preset and its overrides; None keeps the preset's value."""
 
@@ -380,7 +366,7 @@ class AlgorithmConfig:
     overlong_factor: float | None = None  # overlong penalty at the length limit
 
     def __post_init__(self) -> None:
-        for name, known in _NAMES.items():
+        for name, known in _CHOICES.items():
             value = getattr(self, name)
             _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
         for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length", "overlong_factor"):
@@ -399,7 +385,7 @@ class AlgorithmConfig:
         return self.name if self.adv_estimator is None else ADV_ESTIMATORS[self.adv_estimator]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """The reward (a known name, module:attribute or file.py:attribute) and its options (docs/reward.md)."""
 
@@ -409,38 +395,19 @@ class RewardConfig:
     timeout_s: float = 20.0  # per response
     memory_mib: int | None = 4096  # data limit of a scoring process; null: no limit
     fault_policy: str = "policy"  # a response over these limits: policy (scored as empty) | infrastructure (dropped)
-    max_fault_share: float = 0.1  # share of a step's responses whose scoring may fail before the run stops
+    max_fault_share: float = 0.1  # share of a step's or a benchmark's responses that may fail before the run stops
 
     def __post_init__(self) -> None:
         _at_least(1, self, "reward.", "num_workers")
-        _check_scoring_limits("reward.", self.timeout_s, self.memory_mib, self.fault_policy)
+        _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
+        _at_least(_MIN_SCORING_MIB, self, "reward.", "memory_mib")
+        _one_of(("policy", "infrastructure"), "reward.fault_policy", self.fault_policy)
         _require(0 <= self.max_fault_share <= 1, "reward.max_fault_share", "between 0 and 1", self.max_fault_share)
 
 
-def _check_scoring_limits(prefix: str, timeout_s: float, memory_mib: int | None, fault_policy: str) -> None:
-    _require(timeout_s > 0, f"{prefix}timeout_s", "positive", timeout_s)
-    minimum = _MIN_SCORING_MIB
-    _require(memory_mib is None or memory_mib >= minimum, f"{prefix}memory_mib", f"at least {minimum}", memory_mib)
-    _one_of(("policy", "infrastructure"), f"{prefix}fault_policy", fault_policy)
-
-
-def check_env_judges(reward: RewardConfig, env: EnvConfig) -> None:
-    """Raises ConfigError if reward=env is used with an environment that does not judge: all rewards would be 0."""
-    if reward.name == "env" and env.name in ("single_turn", "tool"):
-        raise ConfigError(f"reward.name=env needs an environment that judges; env.name={env.name} does not")
-
-
-def check_call_limit(reward: RewardConfig, env: EnvConfig) -> None:
-    """Raises ConfigError if OTC's smoothing constant c is not the limit on tool calls, as in the paper."""
-    if reward.name in ("otc_ppo", "otc_grpo") and env.multi_turn:
-        given = reward.options.get("max_calls")
-        expected = f"env.max_tool_calls={env.max_tool_calls}; write reward.options.max_calls=${{env.max_tool_calls}}"
-        _require(given == env.max_tool_calls, "reward.options.max_calls", expected, given)
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Settings of every kind of training: duration, frequencies, folders, devices."""
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Duration, frequencies, folders, devices."""
 
     total_epochs: int = 30
     total_training_steps: int | None = None  # overrides total_epochs
@@ -459,11 +426,17 @@ class RunConfig:
     num_threads: int | None = None  # per process on CPU; default: all cores but one, split evenly
     call_timeout_s: float = 3600.0  # per worker call
     health_timeout_s: float = 30.0  # after which an unresponsive or stopped process counts as lost
-    seed: int = 0
+    seed: int = 0  # of the order of the data, of sampling and of new weights
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
+    val_before_train: bool = True
+    critic_warmup: int = 0  # initial steps that update the critic only
+    preflight: bool | None = None  # dry run on a tiny model first; default: on GPU only
+    on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
+    record: bool = False  # record every step's inputs for replay (docs/replay.md)
+
     def __post_init__(self) -> None:
-        _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed")
+        _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed", "critic_warmup")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
         _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
         _require(self.health_timeout_s > 0, "trainer.health_timeout_s", "positive", self.health_timeout_s)
@@ -475,36 +448,34 @@ class RunConfig:
         _require(plain, "trainer.experiment_name", "a folder name, or several such as a/b", self.experiment_name)
         known = ("console", "jsonl", "tensorboard", "wandb")
         _require(set(self.logger) <= set(known), "trainer.logger", f"some of {', '.join(known)}", self.logger)
-
-
-@dataclass(frozen=True)
-class TrainerConfig(RunConfig):
-    """A reinforcement learning run."""
-
-    val_before_train: bool = True
-    critic_warmup: int = 0  # initial steps that update the critic only
-    num_transcripts_shown: int = 1  # per step, on the console
-    preflight: bool | None = None  # dry run on a tiny model first; default: on GPU only
-    eval_benchmarks: list[str] = field(default_factory=list)  # evaluated with every validation (docs/evaluation.md)
-    eval_limit: int | None = None  # rows per category; default: all
-    eval_data_dir: str = "dataset/benchmarks"  # folder of the benchmarks' files, searched recursively
-    eval_hub: bool = True  # as hub of main_eval
-    allow_train_overlap: bool = False  # evaluate on tasks in the training data, too
-    on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
-    record: bool = False  # record every step's inputs for replay (docs/replay.md)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least(1, self, "trainer.", "eval_limit")
-        _at_least(0, self, "trainer.", "critic_warmup", "num_transcripts_shown")
         _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is evaluated, during training or without it, and where the results go."""
+
+    benchmarks: list[str] = field(default_factory=list)  # bfcl, bfcl/simple_python, a data file .. (docs/evaluation.md)
+    handler: str = "toolrl"  # native (the chat template's), toolrl, tool_n1, any format of docs/tool_call_formats.md
+    compare: str | None = None  # a baseline model, usually the one before training, evaluated in the same way
+    limit: int | None = None  # rows per benchmark category or data file; default: all
+    data_dir: str = "dataset/benchmarks"  # folder of the benchmarks' files, searched recursively
+    hub: bool = True  # load published data sets that are not in data_dir from the hub; needs the package datasets
+    output: str = "outputs/eval"  # parent of one folder per model and settings; the file that `generate` writes
+    search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; default: BM25 over data_dir
+    judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
+    user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user simulator; default: the scripted one
+    allow_train_overlap: bool = False  # evaluate on tasks in the model's training data, too
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "eval.", "limit")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration of reinforcement learning."""
+    """The whole configuration."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -517,49 +488,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-
-    def __post_init__(self) -> None:
-        batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
-        if mini < batch and batch % mini:
-            raise ConfigError(
-                f"data.train_batch_size ({batch}) must be a multiple of actor.ppo_mini_batch_size ({mini}), "
-                "so that all optimizer steps have the same number of prompts"
-            )
-        longest = self.data.max_prompt_length + self.data.max_response_length
-        if longest > self.actor.max_tokens_per_pack:
-            raise ConfigError(
-                f"actor.max_tokens_per_pack ({self.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
-                f"data.max_response_length ({longest}), so the longest sample would not fit into a pack"
-            )
-        if self.algorithm.advantage_of in _GROUP_RELATIVE and self.rollout.n < 2:
-            chosen = self.algorithm.adv_estimator or self.algorithm.name
-            needed = f"{chosen} needs rollout.n >= 2 (advantages are group-relative)"
-            raise ConfigError(f"{needed}; got {self.rollout.n}")
-        if self.rollout.max_reuse > 1 and self.trainer.total_training_steps is None:
-            raise ConfigError(
-                f"rollout.max_reuse={self.rollout.max_reuse}: steps that reuse groups draw fewer prompts, so the "
-                "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
-            )
-        check_env_judges(self.reward, self.env)
-        check_call_limit(self.reward, self.env)
-        if self.env.train_on_observations and self.algorithm.old_logprobs == "rollout":
-            raise ConfigError(
-                "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of "
-                "observation tokens"
-            )
-        ranks, parallel = self.num_ranks, self.rollout.tensor_model_parallel_size
-        if self.rollout.colocated and self.trainer.n_gpus_per_node % parallel:
-            raise ConfigError(
-                f"rollout.tensor_model_parallel_size ({parallel}) must divide trainer.n_gpus_per_node "
-                f"({self.trainer.n_gpus_per_node}), because a colocated engine shares that many ranks of one node"
-            )
-        if self.rollout.name == "hf" and parallel > 1:
-            raise ConfigError("rollout.tensor_model_parallel_size: the transformers engine has no tensor parallelism")
-        if self.rollout.colocated and self.num_engines * parallel > ranks:
-            raise ConfigError(
-                f"rollout.num_engines ({self.num_engines}) is more than fit {ranks} trainer ranks; "
-                "lower it, or set rollout.placement=separate"
-            )
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property
     def num_ranks(self) -> int:
@@ -594,162 +523,3 @@ class Config:
             f"{self.updates_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
             f"packs of at most {self.actor.max_tokens_per_pack} tokens"
         )
-
-
-@dataclass(frozen=True)
-class SFTDataConfig:
-    """Demonstrations and batch sizes."""
-
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
-    train_batch_size: int = 32  # responses per optimizer step
-    max_length: int = 4096  # tokens of prompt and response
-    max_bad_share: float = 0.05  # as in DataConfig
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _a_share("data.max_bad_share", self.max_bad_share)
-        _at_least(1, self, "data.", "train_batch_size", "max_length")
-
-
-@dataclass(frozen=True)
-class SFTConfig:
-    """The whole configuration of supervised fine-tuning."""
-
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine", min_lr_ratio=0.1))
-    grad_clip: float = 1.0
-    max_tokens_per_pack: int = 16384
-    trainer: RunConfig = field(
-        default_factory=lambda: RunConfig(total_epochs=3, save_freq=0, test_freq=0, experiment_name="sft")
-    )
-
-    def __post_init__(self) -> None:
-        _require(self.grad_clip > 0, "grad_clip", "positive", self.grad_clip)
-        if self.data.max_length > self.max_tokens_per_pack:
-            raise ConfigError(
-                f"max_tokens_per_pack ({self.max_tokens_per_pack}) is less than data.max_length "
-                f"({self.data.max_length}), so the longest sample would not fit into a pack"
-            )
-
-    def batch_arithmetic(self) -> str:
-        """The batch size of a step, as text."""
-        return (
-            f"a step: {self.data.train_batch_size} responses, one optimizer step; "
-            f"packs of at most {self.max_tokens_per_pack} tokens"
-        )
-
-
-@dataclass(frozen=True)
-class InferenceConfig:
-    """A standalone engine without a trainer, and its sampling."""
-
-    max_prompt_length: int = 2048
-    max_response_length: int = 1024
-    n: int = 1  # responses to each prompt
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all tokens
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    engine: str = "vllm"  # vllm | hf
-    dtype: str = "bfloat16"  # bfloat16 | float32
-    tensor_model_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.8
-    kv_cache_gib: int = 1  # on CPU
-    device: str = "auto"
-    num_threads: int | None = None  # on CPU; default: all cores but one
-    seed: int = 0
-    prompt_template: str | None = None  # as data.prompt_template
-    model: ModelConfig = field(default_factory=ModelConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-
-    def __post_init__(self) -> None:
-        _one_of(_ENGINES, "engine", self.engine)
-        _one_of(_DTYPES, "dtype", self.dtype)
-        _at_least(0, self, "", "temperature")
-        _check_truncation(self, "")
-        _require(0 <= self.seed < _SEEDS, "seed", f"from 0 to less than {_SEEDS}", self.seed)
-        _at_least(1, self, "", "n", "max_prompt_length", "max_response_length", "num_threads", "kv_cache_gib")
-
-
-@dataclass(frozen=True)
-class GenerationConfig(InferenceConfig):
-    """Generation: prompts in, transcripts out."""
-
-    files: list[str] = field(default_factory=list)  # as data.train_files; unused in a chat
-    output: str = "transcripts.jsonl"
-    limit: int | None = None  # rows per file; default: all
-    truncation: str = "error"  # as data.truncation
-    max_bad_share: float = 0.05  # as data.max_bad_share
-    env: EnvConfig = field(default_factory=EnvConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of(_TRUNCATIONS, "truncation", self.truncation)
-        _a_share("max_bad_share", self.max_bad_share)
-        _at_least(1, self, "", "limit")
-        check_env_judges(self.reward, self.env)
-
-
-@dataclass(frozen=True)
-class EvalConfig(InferenceConfig):
-    """Evaluation on benchmarks."""
-
-    benchmarks: list[str] = field(default_factory=list)  # bfcl, bfcl/simple_python, a data file .. (docs/evaluation.md)
-    handler: str = "toolrl"  # native (the chat template's), toolrl, tool_n1, any format of docs/tool_call_formats.md
-    compare: str | None = None  # a baseline model, usually the one before training, evaluated in the same way
-    limit: int | None = None  # rows per category; default: all
-    data_dir: str = "dataset/benchmarks"  # folder of the benchmarks' files, searched recursively
-    hub: bool = True  # load published data sets that are not in data_dir from the hub; needs the package datasets
-    output: str = "outputs/eval"  # parent of one folder per model and settings
-    search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; default: BM25 over data_dir
-    judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
-    user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user simulator; default: the scripted one
-    max_tool_calls: int | None = None  # overrides the limit of math with Python (4) and of search (3 or 4)
-    max_concurrent: int = 256  # concurrent episodes
-    reward: str = "rlla"  # for data files; benchmarks have their own
-    reward_options: dict[str, Any] = field(default_factory=dict)
-    num_scorers: int = 1  # scoring processes
-    reward_timeout_s: float = 120.0  # per response
-    reward_memory_mib: int | None = 4096  # data limit of a scoring process; null: no limit
-    reward_fault_policy: str = "policy"  # a response over these limits: policy (as empty) | infrastructure (missing)
-    max_fault_share: float = 0.1  # share of a category's tasks with infrastructure faults before the run stops
-    bootstrap: int = 2000  # bootstrap resamples per interval
-    allow_train_overlap: bool = False  # evaluate on tasks in the model's training data, too
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least(1, self, "", "limit", "max_tool_calls", "max_concurrent", "num_scorers", "bootstrap")
-        _check_scoring_limits("reward_", self.reward_timeout_s, self.reward_memory_mib, self.reward_fault_policy)
-        _require(0 <= self.max_fault_share <= 1, "max_fault_share", "between 0 and 1", self.max_fault_share)
-        _require(self.n <= 256, "n", "at most 256", self.n)
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(f"n={self.n} responses at temperature=0 are identical; set a temperature, or n=1")
-
-
-@dataclass(frozen=True)
-class ProbeConfig(InferenceConfig):
-    """Rollouts of a data file under training settings, before training; a recipe can supply the episode settings."""
-
-    data: str | None = None  # one file, as data.train_files
-    n: int = 8  # rollouts of each prompt
-    temperature: float = 1.0
-    limit: int | None = 64  # rows, drawn with the seed; null: all
-    truncation: str = "error"  # overlong prompts: left (as in training); otherwise counted but not sampled
-    max_bad_share: float = 0.05  # as data.max_bad_share
-    output: str = "outputs/probe"  # parent of one folder per model, file and settings
-    bootstrap: int = 2000  # bootstrap resamples per interval
-    env: EnvConfig = field(default_factory=EnvConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _at_least(1, self, "", "limit", "bootstrap")
-        _require(2 <= self.n <= 256, "n", "from 2 (advantages are group-relative) to 256", self.n)
-        _require(self.temperature > 0, "temperature", "positive, as in training", self.temperature)
-        _one_of(_TRUNCATIONS, "truncation", self.truncation)
-        _a_share("max_bad_share", self.max_bad_share)
-        check_env_judges(self.reward, self.env)

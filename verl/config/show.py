@@ -1,34 +1,49 @@
-"""Printing the configuration: as YAML, and as a table of all keys."""
+"""Printing the part of the configuration that a command uses: as YAML, and as a table of all keys."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 import yaml
 from rich.table import Table
 
+from verl.config.commands import Command
+from verl.config.schema import Config
 
-def as_yaml(config: Any) -> str:
-    """All settings with their values."""
-    text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+def as_yaml(config: Config, command: Command) -> str:
+    """All settings that the command uses, with their values."""
+    tree: dict[str, Any] = {}
+    for key, _, value in _leaves(config):
+        *groups, name = key.split(".")
+        if command.has(key):
+            place = tree
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[name] = value
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return text
 
 
-def key_table(kind: type) -> Table:
-    """Every key of a configuration class, its type and its default."""
+def key_table(command: Command) -> Table:
+    """Every key that the command uses, its type and its default."""
     table = Table("key", "type", "default", box=None, pad_edge=False)
-    _add_rows(table, kind(), "")
+    for key, kind, _ in _leaves(Config()):
+        if command.has(key):
+            kind_name = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+            default = command.default_of(key)
+            table.add_row(key, kind_name, "" if default is None else str(default))
     return table
 
 
-def _add_rows(table: Table, group: Any, prefix: str) -> None:
+def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, type, value) of every setting."""
     types = get_type_hints(type(group))
     for item in fields(group):
-        value = getattr(group, item.name)
+        value, key = getattr(group, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
-            _add_rows(table, value, f"{prefix}{item.name}.")
+            yield from _leaves(value, f"{key}.")
         else:
-            kind = types[item.name]
-            kind_name = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-            table.add_row(f"{prefix}{item.name}", kind_name, "" if value is None else str(value))
+            yield key, types[item.name], value

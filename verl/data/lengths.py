@@ -31,6 +31,13 @@ class RowPolicy:
     max_bad_share: float = 0.0
 
 
+def prompt_excess(num_tokens: int, max_prompt_length: int) -> str | None:
+    """Why a prompt of this length is too long; None if it is not."""
+    if num_tokens <= max_prompt_length:
+        return None
+    return f"the prompt has {num_tokens} tokens, more than data.max_prompt_length={max_prompt_length}"
+
+
 class TaskSubset(Sequence[Task]):
     """Some tasks of a set, in its order."""
 
@@ -66,10 +73,10 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
         except DataError as error:
             report.add_bad(error.at(file=file, row=row), policy.max_bad_share)
             continue
-        if length > policy.max_prompt_length:
+        if problem := prompt_excess(length, policy.max_prompt_length):
             if policy.truncation == "error":
-                problem = f"the prompt has {length} tokens, more than max_prompt_length={policy.max_prompt_length}"
-                raise DataError(problem, hint="Raise it, or set truncation=left or truncation=drop", file=file, row=row)
+                hint = "Raise it, or set data.truncation=left or data.truncation=drop"
+                raise DataError(problem, hint=hint, file=file, row=row)
             if policy.truncation == "drop":
                 report.drop(f"longer than {policy.max_prompt_length} tokens", row)
                 continue

@@ -201,7 +201,7 @@ class TaskStream:
         if weights is not None:
             _check_weights(weights, len(sets))
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"data.seed must be a whole number >= 0, got {seed!r}")
+            raise ConfigError(f"trainer.seed must be a whole number >= 0, got {seed!r}")
         self._sets = sets
         self._rows = tuple(len(tasks) for tasks in sets)
         self._weights = tuple(weights or self._rows)
@@ -212,7 +212,7 @@ class TaskStream:
         self._made_of = hashlib.sha256(repr((names, self._rows, self._weights, seed)).encode()).hexdigest()[:16]
         if cursor and cursor.made_of != self._made_of:
             raise DataError(
-                "differ from those of the saved run in files, rows, data.weights or data.seed",
+                "differ from those of the saved run in files, rows, data.weights or trainer.seed",
                 hint="Resume with the same, or start a new run",
                 file="the training data",
             )

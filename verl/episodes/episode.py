@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl.chat.observations import ObservationTokenizer
+from verl.data.lengths import prompt_excess
 from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
 from verl.envs.sandbox import Sandbox
@@ -54,7 +55,7 @@ class EpisodeLimits:
     max_turns: int = 9  # assistant turns
     max_tool_calls: int = 8
     max_tokens: int = 1024  # total tokens of all turns, including observations, excluding the prompt
-    max_prompt_tokens: int = 2048
+    max_prompt_length: int = 2048
     max_turn_tokens: int | None = None  # response tokens per turn
     turn_s: float = 300.0  # environment time per step or reset
     episode_s: float = 1200.0  # total environment time
@@ -159,16 +160,13 @@ class _Episode:
         try:
             initial = _of_type(Observation, await self._timed(env.reset(), "reset"), "reset")
         except _LateError as late:
-            raise ServiceDownError("the environment", f"reset took longer than env.{late.stop_reason}_s") from late
+            raise ServiceDownError("the environment", "reset took longer than env.turn_timeout_s") from late
         check_offered(self._task, initial, self._task.env or "the run's")
         self._context = self._observations.prompt_ids(initial)
         self._tools = list(initial.tools)
         self._prompt_length = len(self._context)
-        if self._prompt_length > self._limits.max_prompt_tokens:
-            raise DataError(
-                f"the initial observation has {self._prompt_length} tokens, more than data.max_prompt_length="
-                f"{self._limits.max_prompt_tokens}"
-            )
+        if problem := prompt_excess(self._prompt_length, self._limits.max_prompt_length):
+            raise DataError(problem)
         stop_reason = None
         while stop_reason is None:
             try:
@@ -283,7 +281,7 @@ class _Episode:
             async with EnvTimer(limit_s).running():
                 score = await _guarded(env.judge(), "judge")
         except TimeoutError as error:
-            raise JudgeError(f"the environment: judge exceeded env.judge_timeout_s={limit_s:g}") from error
+            raise JudgeError(f"the environment: judge exceeded env.turn_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
         if score is None:

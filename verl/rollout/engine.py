@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # some engines do not need torch
 TRUNCATION = (
     "top_p",
     "top_k",
-    "min_p",
     "repetition_penalty",
 )  # options that truncate or change the model's distribution
 
@@ -32,12 +31,11 @@ class Sampling:
     seed: int | None = None  # seed of the first completion (+1 for each further one); some engines ignore it
     top_p: float = 1.0  # nucleus sampling: smallest set of top tokens with this total probability
     top_k: int = -1  # number of most likely tokens to keep; -1: all
-    min_p: float = 0.0  # minimum probability relative to the most likely token
     repetition_penalty: float = 1.0  # divides positive logits of tokens already in the prompt or completion
 
     def whole(self) -> Sampling:
         """The same parameters with the model's full distribution: no truncation and no repetition penalty."""
-        return replace(self, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+        return replace(self, top_p=1.0, top_k=-1, repetition_penalty=1.0)
 
 
 def each_of(sampling: Sampling) -> list[Sampling]:

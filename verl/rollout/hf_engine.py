@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     LogitsProcessor,
-    MinPLogitsWarper,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
@@ -206,8 +205,6 @@ def _processors(sampling: Sampling) -> list[LogitsProcessor]:
         made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.temperature == 0.0:
         return made
-    if sampling.min_p > 0.0:
-        made.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k != -1:
         made.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:

@@ -263,7 +263,6 @@ class VLLMEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
                 logprobs=0,  # only the sampled token
                 stop_token_ids=list(sampling.stop_token_ids),

@@ -27,7 +27,6 @@ from verl.scoring.process import (
 )
 from verl.types import Score, Task, ToolUse, Trajectory
 from verl.utils.reward_score.base import Reward
-from verl.utils.reward_score.rewards import build_rewards
 
 _log = logging.getLogger(__name__)
 _IDLE_CHECK_S = 1.0
@@ -82,8 +81,7 @@ class ScoringPool:
     def __init__(
         self, name: str, options: Mapping[str, Any], num_workers: int, limits: ScoringLimits | None = None
     ) -> None:
-        """name, options: the default reward, for tasks that name none. Raises ConfigError if it cannot be built."""
-        build_rewards(name, options)
+        """name, options: the default reward, for tasks that name none. Every process builds it for itself."""
         limits = limits or ScoringLimits()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._closed = threading.Event()

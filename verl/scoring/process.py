@@ -43,14 +43,12 @@ class ScoringLimits:
     memory_mib: data segment of the process; None: no limit
     fault_policy: for a response over a limit: "policy": scored as an empty response; "infrastructure": dropped
     health_timeout_s: a process that is stopped for longer is killed
-    keys: prefix of the configuration keys that set these limits, for messages
     """
 
     timeout_s: float = 20.0
     memory_mib: int | None = 4096
     fault_policy: str = "policy"
     health_timeout_s: float = 30.0
-    keys: str = "reward."
 
 
 class RewardError(Exception):
@@ -103,8 +101,8 @@ class ScoringProcess:
 
     def score(self, call: Call) -> Score:
         """The score. Raises RewardError, LimitExceededError and ProcessDiedError."""
-        limit_s, memory_mib, keys = self._limits.timeout_s, self._limits.memory_mib, self._limits.keys
-        self._overrun = LimitExceededError(f"the reward took longer than {limit_s:g} s ({keys}timeout_s)")
+        limit_s, memory_mib = self._limits.timeout_s, self._limits.memory_mib
+        self._overrun = LimitExceededError(f"the reward took longer than {limit_s:g} s (reward.timeout_s)")
         self._set_clock(limit_s)
         self._calls += 1
         try:
@@ -115,7 +113,7 @@ class ScoringProcess:
         finally:
             self._set_clock(math.inf)
         if kind == "memory":
-            raise LimitExceededError(f"the reward needs more than {memory_mib} MiB ({keys}memory_mib)")
+            raise LimitExceededError(f"the reward needs more than {memory_mib} MiB (reward.memory_mib)")
         if kind == "raised":
             raise RewardError(value)
         score: Score = value

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -18,7 +17,9 @@ from rich.markup import escape
 
 from verl.checkpoint.crash import exit_code_of, is_reported
 from verl.checkpoint.deadline import Deadline
-from verl.config.schema import ModelConfig
+from verl.config.commands import Command
+from verl.config.load import load_config
+from verl.config.schema import Config, ModelConfig
 from verl.config.show import as_yaml, key_table
 from verl.errors import ConfigError, VerlError
 from verl.system.packages import SET_UP, missing_package, script
@@ -33,24 +34,23 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 @dataclass(frozen=True)
 class CliArgs:
-    """Command-line arguments, split into settings (key=value) and options."""
+    """Command-line arguments: the configuration that the settings (key=value) give, and the options."""
 
-    settings: list[str]
+    config: Config
     options: list[str]
-
-    def shows_config(self, config: Any, console: Console) -> bool:
-        """Whether --cfg is given; if so, print the configuration."""
-        if "--cfg" in self.options:
-            console.print(as_yaml(config), markup=False, soft_wrap=True)
-        return "--cfg" in self.options
 
 
 def run_cli(
-    argv: Sequence[str], help_text: str, kind: type, run: Callable[[CliArgs, Console], int], known: Sequence[str] = ()
+    argv: Sequence[str],
+    help_text: str,
+    command: Command,
+    run: Callable[[CliArgs, Console], int],
+    known: Sequence[str] = (),
 ) -> int:
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
-    known: options of this command besides --help and --cfg job
+    With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
+    known: options of this command besides --help and --cfg job; those with a value end in =
     Exit codes: that of `run`; 2 for an unusable configuration, data or folder; 1 for a failed run;
     130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
@@ -65,12 +65,16 @@ def run_cli(
         console.print(f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force")
 
     try:
-        args = _parse(argv, known)
-        if "--help" in args.options:
-            console.print(escape(help_text), key_table(kind), sep="\n")
+        settings, options = _parse(argv, known)
+        if "--help" in options:
+            console.print(escape(help_text), key_table(command), sep="\n")
             return 0
         with deadline.active(), ending_on_signals(on_signal):
-            return run(args, console)
+            config = load_config(settings, command)
+            if "--cfg" in options:
+                console.print(as_yaml(config, command), markup=False, soft_wrap=True)
+                return 0
+            return run(CliArgs(config, options), console)
     except ModuleNotFoundError as error:
         problem = missing_package(error)
         if problem is None:
@@ -121,7 +125,8 @@ def _print_failure(console: Console, error: Exception) -> None:
         console.print("\n".join(lines[-_MAX_LINES:]), markup=False, soft_wrap=True)
 
 
-def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
+def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(settings, options)"""
     settings, options = [], []
     rest = iter(argv)
     for arg in rest:
@@ -133,17 +138,19 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> CliArgs:
             if next(rest, None) != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
             options.append(arg)
-        elif arg in known:
+        elif arg in known or arg.startswith(tuple(each for each in known if each.endswith("="))):
             options.append(arg)
         else:
             raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
-    return CliArgs(settings, options)
+    return settings, options
 
 
-def check_engine(key: str, name: str) -> None:
-    """Raises ConfigError if vLLM is selected but not installed. key: of the engine setting"""
+def check_engine(name: str) -> None:
+    """Raises ConfigError if vLLM is selected but not installed. name: rollout.name"""
     if name == "vllm" and find_spec("vllm") is None:
-        raise ConfigError(f"{key}=vllm: the package vllm is not installed; {SET_UP}. {key}=hf needs torch alone")
+        raise ConfigError(
+            f"rollout.name=vllm: the package vllm is not installed; {SET_UP}. rollout.name=hf needs torch alone"
+        )
 
 
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from verl.config.schema import GenerationConfig
+from verl.config.schema import Config
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
-from verl.trainer.builders.engine import response_lengths, standalone_engine
+from verl.trainer.builders.engine import standalone_engine, with_model_limits
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, services_of_rows, truncating
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
@@ -26,41 +26,42 @@ from verl.types import Message, Score, Task
 from verl.utils.reward_score.rewards import build_rewards
 
 
-async def generate(config: GenerationConfig, console: Console) -> None:
+async def generate(config: Config, console: Console) -> None:
     """Generate and score responses to all rows, write the transcripts and print mean rewards."""
-    chat, lengths = load_chat_template(config.model), response_lengths(config)
-    episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
+    config = with_model_limits(config)
+    data, output = config.data, config.eval.output
+    chat = load_chat_template(config.model)
+    episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
     prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
-    policy = RowPolicy(lengths[0], config.truncation, config.max_bad_share)
+    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     tasks: list[Task] = []
-    for source in config.files:
+    for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, policy)
         console.print(str(report), markup=False, soft_wrap=True)
-        tasks += islice(found, config.limit)
-    chat, episode_runner = truncating(config.truncation, lengths[0], chat, episode_runner)
-    reward = config.reward
+        tasks += islice(found, config.eval.limit)
+    chat, episode_runner = truncating(data.truncation, data.max_prompt_length, chat, episode_runner)
     await check_services(services_of_rows(episode_runner, rewards, tasks))
-    with build_scorer(reward) as scorer:
-        async with standalone_engine(config, chat, config.env) as (engine, sampling):
+    with build_scorer(config) as scorer:
+        async with standalone_engine(config, chat) as (engine, sampling):
             rollout = GroupRollout(engine, chat, scorer, sampling, episode_runner)
-            first = config.seed << 40
+            first, n = config.trainer.seed << 40, config.rollout.n
             try:
                 groups = await asyncio.gather(
-                    *(rollout.run(task, config.n, 0, first + number * config.n) for number, task in enumerate(tasks))
+                    *(rollout.run(task, n, 0, first + number * n) for number, task in enumerate(tasks))
                 )
             finally:
                 await rollout.close()
-    write_jsonl(Path(config.output), [row for group in groups for row in group_rows(0, group)])
+    write_jsonl(Path(output), [row for group in groups for row in group_rows(0, group)])
     scores = [score for group in groups for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:
         console.print(f"not scored, skipped: {fault}", markup=False)
-    if len(faults) > reward.max_fault_share * (len(faults) + len(scores)):
+    if len(faults) > config.reward.max_fault_share * (len(faults) + len(scores)):
         raise RewardFaultError(f"{len(faults)} responses could not be scored, more than reward.max_fault_share allows")
     console.print(f"{len(scores)} responses to {len(groups)} prompts, {_format_means(scores)}", markup=False)
-    console.print(f"transcripts: {config.output}", markup=False)
+    console.print(f"transcripts: {output}", markup=False)
 
 
 def _format_means(scores: Sequence[Score]) -> str:
@@ -75,11 +76,12 @@ def _format_means(scores: Sequence[Score]) -> str:
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
 
 
-async def chat(config: GenerationConfig, console: Console) -> None:
+async def chat(config: Config, console: Console) -> None:
     """Interactive chat; the first line may be a system prompt."""
     console.print("starting the engine ...")
+    config = with_model_limits(config)
     chat = load_chat_template(config.model)
-    async with standalone_engine(config, chat, config.env) as (engine, sampling):
+    async with standalone_engine(config, chat) as (engine, sampling):
         console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
         system = _read_line(console, "system")
         messages = [Message("system", system)] if system else []

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import AdaptiveKL
+from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import Experience, build_experience, nonzero_advantage_rows, with_selected
 from verl.batch.train_batch import TrainBatch
 from verl.tracking.timers import PhaseTimer
@@ -65,21 +66,14 @@ class Learner:
 
     def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
         """Old and reference log-probs and values, if the advantages need them, on the same packs."""
-        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._uses_trainer_logprobs
+        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._needs_old_pass
         models = (self.policy if needs_old else None, self.reference, self.critic)
         layout = self.policy.pack_for_scoring(samples) if any(models) else None
         return [None if model is None or layout is None else model.score(layout) for model in models]
 
     def _with_old_logprobs(self, experience: Experience) -> Experience:
-        """Adds the policy's log-probs before the first of several updates, for the samples with nonzero advantage.
-
-        With one optimizer step per batch the old log-probs are those of the update itself, unless token selection needs
-        them before it.
-        """
-        known = "old_logprobs" in experience.columns
-        settings = self.settings
-        needed = settings.minibatches_per_step * settings.epochs > 1 or self.algorithm.selection is not None
-        if known or not needed or not self._uses_trainer_logprobs:
+        """Adds the policy's log-probs before the first update, for the samples with nonzero advantage, if needed."""
+        if "old_logprobs" in experience.columns or not self._needs_old_pass:
             return experience
         rows = nonzero_advantage_rows(experience, self.algorithm)
         scored = iter(self.policy.score(self.policy.pack_for_scoring([experience.samples[row] for row in rows])))
@@ -93,8 +87,8 @@ class Learner:
         )
 
     @property
-    def _uses_trainer_logprobs(self) -> bool:
-        return self.algorithm.old_logprobs is OldLogprobs.TRAINER
+    def _needs_old_pass(self) -> bool:
+        return self.algorithm.needs_old_pass(self.settings.minibatches_per_step * self.settings.epochs)
 
     def _update(self, experience: Experience, step: int) -> Metrics:
         """Update critic and policy on every mini-batch in every epoch."""
@@ -108,7 +102,8 @@ class Learner:
                 critic_updates.append(self.critic.update(minibatch))
             if step >= self.settings.critic_warmup:
                 policy_updates.append(self.policy.update(minibatch, self._current_algorithm()))
-                if len(policy_updates) > 1 and not self._uses_trainer_logprobs:  # the policy has changed since sampling
+                # From the second update on, the policy is not the one that sampled.
+                if len(policy_updates) > 1 and self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
                     policy_updates[-1] = without_engine_metrics(policy_updates[-1])
         metrics = {**update_metrics("actor", policy_updates), **update_metrics("critic", critic_updates)}
         if self.critic:

@@ -1,12 +1,12 @@
-"""Evaluate a model on benchmarks: python -m verl.trainer.main_eval model=PATH benchmarks=[bfcl] [key=value ...]
+"""Evaluate a model on benchmarks: python -m verl.trainer.main_eval model.path=PATH eval.benchmarks=[bfcl] ..
 
-    compare=PATH  also evaluate another model under the same handler; prints paired differences
-    probe=true    instead: check whether training would learn from a data file (probe=true --help)
-    --help        print this text and every key with its default
-    --cfg job     print the resulting configuration and exit
+    eval.compare=PATH  also evaluate another model under the same handler; prints paired differences
+    --probe            instead: check whether training would learn from a data file (--probe --help)
+    --help             print this text and every key with its default
+    --cfg job          print the resulting configuration and exit
 
-`model` is short for model.path. Answers are saved: the same command resumes where it was stopped, without repeating
-them. Benchmarks, handlers and scores are described in docs/evaluation.md.
+Answers are saved: the same command resumes where it was stopped, without repeating them. Benchmarks, handlers and
+scores are described in docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -17,65 +17,59 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from verl.config.load import load_plain, load_probe
-from verl.config.schema import EvalConfig, ProbeConfig
+from verl.config.commands import EVAL, PROBE
+from verl.errors import ConfigError
 from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
-_PROBE = "probe=true"
-_PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval probe=true data=FILE model=PATH [key=value ...]
+_PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval --probe data.train_files=[FILE] model.path=M
 
-    recipe=NAME   environment, tool-call format, reward, lengths and n of a training recipe
+    recipe=NAME   environment, tool-call format, reward, lengths and rollout.n of a training recipe
     --help        print this text and every key with its default
     --cfg job     print the resulting configuration and exit
 
-Rolls out `limit` rows `n` times each as training would, and reports format, rewards, zero-advantage groups, the cost
-of a group with nonzero advantages, and advice. The same command resumes where it was stopped (docs/evaluation.md).
+Rolls out `eval.limit` rows `rollout.n` times each as training would, and reports format, rewards, zero-advantage
+groups, the cost of a group with nonzero advantages, and advice. The same command resumes where it was stopped
+(docs/evaluation.md).
 """
-_MODEL = "model="
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    if _PROBE in argv:
-        return run_cli([each for each in argv if each != _PROBE], _PROBE_HELP, ProbeConfig, _probe)
-    return run_cli(argv, __doc__ or "", EvalConfig, _evaluate)
+    if "--probe" in argv:
+        return run_cli(argv, _PROBE_HELP, PROBE, _probe, known=("--probe",))
+    return run_cli(argv, __doc__ or "", EVAL, _evaluate, known=("--probe",))
 
 
 def _evaluate(args: CliArgs, console: Console) -> int:
-    config = load_plain(_settings(args), EvalConfig)
-    if args.shows_config(config, console):
-        return 0
+    config = args.config
     check_model(config.model)
-    if config.compare is not None:
-        check_model(replace(config.model, path=config.compare), key="compare")
-    check_engine("engine", config.engine)
+    if config.eval.compare is not None:
+        check_model(replace(config.model, path=config.eval.compare), key="eval.compare")
+    check_engine(config.rollout.name)
     from verl.system.daemon import run_async
     from verl.trainer.hooks import needed_tool  # slow imports: after the cheap checks
 
-    needed_tool("check_benchmarks")(config.benchmarks)
+    needed_tool("check_benchmarks")(config.eval.benchmarks)
     run_async(needed_tool("evaluate")(config, console))
     return 0
 
 
 def _probe(args: CliArgs, console: Console) -> int:
-    config = load_probe(_settings(args))
-    if args.shows_config(config, console):
-        return 0
+    config = args.config
     check_model(config.model)
-    check_files("data", [config.data] if config.data else [], needed=True)
-    check_engine("engine", config.engine)
+    files = config.data.train_files
+    check_files("data.train_files", files, needed=True)
+    if len(files) > 1:
+        raise ConfigError(f"data.train_files: a probe reads one file, got {len(files)}")
+    check_engine(config.rollout.name)
     from verl.system.daemon import run_async
     from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
 
-    check_names(config.env, config.prompt_template)
+    check_names(config.env, config.data.prompt_template)
     from verl.trainer.hooks import needed_tool
 
     run_async(needed_tool("probe")(config, console))
     return 0
-
-
-def _settings(args: CliArgs) -> list[str]:
-    return [f"model.path={each.removeprefix(_MODEL)}" if each.startswith(_MODEL) else each for each in args.settings]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl.config.load import load_config
+from verl.config.commands import TRAIN
 from verl.config.schema import Config
 from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
@@ -25,22 +25,20 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_config(args.settings)
-        if args.shows_config(config, console):
-            return 0
+        config = args.config
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
-        check_engine("rollout.name", config.rollout.name)
+        check_engine(config.rollout.name)
         from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
         from verl.trainer.hooks import needed_tool
 
         check_names(config.env, config.data.prompt_template)
-        if config.trainer.eval_benchmarks:
-            needed_tool("check_benchmarks")(config.trainer.eval_benchmarks)
+        if config.eval.benchmarks:
+            needed_tool("check_benchmarks")(config.eval.benchmarks)
         return train(config, console, only_preflight="--preflight" in args.options)
 
-    return run_cli(argv, __doc__ or "", Config, run, known=("--preflight",))
+    return run_cli(argv, __doc__ or "", TRAIN, run, known=("--preflight",))
 
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
@@ -84,7 +82,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     console.print(config.batch_arithmetic(), markup=False)
     with built(config, inputs, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
-            unfinished.write_text(as_yaml(config), encoding="utf-8")
+            unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
         last = run_async(run.run())
     if run.after:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl.config.load import load_plain
-from verl.config.schema import SFTConfig
+from verl.config.commands import SFT
+from verl.config.schema import Config
 from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 
 
@@ -23,18 +23,16 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        config = load_plain(args.settings, SFTConfig)
-        if args.shows_config(config, console):
-            return 0
+        config = args.config
         check_model(config.model)
         check_files("data.train_files", config.data.train_files, needed=True)
         check_files("data.val_files", config.data.val_files)
         return train(config, console)
 
-    return run_cli(argv, __doc__ or "", SFTConfig, run)
+    return run_cli(argv, __doc__ or "", SFT, run)
 
 
-def train(config: SFTConfig, console: Console) -> int:
+def train(config: Config, console: Console) -> int:
     """Run with exclusive use of the run folder."""
     from verl.checkpoint.crash import crash_reported
     from verl.system.files import check_temporary
@@ -47,16 +45,20 @@ def train(config: SFTConfig, console: Console) -> int:
         return _train(config, console, folder)
 
 
-def _train(config: SFTConfig, console: Console, folder: Path) -> int:
+def _train(config: Config, console: Console, folder: Path) -> int:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.system.files import replacing
     from verl.trainer.builders.sft import built
 
-    console.print(config.batch_arithmetic(), markup=False)
+    console.print(
+        f"a step: {config.data.train_batch_size} responses, one optimizer step; "
+        f"packs of at most {config.actor.max_tokens_per_pack} tokens",
+        markup=False,
+    )
     with built(config, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
-            unfinished.write_text(as_yaml(config), encoding="utf-8")
+            unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
         last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
     console.print(f"\ntry it: python -m verl.trainer.main_generation --chat model.path={last / 'hf'}", soft_wrap=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.names import Aggregation
 from verl.batch.experience import Experience, drop_zero_advantage, with_metric_weights, with_weights
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack

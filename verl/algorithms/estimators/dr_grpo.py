@@ -11,10 +11,10 @@ by default, TRL counts rows without tokens as responses, OpenRLHF has the advant
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation
 
 
 def group_centered(rollouts: AdvantageInputs) -> Advantages:

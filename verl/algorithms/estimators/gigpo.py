@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import (
     AdvantageInputs,
     Advantages,
@@ -28,6 +27,7 @@ from verl.algorithms.estimators.advantage import (
     turn_returns,
 )
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, KLPlacement
 
 
 def gigpo(

@@ -8,10 +8,10 @@ the others'. No clip, no KL, no division by the std. veRL uses alpha = B / (numb
 paper's: it depends on the scale of graded rewards and on a constant offset.
 """
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, apply_per_group, group_normalized
 from verl.algorithms.losses.policy_loss import policy_gradient
+from verl.algorithms.names import Aggregation
 
 
 def gpg(rollouts: AdvantageInputs) -> Advantages:

@@ -10,10 +10,10 @@ and, by default, TRL take the mean over all tokens instead of responses first; a
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, KLPlacement
 
 GRPO = Algorithm(
     name="grpo",

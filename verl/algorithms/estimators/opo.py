@@ -10,10 +10,10 @@ veRL's version has PPO's clip, which is inactive with one update per batch.
 
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, apply_per_group
 from verl.algorithms.losses.policy_loss import policy_gradient
+from verl.algorithms.names import Aggregation
 
 
 def length_weighted_centered(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation
 
 _EPSILON = 1e-6
 

@@ -11,10 +11,10 @@ OpenRLHF includes their KL in it; here they are skipped.
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, returns_to_go, whitened
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, KLPlacement
 
 
 def reinforce_pp(rollouts: AdvantageInputs, gamma: float = 1.0) -> Advantages:

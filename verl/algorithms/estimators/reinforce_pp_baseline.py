@@ -9,7 +9,6 @@ variance, veRL and this implementation with the unbiased one.
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import (
     AdvantageInputs,
@@ -19,6 +18,7 @@ from verl.algorithms.estimators.advantage import (
     whitened,
 )
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation
 
 
 def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:

@@ -8,10 +8,10 @@ response per prompt and KL in the reward; 0.001 is ToolRL's coefficient. veRL co
 clip and a token mean, unlike the paper.
 """
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, returns_to_go
 from verl.algorithms.losses.policy_loss import policy_gradient
+from verl.algorithms.names import Aggregation, KLPlacement
 
 
 def remax(rollouts: AdvantageInputs) -> Advantages:

@@ -11,10 +11,10 @@ have the same gradient up to its scale.
 
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
 from verl.algorithms.losses.policy_loss import policy_gradient
+from verl.algorithms.names import Aggregation, KLPlacement
 
 
 def leave_one_out(rewards_G: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ KL is a penalty in the reward, so it enters the group's mean and std.
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, KLPlacement
 
 TOOLRL_GRPO = Algorithm(
     name="toolrl_grpo",

@@ -10,11 +10,11 @@ dynamic sampling and no KL. TRL's `epsilon_high` is the bound itself, not its di
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios, token_loss
+from verl.algorithms.names import Aggregation
 
 
 def weight_clipped(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, clipped, covariances, token_loss
+from verl.algorithms.names import Aggregation
 
 
 def within_bounds(

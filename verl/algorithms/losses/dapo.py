@@ -11,11 +11,11 @@ prompts. They filter by accuracy, which is equivalent for scores of 0 or 1.
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation
 from verl.algorithms.overlong import Overlong
 
 DAPO = Algorithm(

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios, sample_means, token_loss
+from verl.algorithms.names import Aggregation
 
 
 def geometric_mean(inputs: LossInputs, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:

@@ -11,10 +11,10 @@ clamped from above only, at 10, as in veRL.
 
 from functools import partial
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios, sample_means, surrogate
+from verl.algorithms.names import Aggregation
 
 _MAX_LOG_RATIO = 10.0
 

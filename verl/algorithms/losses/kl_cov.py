@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, covariances, log_ratios, token_loss
+from verl.algorithms.names import Aggregation
 
 
 def largest(logprobs_N: Tensor, advantages_N: Tensor, generator: torch.Generator, share: float = 2e-3) -> Tensor:

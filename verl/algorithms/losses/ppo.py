@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
+from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.losses.policy_loss import clipped
+from verl.algorithms.names import Aggregation, KLPlacement
 
 
 def clipped_value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios, token_loss
+from verl.algorithms.names import Aggregation
 
 
 def soft_gated(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:

@@ -61,7 +61,7 @@ class CollapseRule:
     relative: bool = True
     without_reward: bool = False  # only in steps whose reward is not above its start
     needs_group: bool = False  # only for algorithms with group-relative advantages
-    full_distribution: bool = False  # only without top_p, top_k, min_p, repetition_penalty
+    full_distribution: bool = False  # only without top_p, top_k, repetition_penalty
 
 
 COLLAPSE_RULES = (

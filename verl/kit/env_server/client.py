@@ -34,7 +34,7 @@ from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 1_000_000  # total message length per request; a longer message is sent alone
-_LONGEST_JUDGE_S = 86_400.0  # above env.judge_timeout_s; catches connections that are lost silently
+_LONGEST_JUDGE_S = 86_400.0  # above env.turn_timeout_s; catches connections that are lost silently
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Answers = AsyncIterator[tuple[int, Result | Exception]]
@@ -201,7 +201,7 @@ class RemoteEnv:
 class RemoteFactory(EndpointPool):
     """Environments on servers at these URLs (one, or several that share the tasks).
 
-    timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.judge_timeout_s
+    timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.turn_timeout_s
     window_s:         batching window
     health_timeout_s: time without any response, to /health too, after which requests to a server fail
     """

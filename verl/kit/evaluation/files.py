@@ -20,7 +20,7 @@ def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
         found = sorted(chain(*(data_dir.glob(f"{depth}{name}") for depth in ("", "*/", "*/*/"))))
         if found:
             return found[0]
-    raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (data_dir) or below it; {hint}")
+    raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (eval.data_dir) or below it; {hint}")
 
 
 def rows_of(
@@ -33,7 +33,7 @@ def rows_of(
         if hub is None:
             raise
         if not context.hub:
-            raise ConfigError(f"{missing}; or set hub=true to load {hub.name} instead") from missing
+            raise ConfigError(f"{missing}; or set eval.hub=true to load {hub.name} instead") from missing
         try:
             loaded = hub.load(context.data_dir)
         except ConfigError as error:

@@ -26,8 +26,8 @@ def tool_call_format_of(handler: str, chat_template: str) -> str:
     for marker, tool_call_format in _NATIVE.items():
         if "tools" in chat_template and marker in chat_template:
             return tool_call_format
-    hint = "choose handler=toolrl, handler=tool_n1 or another format of docs/tool_call_formats.md"
-    raise ConfigError(f"handler=native: the model's chat template has no known tool format; {hint}")
+    hint = "choose eval.handler=toolrl, eval.handler=tool_n1 or another format of docs/tool_call_formats.md"
+    raise ConfigError(f"eval.handler=native: the model's chat template has no known tool format; {hint}")
 
 
 def check_several_tools(benchmark: str, tool_call_format: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.chat.template import ChatTemplate
-from verl.config.schema import Config, EnvConfig, SandboxConfig
+from verl.config.schema import Config, EnvConfig
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
@@ -21,10 +21,10 @@ from verl.kit.evaluation.report import Answers, scores_of
 from verl.kit.evaluation.runner import Runner
 from verl.scoring.pool import ScoringPool
 from verl.scoring.process import ScoringLimits
-from verl.trainer.builders.env import build_episode_runner, check_tools, prompt_fn
+from verl.trainer.builders.env import category_runner, prompt_fn
 from verl.trainer.builders.scorer import scoring_limits
 from verl.types import Task, TrajectoryGroup
-from verl.utils.reward_score.rewards import build_rewards
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 _log = logging.getLogger(__name__)
 HANDLER = "toolrl"  # if the run's episodes have no format: the format of ToolRL's rows
@@ -37,6 +37,7 @@ class EvalTask:
 
     category: Category
     tasks: Sequence[Task]
+    rewards: Rewards
     episode_runner: EpisodeRunner | None
 
 
@@ -55,7 +56,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class OnlineEvaluator:
-    """Evaluates all categories of trainer.eval_benchmarks."""
+    """Evaluates all categories of eval.benchmarks."""
 
     benchmarks: Sequence[Benchmark] = ()
     eval_tasks: Sequence[EvalTask] = ()
@@ -96,12 +97,11 @@ class OnlineEvaluator:
         return metrics
 
     async def _evaluate(self, task: EvalTask, rollout: GroupRollout) -> Answers:
-        episode, kept = task.category.episode, _Scores()
+        kept = _Scores()
         rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # never truncate benchmarks
-        rewards = build_rewards(episode.reward, episode.reward_options)
         prompt_ids = prompt_fn(task.episode_runner, rollout.chat)
         runner = Runner(
-            replace(rollout, episode_runner=task.episode_runner), prompt_ids, rewards, self.max_prompt_length
+            replace(rollout, episode_runner=task.episode_runner), prompt_ids, task.rewards, self.max_prompt_length
         )
         faults = await runner.run(task.category, task.tasks, kept, lambda: None)
         if faults:
@@ -119,33 +119,24 @@ class OnlineEvaluator:
 def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
     """Load benchmarks and build their environments. Raises ConfigError or DataError for unusable ones."""
     context = BenchmarkContext(
-        Path(config.trainer.eval_data_dir),
-        config.trainer.eval_hub,
-        max_tool_calls=config.env.max_tool_calls if config.env.tools else None,
+        Path(config.eval.data_dir),
+        config.eval.hub,
+        max_tool_calls=config.env.call_limit if config.env.tools else None,
         tool_call_format=config.env.tool_call_format or HANDLER,
     )
-    benchmarks = build_benchmarks(config.trainer.eval_benchmarks, context)
+    benchmarks = build_benchmarks(config.eval.benchmarks, context)
     eval_tasks = [
         EvalTask(
             category,
-            category.first(config.trainer.eval_limit),
-            _episode_runner(category.episode, config, chat),
+            category.first(config.eval.limit),
+            build_rewards(category.episode.reward, category.episode.reward_options),
+            category_runner(config, eval_env(category.episode, config.env), chat),
         )
         for benchmark in benchmarks
         for category in benchmark.categories
     ]
-    reward, limits = config.reward, scoring_limits(config.reward, config.trainer.health_timeout_s)
-    return OnlineEvaluator(benchmarks, eval_tasks, config.data.max_prompt_length, reward.num_workers, limits)
-
-
-def _episode_runner(episode: EpisodeConfig, config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    env, lengths = eval_env(episode, config.env), (config.data.max_prompt_length, config.data.max_response_length)
-    template = config.data.prompt_template if episode.uses_tools else None
-    sandbox, silent_s = config.sandbox if env.tools else SandboxConfig(), config.trainer.health_timeout_s
-    made = build_episode_runner(env, sandbox, chat, *lengths, template, silent_s)
-    if episode.uses_tools and made is not None:
-        check_tools(chat, made.observations.tool_call_format)
-    return made
+    workers, limits = config.reward.num_workers, scoring_limits(config)
+    return OnlineEvaluator(benchmarks, eval_tasks, config.data.max_prompt_length, workers, limits)
 
 
 def eval_env(episode: EpisodeConfig, trained: EnvConfig) -> EnvConfig:

@@ -26,9 +26,9 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 def check_benchmarks(names: Sequence[str]) -> None:
     """Raises ConfigError for an empty list, a duplicate, or an unknown benchmark; categories are not checked."""
     if not names:
-        raise ConfigError("benchmarks is not set; use for example [bfcl,api_bank/level_1,FILE] (docs/evaluation.md)")
+        raise ConfigError("eval.benchmarks is not set; set it to [bfcl,api_bank/level_1,FILE] for example")
     if len(set(names)) < len(names):
-        raise ConfigError(f"benchmarks has duplicates: {', '.join(names)}")
+        raise ConfigError(f"eval.benchmarks has duplicates: {', '.join(names)}")
     for whole in _by_benchmark(names):
         if not whole.endswith(_DATA_SUFFIXES):
             resolve("benchmark", whole, BENCHMARKS)

@@ -113,7 +113,7 @@ def comparison_of(benchmark: Benchmark, model: Evaluated, base: Evaluated, resam
             *benchmark.notes,
             *(
                 f"{name} is {model.settings[name]}, the base's {base.settings[name]}: limited by each model's context"
-                for name in ("max_prompt_length", "max_response_length")
+                for name in ("data.max_prompt_length", "data.max_response_length")
                 if model.settings[name] != base.settings[name]
             ),
         ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from verl.data.lengths import PromptIds
+from verl.data.lengths import PromptIds, prompt_excess
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Category
@@ -18,6 +18,7 @@ from verl.utils.reward_score.rewards import Rewards
 EXACT = "exact"  # the metric that is 1 for the maximum reward
 _TOLERANCE = 1e-9
 _STEP = 0  # step of scheduled rewards
+_MAX_CONCURRENT = 256  # episodes; enough for any engine, whose own limit is rollout.max_num_seqs
 _MAX_ROLLOUTS = 256  # per task, so that seeds of tasks do not overlap
 
 
@@ -45,7 +46,6 @@ class Runner:
     max_prompt_length: int
     n: int = 1
     seed: int = 0
-    max_concurrent: int = 256
     max_faults: float = inf
 
     async def run(
@@ -53,7 +53,7 @@ class Runner:
     ) -> list[str]:
         """Run and record the tasks, `done` after each. Returns a reason per failed task; these are not recorded."""
         assert self.n <= _MAX_ROLLOUTS
-        slots = asyncio.Semaphore(self.max_concurrent)
+        slots = asyncio.Semaphore(_MAX_CONCURRENT)
         faults: list[str] = []
 
         async def answer(task: Task) -> None:
@@ -79,8 +79,8 @@ class Runner:
         except DataError as error:  # rejected by the chat template
             records.add_unasked(task, str(error))
             return ()
-        if length > self.max_prompt_length:
-            records.add_unasked(task, f"{length} tokens, max_prompt_length={self.max_prompt_length}")
+        if problem := prompt_excess(length, self.max_prompt_length):
+            records.add_unasked(task, problem)
             return ()
         seed = (self.seed << 40) | (int(digest_of(category, task)[:8], 16) << 8)
         group = await self.rollout.run(task, self.n, _STEP, seed)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from verl.kit.evaluation.benchmark import Aggregate
 
+RESAMPLES = 2000  # per interval, where nothing else is asked for
 _BETWEEN = (2.5, 97.5)  # percentiles: 95 % of the resampled means
 _CHUNK = 64  # resamples drawn at once
 

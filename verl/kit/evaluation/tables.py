@@ -34,7 +34,7 @@ class Grid:
 
 def result_grid(result: Mapping[str, Any]) -> Grid:
     """Scores of one benchmark and one model, in percent, with 95 % intervals."""
-    several = result["settings"]["n"] > 1
+    several = result["settings"]["rollout.n"] > 1
     extra = ("pass@n", "pass^n") if several else ()
     columns = ("", "rows", "%", "95 %", *extra, "tool calls", "tokens", "cut off", "missing")
     rows = [
@@ -79,7 +79,8 @@ def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
 
 def _prompts(episodes: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
     """The prompt format, for the title."""
-    return f"handler {settings['handler']}" if any(each["uses_tools"] for each in episodes) else "prompts as they are"
+    uses_tools = any(each["uses_tools"] for each in episodes)
+    return f"handler {settings['eval.handler']}" if uses_tools else "prompts as they are"
 
 
 def _short(name: str, found: Mapping[str, Any]) -> str:

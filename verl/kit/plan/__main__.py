@@ -1,11 +1,8 @@
 """Estimate memory and minimum step time of a run: python -m verl.kit.plan [recipe=NAME] [key=value ...]
 
-Takes the arguments of main_ppo, and these shorthands:
+Takes the settings of main_ppo.
 
-    model=PATH   model.path                gpu=NAME     h200, h100, h100-pcie, h100-nvl, a100, a100-40gb or cpu;
-    n_gpus=N     trainer.n_gpus_per_node                default: this machine's
-    files=[...]  data.train_files
-
+    --gpu=NAME   h200, h100, h100-pcie, h100-nvl, a100, a100-40gb or cpu; default: this machine's
     --help       this text and every key with its default
     --cfg job    print the resolved configuration and exit
 
@@ -18,38 +15,22 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from verl.config.load import load_config
+from verl.config.commands import PLAN
 from verl.config.schema import Config
 from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
-
-_SHORT = {"model": "model.path", "n_gpus": "trainer.n_gpus_per_node", "files": "data.train_files"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
-        settings, gpu = expand_shorthands(args.settings)
-        config = load_config(settings)
-        if args.shows_config(config, console):
-            return 0
+        config = args.config
         check_model(config.model, config.critic.path)
         check_files("data.train_files", config.data.train_files)
-        return print_plan(config, gpu, console)
+        gpus = [each.removeprefix("--gpu=") for each in args.options if each.startswith("--gpu=")]
+        return print_plan(config, gpus[-1] if gpus else None, console)
 
-    return run_cli(argv, __doc__ or "", Config, run)
-
-
-def expand_shorthands(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """(arguments of main_ppo, name of the GPU)."""
-    settings, gpu = [], None
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key == "gpu" and equals:
-            gpu = value
-        else:
-            settings.append(f"{_SHORT.get(key, key)}{equals}{value}")
-    return settings, gpu
+    return run_cli(argv, __doc__ or "", PLAN, run, known=("--gpu=",))
 
 
 def print_plan(config: Config, gpu: str | None, console: Console) -> int:
@@ -58,13 +39,13 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show
     from verl.system.daemon import run_async
-    from verl.trainer.builders.env import prompt_fn
-    from verl.trainer.builders.run import episode_runner_of, load_chat_template
+    from verl.trainer.builders.env import build_episode_runner, prompt_fn
+    from verl.trainer.builders.run import load_chat_template
 
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
     tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
     chat = load_chat_template(config.model)
-    episode_runner = episode_runner_of(config, chat) if tasks else None
+    episode_runner = build_episode_runner(config, chat) if tasks else None
     try:
         lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, chat, config.reward.name))
     finally:

@@ -19,8 +19,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl.algorithms.algorithm import Algorithm, KLPlacement, OldLogprobs
+from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
+from verl.config.commands import PLAN
 from verl.config.schema import Config
 from verl.data.lengths import PromptIds, RowPolicy, fitting
 from verl.data.report import RowReport
@@ -43,10 +44,10 @@ from verl.kit.plan.memory import (
 from verl.pretrained import read_model_config
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
-from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, needs_reference
+from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
 from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import Inputs
-from verl.trainer.builders.workers import engine_dtype, sees_gpu, sequence_length
+from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, sees_gpu, sequence_length
 from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.parity import check_packs
@@ -95,7 +96,7 @@ class Plan:
     def pack(self) -> PackShape:
         """The largest pack: prompts of mean length, responses of maximum length."""
         data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
-        shared = actor.share_prefix and n > 1
+        shared = n > 1
         group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
         tokens = pack_tokens(actor.max_tokens_per_pack, group, self.config.prompts_per_minibatch, self.config.num_ranks)
         return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
@@ -116,7 +117,7 @@ class Plan:
             "score": scoring(self.policy, self.pack, self.rank),
             "update": _largest([updating(model, self.pack, self.rank) for model in models]),
             "step": _largest([optimizer_step(model, self.rank) for model in models]),
-            "weight_sync": weight_export(self.policy, self.config.rollout.bucket_mib * 2**20),
+            "weight_sync": weight_export(self.policy, BUCKET_BYTES),
             "save": weight_export(self.policy),  # full tensors, one at a time
         }
         return {**{phase: self._resident(phase) | terms for phase, terms in temporary.items()}, "engine": self.engine()}
@@ -298,6 +299,7 @@ class Plan:
             config = self.config
             for key, value in changes.items():
                 config = changed(config, key, value)
+            PLAN.check(config)
         except ConfigError:
             return False
         return not replace(self, config=config).violations()
@@ -312,7 +314,7 @@ class Plan:
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
         forward = policy + critic  # trained models
-        passes = self._needs_old + needs_reference(self.algorithm)
+        passes = self.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(self.algorithm)
         parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
@@ -342,20 +344,11 @@ class Plan:
         """Seconds of rollout and training: the longer if they overlap, else the sum."""
         return max(rollout, training) if self.ahead else rollout + training
 
-    @property
-    def _needs_old(self) -> bool:
-        if self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
-            return False
-        several = self.config.updates_per_step > 1 or self.algorithm.selection is not None
-        return several or self.algorithm.kl.placement is KLPlacement.REWARD
-
     def _forward(self, shape: ModelShape) -> float:
         """FLOPs of one forward pass over a step's samples, logits at response tokens only."""
         prompts, n = self.config.data.train_batch_size, self.config.rollout.n
         prompt, response = round(self.lengths.prompt), round(self.lengths.response)
-        group = [(prompt + response, 0)] * n
-        if self.config.actor.share_prefix:
-            group = [(prompt, 0), *[(response, prompt)] * n]
+        group = [(prompt, 0), *[(response, prompt)] * n]
         return prompts * forward_flops(decoder_of(shape), group, n * response)
 
     def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
@@ -394,7 +387,7 @@ def _largest(terms: Sequence[Terms]) -> Terms:
 
 
 def changed(config: Any, key: str, value: Any) -> Any:
-    """The configuration with one key changed. Raises ConfigError if it becomes invalid."""
+    """The configuration with one key changed. Raises ConfigError if its group becomes invalid."""
     name, _, rest = key.partition(".")
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
@@ -402,6 +395,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     """Build the plan. Raises ConfigError for a model that cannot be read or whose context is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    check_algorithm(algorithm, config)
     assert config.model.path is not None
     longest = sequence_length(config)
     build_kl_control(config.algorithm, algorithm)
@@ -484,7 +478,7 @@ def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
     if gpu is not None and gpu.lower() != "cpu":
         device = find_device(gpu)
         if device is None:
-            raise ConfigError(f"gpu={gpu!r} is unknown; choose one of {', '.join(DEVICES)}, cpu")
+            raise ConfigError(f"--gpu={gpu} is unknown; choose one of {', '.join(DEVICES)}, cpu")
         return Hardware(gpu, device.memory_gib, device)
     if gpu is None and sees_gpu(config.trainer):
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory

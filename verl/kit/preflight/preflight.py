@@ -42,7 +42,7 @@ from verl.trainer.builders.run import Inputs
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task
 from verl.utils.reward_score.base import LabReward
-from verl.utils.reward_score.rewards import Rewards, build_rewards
+from verl.utils.reward_score.rewards import Rewards
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
@@ -57,7 +57,7 @@ _LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible ef
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
     chat, tasks = inputs.chat, inputs.train[0][:_NUM_ROWS]
-    rewards = build_rewards(config.reward.name, config.reward.options)
+    rewards = inputs.rewards
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
     for name, result in (

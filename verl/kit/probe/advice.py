@@ -45,10 +45,10 @@ def _calls(found: Mapping[str, Any]) -> list[str]:
 def _lengths(found: Mapping[str, Any]) -> list[str]:
     lines = []
     if found["cut_off"] > MANY_CUT_OFF:
-        lines.append(f"raise max_response_length: {_percent(found['cut_off'])} of the responses are truncated")
+        lines.append(f"raise data.max_response_length: {_percent(found['cut_off'])} of the responses are truncated")
     too_long = found["rows_too_long"] / (found["rows_too_long"] + found["rows"])
     if too_long > MANY_TOO_LONG:
-        lines.append(f"raise max_prompt_length, or drop rows: {_percent(too_long)} of the prompts are too long")
+        lines.append(f"raise data.max_prompt_length, or drop rows: {_percent(too_long)} of the prompts are too long")
     return lines
 
 

@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl.chat.template import ChatTemplate
-from verl.config.schema import ProbeConfig
+from verl.config.commands import PROBE
+from verl.config.load import flattened
+from verl.config.schema import Config
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
@@ -29,6 +31,7 @@ from verl.kit.evaluation.evaluate import check_faults, write
 from verl.kit.evaluation.provenance import identity, short_name, versions
 from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
+from verl.kit.evaluation.stats import RESAMPLES
 from verl.kit.evaluation.tables import probe_grids
 from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.probe.advice import advice
@@ -36,7 +39,7 @@ from verl.kit.probe.statistics import Cost, Criteria, Rollout, row_of, summary
 from verl.net.services import check_services
 from verl.system.lock import alone_in
 from verl.tracking.jsonl import read_jsonl, write_jsonl
-from verl.trainer.builders.engine import response_lengths, standalone_engine
+from verl.trainer.builders.engine import standalone_engine, with_model_limits
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, truncating
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
@@ -48,30 +51,33 @@ from verl.utils.reward_score.rlla import TOGGLES
 _STEP = 0  # for rewards with a schedule: the first of training
 _TOLERANCE = 1e-9
 _FREE = {  # settings that do not affect rollouts
-    *("limit", "bootstrap", "output", "max_bad_share"),
-    *("device", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "tensor_model_parallel_size"),
+    *("model.path", "model.tokenizer_path", "data.train_files", "data.max_bad_share", "eval.limit", "eval.output"),
+    *("trainer.device", "trainer.num_threads", "trainer.health_timeout_s"),
+    *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"),
+    *("rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
+    *("reward.num_workers", "reward.timeout_s", "reward.memory_mib", "reward.fault_policy", "reward.max_fault_share"),
 }
 
 
-async def probe(config: ProbeConfig, console: Console) -> None:
+async def probe(config: Config, console: Console) -> None:
     """Roll out the remaining rows; print and write statistics and advice, and write a line per row."""
-    assert config.data is not None
+    config = with_model_limits(config)
+    data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
-    lengths = response_lengths(config)
-    episode_runner = build_episode_runner(config.env, config.sandbox, chat, *lengths, config.prompt_template)
-    rows = TaskSet(config.data, config.max_bad_share)
-    any_length = RowPolicy(sys.maxsize, max_bad_share=config.max_bad_share)  # overlong prompts are counted
+    episode_runner = build_episode_runner(config, chat)
+    rows = TaskSet(source, data.max_bad_share)
+    any_length = RowPolicy(sys.maxsize, max_bad_share=data.max_bad_share)  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
-    chat, episode_runner = truncating(config.truncation, lengths[0], chat, episode_runner)
+    chat, episode_runner = truncating(data.truncation, data.max_prompt_length, chat, episode_runner)
     settings = _settings(config, chat, episode_runner)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
-    folder = Path(config.output) / f"{short_name(name)}-{Path(config.data).stem}-{digest}"
+    folder = Path(config.eval.output) / f"{short_name(name)}-{Path(source).stem}-{digest}"
     category = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
     with alone_in(folder):
-        records = Records(folder, category, config.n, chat.tokenizer.decode)
+        records = Records(folder, category, config.rollout.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
             faults = await _roll_out(config, category, missing, records, chat, episode_runner, rewards, console)
@@ -79,14 +85,14 @@ async def probe(config: ProbeConfig, console: Console) -> None:
         elif episode_runner is not None:
             await episode_runner.close()
     found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), _cost(folder), config)
-    found |= {"model": name, "data": config.data, "settings": settings}
+    found |= {"model": name, "data": source, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
     _report(found, lines, folder, console)
 
 
-def _drawn(tasks: Sequence[Task], config: ProbeConfig) -> list[Task]:
-    """`limit` rows of a seeded shuffle, in file order; a larger limit keeps the rows of a smaller one."""
-    order = np.random.default_rng(config.seed).permutation(len(tasks))[: config.limit]
+def _drawn(tasks: Sequence[Task], config: Config) -> list[Task]:
+    """eval.limit rows of a seeded shuffle, in file order; a larger limit keeps the rows of a smaller one."""
+    order = np.random.default_rng(config.trainer.seed).permutation(len(tasks))[: config.eval.limit]
     return [tasks[int(number)] for number in sorted(order)]
 
 
@@ -102,7 +108,7 @@ class Shaped(GroupRollout):
 
 
 async def _roll_out(
-    config: ProbeConfig,
+    config: Config,
     category: Category,
     tasks: Sequence[Task],
     records: Records,
@@ -112,17 +118,16 @@ async def _roll_out(
     console: Console,
 ) -> list[str]:
     """Roll out the tasks. Returns one reason per row that failed."""
-    reward = config.reward
     async with AsyncExitStack() as stack:
         if episode_runner is not None:
             stack.push_async_callback(episode_runner.close)
         await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
-        scorer = stack.enter_context(build_scorer(reward))
-        engine, sampling = await stack.enter_async_context(standalone_engine(config, chat, config.env))
+        scorer = stack.enter_context(build_scorer(config))
+        engine, sampling = await stack.enter_async_context(standalone_engine(config, chat))
         rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
-        prompt_ids, longest = prompt_fn(episode_runner, chat), response_lengths(config)[0]
-        max_faults = reward.max_fault_share * len(tasks)
-        runner = Runner(rollout, prompt_ids, rewards, longest, config.n, config.seed, max_faults=max_faults)
+        prompt_ids, longest = prompt_fn(episode_runner, chat), config.data.max_prompt_length
+        max_faults = config.reward.max_fault_share * len(tasks)
+        runner = Runner(rollout, prompt_ids, rewards, longest, config.rollout.n, config.trainer.seed, max_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
         bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
         faults = await runner.run(category, tasks, records, lambda: progress.advance(bar))
@@ -155,30 +160,30 @@ def criteria_of(rewards: Rewards, tasks: Sequence[Task]) -> Criteria:
 
 
 def _summarize(
-    tasks: Sequence[Task], records: Records, criteria: Criteria, cost: Cost, config: ProbeConfig
+    tasks: Sequence[Task], records: Records, criteria: Criteria, cost: Cost, config: Config
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(statistics, a line per row). Raises DataError if no row could be rolled out."""
     answered = [(task, group) for task in tasks for group in records.of([task])]
     rolled_out = [(task, group) for task, group in answered if group[0]["stop_reason"] != NOT_ASKED]
     if not rolled_out:
         raise DataError(
-            f"has no prompt of at most {response_lengths(config)[0]} tokens among the {len(tasks)} probed",
-            hint="Raise max_prompt_length",
-            file=str(config.data),
+            f"has no prompt of at most {config.data.max_prompt_length} tokens among the {len(tasks)} probed",
+            hint="Raise data.max_prompt_length",
+            file=config.data.train_files[0],
         )
     rows = [row_of(task, group, criteria) for task, group in rolled_out]
-    found = summary(rows, [group for _, group in rolled_out], criteria, cost, config.bootstrap)
+    found = summary(rows, [group for _, group in rolled_out], criteria, cost, RESAMPLES)
     return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 
-def _settings(config: ProbeConfig, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
+def _settings(config: Config, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
     """All settings that affect the rollouts, except the rows."""
+    values = flattened(asdict(config))
     return {
-        **{name: value for name, value in asdict(config).items() if name not in _FREE},
+        **{key: value for key, value in values.items() if PROBE.has(key) and key not in _FREE},
         "model": identity(config.model),
-        "data": str(Path(str(config.data)).resolve()),  # file names need not be unique
-        "reward": {"name": config.reward.name, "options": dict(config.reward.options)},
-        **prompt_record(episode_runner),
+        "data": str(Path(config.data.train_files[0]).resolve()),  # file names need not be unique
+        **prompt_record(episode_runner.observations.tool_call_format if episode_runner else None),
         "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
         "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
         "versions": versions(),

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from verl.config.schema import Config
+from verl.config.commands import TRAIN
 from verl.errors import ConfigError
 from verl.trainer.cli import CliArgs, run_cli
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     def run(_: CliArgs, console: Console) -> int:
         return print_comparison(*parse_args(argv), console)
 
-    return run_cli([], "", Config, run)
+    return run_cli([], "", TRAIN, run)
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Path, int]:

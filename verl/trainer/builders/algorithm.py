@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, cast
 
-from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
-from verl.algorithms.aggregate import Aggregation
-from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm, OldLogprobs
-from verl.algorithms.correction import Correction, Level
+from verl.algorithms.algorithm import Algorithm, KLTerm, load_preset
+from verl.algorithms.correction import Correction
 from verl.algorithms.filters import FILTERS, Filter, name_of
 from verl.algorithms.kl import AdaptiveKL
+from verl.algorithms.names import Aggregation, KLPlacement, Level, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.config.schema import AlgorithmConfig, Config, CorrectionConfig
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
-from verl.utils.reward_score.base import GroupReward
+from verl.utils.reward_score.base import GroupReward, Reward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
 _DEFAULT = Correction()
@@ -50,11 +49,9 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     max_response_length: tokens; default of aggregation_length
     max_staleness: rollout.max_staleness
     """
-    algorithm = resolve("algorithm", config.name, ALGORITHMS)
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"algorithm.name={config.name!r} is not an Algorithm but a {type(algorithm).__name__}")
+    algorithm = load_preset(config.name)
     if config.adv_estimator is not None:
-        algorithm = _with_advantage(resolve("algorithm", ADV_ESTIMATORS[config.adv_estimator], ALGORITHMS), algorithm)
+        algorithm = _with_advantage(load_preset(config.advantage_of), algorithm)
     mode = algorithm.aggregation if config.aggregation is None else Aggregation(config.aggregation)
     length = _aggregation_length(config, mode, algorithm.aggregation_length or max_response_length)
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_bind_options(algorithm, config)}
@@ -76,27 +73,30 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     return made if made.filters else replace(made, max_resample_rounds=1)
 
 
-def check_algorithm(algorithm: Algorithm, config: Config, reward: object) -> None:
+def check_algorithm(algorithm: Algorithm, config: Config) -> None:
     """Raises ConfigError if the algorithm is incompatible with the rest of the configuration."""
     if config.rollout.truncated and (algorithm.correction or algorithm.old_logprobs is OldLogprobs.ROLLOUT):
         raise ConfigError(
-            "rollout.top_p, top_k, min_p and repetition_penalty change the sampled distribution: the log-probs of the "
+            "rollout.top_p, top_k and repetition_penalty change the sampled distribution: the log-probs of the "
             "engine are unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
             "rollout.max_staleness > 0); disable either of them"
         )
     if algorithm.needs_group and config.rollout.n < 2:
-        raise ConfigError(
-            f"algorithm.name={algorithm.name} needs rollout.n >= 2 (advantages are group-relative); got 1"
-        )
-    if algorithm.greedy_baseline and isinstance(reward, GroupReward):
-        raise ConfigError(
-            f"reward.name={config.reward.name} scores whole groups, but algorithm.name={algorithm.name} scores each "
-            "response against a separate greedy baseline; change one of the two"
-        )
+        chosen = config.algorithm.adv_estimator or config.algorithm.name
+        raise ConfigError(f"{chosen} needs rollout.n >= 2 (advantages are group-relative); got {config.rollout.n}")
     if algorithm.needs_turns and config.env.train_on_observations:
         raise ConfigError(
             f"algorithm.name={algorithm.name} distinguishes states by their observations, which "
             "env.train_on_observations=true merges into the response; set it to false"
+        )
+
+
+def check_rewards(algorithm: Algorithm, rewards: Iterable[Reward]) -> None:
+    """Raises ConfigError for a reward of whole groups with an algorithm that has a greedy baseline."""
+    if algorithm.greedy_baseline and any(isinstance(reward, GroupReward) for reward in rewards):
+        raise ConfigError(
+            f"the reward scores whole groups, but algorithm.name={algorithm.name} scores each response against a "
+            "separate greedy baseline; change reward.name (or the rows' reward) or algorithm.name"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
-from verl.config.schema import EnvConfig, SandboxConfig
+from verl.config.schema import Config, EnvConfig, SandboxConfig
 from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
 from verl.envs.registry import ENVS, build_env_factory
@@ -32,30 +32,23 @@ from verl.utils.reward_score.rewards import Rewards
 
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
 _HEALTH_SHARE = 0.8
+_RETRIES = 2  # of an episode after a service failure, as of a tool call: enough for a restart, not for an outage
+_SLOWEST_STEPS = 4  # an episode may take as long as this many of its slowest steps
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 # Assistant turns without a call in environments with a simulated user: the maximum of the BFCL scenarios.
 _TURNS_WITHOUT_CALL = 8
 
 
-def build_episode_runner(
-    env: EnvConfig,
-    sandbox: SandboxConfig,
-    chat: ChatTemplate,
-    max_prompt_length: int,
-    max_response_length: int,
-    prompt_template: str | None,
-    health_timeout_s: float = 30.0,
-) -> EpisodeRunner | None:
+def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
     """The runner of multi-turn episodes; None for single-turn ones: a prompt and one response.
-
-    health_timeout_s: time without answer after which a sandbox or environment server counts as dead
 
     Raises ConfigError for invalid names and options. Close it in the event loop that uses it.
     """
+    env, sandbox, health_timeout_s = config.env, config.sandbox, config.trainer.health_timeout_s
     if env.tool_call_format is None:
         return None
-    tool_call_format = _build_format(env, prompt_template)
+    tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
     sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
@@ -74,18 +67,28 @@ def build_episode_runner(
         observations,
         EpisodeLimits(
             max_turns=turn_limit(env, tool_call_format),
-            max_tool_calls=env.max_tool_calls,
-            max_tokens=max_response_length,
-            max_prompt_tokens=max_prompt_length,
+            max_tool_calls=env.call_limit,
+            max_tokens=config.data.max_response_length,
+            max_prompt_length=config.data.max_prompt_length,
             max_turn_tokens=env.max_turn_tokens,
             turn_s=env.turn_timeout_s,
-            episode_s=env.episode_timeout_s,
-            judge_s=env.judge_timeout_s,
-            retries=env.retries,
+            episode_s=_SLOWEST_STEPS * env.turn_timeout_s,
+            judge_s=env.turn_timeout_s,
+            retries=_RETRIES,
             feedback_on_parse_error=env.on_parse_error == "feedback",
         ),
         pool,
     )
+
+
+def category_runner(config: Config, env: EnvConfig, chat: ChatTemplate) -> EpisodeRunner | None:
+    """The episode runner of a benchmark category with this environment. Raises ConfigError like
+    `build_episode_runner`, and for a chat template that does not list tools if the format needs it."""
+    sandbox = config.sandbox if env.tools else SandboxConfig()
+    runner = build_episode_runner(replace(config, env=env, sandbox=sandbox), chat)
+    if runner is not None:
+        check_tools(chat, runner.observations.tool_call_format)
+    return runner
 
 
 def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Sequence[ToolSpec] = (_ANY_TOOL,)) -> None:
@@ -98,7 +101,7 @@ def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
     if env.tool_call_format is None:
         return
-    turn_limit(env, _build_format(env, prompt_template))
+    turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
     for each in env.tools:
@@ -110,24 +113,24 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
 
     Raises ConfigError if env.max_turns is too small for env.max_tool_calls.
     """
-    in_sequence = env.max_tool_calls * tool_call_format.turns_per_call
+    in_sequence = env.call_limit * tool_call_format.turns_per_call
     if env.max_turns is None:
         return in_sequence + (1 if env.name in ("tool", "single_turn") else _TURNS_WITHOUT_CALL)
-    at_once = min(env.max_tool_calls, 1) * tool_call_format.turns_per_call
+    at_once = min(env.call_limit, 1) * tool_call_format.turns_per_call
     needed = (at_once if tool_call_format.parallel_calls else in_sequence) + 1
     if env.max_turns < needed:
         raise ConfigError(
-            f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.max_tool_calls}: with "
+            f"env.max_turns={env.max_turns} is too small for env.max_tool_calls={env.call_limit}: with "
             f"env.tool_call_format={env.tool_call_format} they need {needed} assistant turns, including the answer; "
             "unset env.max_turns, or lower env.max_tool_calls"
         )
     return env.max_turns
 
 
-def _build_format(env: EnvConfig, prompt_template: str | None) -> ToolCallFormat:
-    assert env.tool_call_format is not None
+def build_format(name: str, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
+    """The tool-call format with its prompt template; None: its own. Raises ConfigError for invalid ones."""
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
-    return build_tool_call_format(env.tool_call_format, {**env.tool_call_format_options, **template})
+    return build_tool_call_format(name, {**options, **template})
 
 
 def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
@@ -184,9 +187,8 @@ def services_of_rows(episode_runner: EpisodeRunner | None, rewards: Rewards, tas
     return [*envs, *rewards.all_of(tasks)[1:]]
 
 
-def prompt_record(episode_runner: EpisodeRunner | None) -> dict[str, str]:
+def prompt_record(tool_call_format: ToolCallFormat | None) -> dict[str, str]:
     """The hash of the prompt template for the run record; empty if there is none."""
-    tool_call_format = episode_runner.observations.tool_call_format if episode_runner else None
     prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
     return {"prompt_sha256": prompt.sha256} if prompt else {}
 
@@ -230,7 +232,7 @@ def _build_envs(
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")
     if not env.tools:
         raise ConfigError(f"env.tools is empty: env.name=tool needs at least one; known: {', '.join(sorted(TOOLS))}")
-    limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls, retries=env.retries)
+    limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls)
     # Waiting for a free sandbox does not count against the deadline of a call.
     code_limits = replace(limits, max_concurrent=min(limits.max_concurrent, max_runs))
     tools: list[Tool | EpisodeTool] = []

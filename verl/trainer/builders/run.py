@@ -21,7 +21,8 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import find_saved, resume_config
-from verl.config.schema import Config, ModelConfig, RunConfig
+from verl.config.commands import TRAIN
+from verl.config.schema import Config, ModelConfig, TrainerConfig
 from verl.data.lengths import PromptIds, RowPolicy, read_tasks
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
@@ -43,7 +44,13 @@ from verl.tracking.flops import DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
+from verl.trainer.builders.algorithm import (
+    build_algorithm,
+    build_kl_control,
+    check_algorithm,
+    check_rewards,
+    needs_reference,
+)
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.builders.scorer import build_scorer
 from verl.trainer.builders.workers import (
@@ -64,7 +71,7 @@ from verl.trainer.validate import Validator
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketLayout
 from verl.types import Task
-from verl.utils.reward_score.rewards import build_rewards
+from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import ModelInfo, TrainingRank
 
@@ -76,7 +83,7 @@ _PROBE_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
-def run_folder(config: RunConfig) -> Path:
+def run_folder(config: TrainerConfig) -> Path:
     """The output folder of a run. Raises ConfigError if it holds a run that must not be resumed."""
     folder = (Path(config.default_local_dir) / config.experiment_name).resolve()  # workers have another cwd
     if config.resume_mode == "disable" and (folder / "checkpoints").exists():
@@ -87,10 +94,12 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """Inputs of a run, read before any process starts."""
 
+    algorithm: Algorithm
+    rewards: Rewards
     chat: ChatTemplate
     episode_runner: EpisodeRunner | None  # close it in the event loop that uses it
     train: list[Sequence[Task]]
@@ -101,52 +110,55 @@ class Inputs:
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Load tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid ones.
+    """Load algorithm, reward, tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid
+    ones.
 
     Raises ServiceDownError for unreachable services, before an engine has started and waits for them.
     """
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    check_algorithm(algorithm, config)
     chat = load_chat_template(config.model)
-    episode_runner = episode_runner_of(config, chat)
+    episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([episode_runner, rewards.default]))
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
+    check_rewards(algorithm, rewards.all_of(chain(*train)))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval: OnlineEval | None = None
-    if config.trainer.eval_benchmarks:
+    if config.eval.benchmarks:
         online_eval = needed_tool("online_eval")(config, chat)
-    allow = None if config.trainer.allow_train_overlap else "trainer.allow_train_overlap=true"
+    allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
     for note in check_overlap(train_tasks, online_eval.tasks() if online_eval else {}, "this run", allow):
         _log.warning("%s", note)
     chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
-    return Inputs(chat, episode_runner, train, val, online_eval, reports, train_tasks)
-
-
-def episode_runner_of(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    """The episode runner of a training, see `build_episode_runner`."""
-    data = config.data
-    lengths = (data.max_prompt_length, data.max_response_length)
-    timeout_s = config.trainer.health_timeout_s
-    return build_episode_runner(config.env, config.sandbox, chat, *lengths, data.prompt_template, timeout_s)
+    return Inputs(
+        algorithm=algorithm,
+        rewards=rewards,
+        chat=chat,
+        episode_runner=episode_runner,
+        train=train,
+        val=val,
+        online_eval=online_eval,
+        reports=reports,
+        train_tasks=train_tasks,
+    )
 
 
 @contextmanager
 def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
-    settings = resume_config(asdict(config))
+    settings = resume_config(config, TRAIN)
     saved = find_saved(store, COMMAND, settings)
     cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
-    stream = TaskStream(inputs.train, config.data.weights, config.data.seed, cursor, config.data.shuffle)
+    stream = TaskStream(inputs.train, config.data.weights, config.trainer.seed, cursor, config.data.shuffle)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
-    rewards = build_rewards(config.reward.name, config.reward.options)
-    for reward in rewards.all_of(chain(*inputs.train)):
-        check_algorithm(algorithm, config, reward)
     display = Display(total_steps, console)
-    run_config = {**asdict(config), **prompt_record(inputs.episode_runner)}
+    runner = inputs.episode_runner
+    run_config = {**asdict(config), **prompt_record(runner.observations.tool_call_format if runner else None)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
@@ -157,19 +169,16 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
         ) as cluster,
         crash_reported(folder),
-        build_scorer(config.reward, config.trainer.health_timeout_s) as scorer,
+        build_scorer(config) as scorer,
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
-        workers = start_workers(config, cluster, algorithm, device, total_steps)
+        workers = start_workers(config, cluster, inputs.algorithm, device, total_steps)
         with closing_run(folder, trackers, workers):
-            trainer = build_trainer(
-                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
-            )
+            trainer = build_trainer(config, inputs, stream, workers, scorer)
             trainer.learner.timer = PhaseTimer(display.phase)
             trainer.meter = build_meter(workers.trainer, device)
             rollout = trainer.rollouts.rollout
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
-            num_shown = config.trainer.num_transcripts_shown
             find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
             find_recorder = needed_tool if config.trainer.record else installed_tool
             build_watch, build_recorder = find_watch("collapse"), find_recorder("replay")
@@ -187,7 +196,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 Validator(
                     inputs.val,
                     val_rollout,
-                    rewards,
+                    inputs.rewards,
                     config.rollout.val_kwargs.n,
                     rollout_settings(config).seed,
                 ),
@@ -195,12 +204,12 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 workers.trainer,
                 store,
                 trackers,
-                Transcripts(folder, console if num_shown else None, num_shown),
+                Transcripts(folder, console),
                 display,
                 settings,
                 folder,
                 saved,
-                build_watch(algorithm, config) if build_watch else NoWatch(),
+                build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,
             )
@@ -215,21 +224,9 @@ def closing_run(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup
         start_shutdown_timer(0, regular=True)
 
 
-def build_trainer(
-    config: Config,
-    algorithm: Algorithm,
-    stream: TaskStream,
-    workers: Workers,
-    chat: ChatTemplate,
-    scorer: Scorer,
-    probe_tasks: Sequence[Task],
-    episode_runner: EpisodeRunner | None,
-) -> PPOTrainer:
-    """The trainer over running workers.
-
-    probe_tasks: tasks whose prompts are used by the weight sync check
-    episode_runner: None for single-turn episodes without an environment
-    """
+def build_trainer(config: Config, inputs: Inputs, stream: TaskStream, workers: Workers, scorer: Scorer) -> PPOTrainer:
+    """The trainer over running workers. The weight sync check uses the first training prompts."""
+    algorithm, chat = inputs.algorithm, inputs.chat
     engine = EnginePool(
         workers.engines,
         workers.transport.sources,
@@ -244,23 +241,28 @@ def build_trainer(
         rollout_settings(config),
         algorithm,
         stream,
-        GroupRollout(engine, chat, scorer, sampling, episode_runner),
-        build_rewards(config.reward.name, config.reward.options),
+        GroupRollout(engine, chat, scorer, sampling, inputs.episode_runner),
+        inputs.rewards,
     )
-    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, probe_tasks, sampling)
+    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts, learner, weight_sync)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
     """Sampling parameters of training rollouts."""
-    rollout = config.rollout
-    if rollout.truncated:
+    if config.rollout.truncated:
         _log.warning(
-            "rollout.top_p, top_k, min_p or repetition_penalty: responses are sampled off-policy, from a truncated "
+            "rollout.top_p, top_k or repetition_penalty: responses are sampled off-policy, from a truncated "
             "distribution, but the update uses the log-probs of the full one. engine/kl measures this bias: the KL "
             "divergence of the sampled distribution from the policy, plus the engine's rounding"
         )
+    return build_sampling(config, stop_token_ids)
+
+
+def build_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Sampling parameters of any command."""
+    rollout = config.rollout
     return Sampling(
         config.data.max_response_length,
         rollout.temperature,
@@ -279,7 +281,7 @@ def val_sampling(config: Config, training: Sampling) -> Sampling:
 
 def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
-    packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
+    packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
         step_settings(config),
         algorithm,

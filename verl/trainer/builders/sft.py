@@ -15,7 +15,8 @@ from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.state import find_saved, resume_config
-from verl.config.schema import SFTConfig
+from verl.config.commands import SFT
+from verl.config.schema import Config
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
 from verl.errors import ConfigError
@@ -35,7 +36,7 @@ from verl.workers.rank import RankSpec, build_rank
 
 
 @contextmanager
-def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]:
+def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
     """Start all components of an SFT run; they are shut down at the end of the block."""
     check_device(config.trainer)
     chat, trainer = load_chat_template(config.model), config.trainer
@@ -43,20 +44,20 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
     val, _ = _load(config, config.data.val_files, chat, console)
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
-    resumable = resume_config(asdict(config))
+    resumable = resume_config(config, SFT)
     saved = find_saved(store, COMMAND, resumable)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
         raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {len(train)} responses of the training data")
     total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
     assert config.model.path is not None
-    check_packs(config.model.path, config.data.max_length)
+    check_packs(config.model.path, _longest(config))
     spec = RankSpec(
         model_path=config.model.path,
         tokenizer_path=config.model.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=1.0,
-        optimizer=optimizer_settings(config.optim, config.grad_clip, total_steps),
+        optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, total_steps),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         ranks_per_node=trainer.n_gpus_per_node,
         num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
@@ -75,8 +76,8 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         device = choose_device(trainer, cluster.num_gpus)
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
-        policy = Policy(WorkerView(workers, "policy"), PackSettings(config.max_tokens_per_pack))
-        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
+        policy = Policy(WorkerView(workers, "policy"), PackSettings(config.actor.max_tokens_per_pack))
+        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, trainer.seed)
         timer = PhaseTimer(display.phase)
         with closing_run(folder, trackers, workers):
             sft_run = SFTRun(
@@ -87,12 +88,12 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
 
 
 def _load(
-    config: SFTConfig, files: list[str], chat: ChatTemplate, console: Console
+    config: Config, files: list[str], chat: ChatTemplate, console: Console
 ) -> tuple[list[Sample], list[Demonstration]]:
     """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
     samples: list[Sample] = []
     demonstrations: list[Demonstration] = []
-    max_length, max_bad_share = config.data.max_length, config.data.max_bad_share
+    max_length, max_bad_share = _longest(config), config.data.max_bad_share
     for source in files:
         report = RowReport(source)
         found = read_demonstrations(source, max_bad_share, report)
@@ -100,6 +101,12 @@ def _load(
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
     return samples, demonstrations
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest sample. Turns of a conversation count as the prompt of the next one, so only the sum of
+    both limits can hold."""
+    return config.data.max_prompt_length + config.data.max_response_length
 
 
 def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:

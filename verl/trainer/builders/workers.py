@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from verl.algorithms.algorithm import Algorithm
-from verl.config.schema import Config, ModelConfig, OptimConfig, RunConfig
+from verl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
@@ -32,6 +32,7 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
 _CLOSE_S = 20.0
+BUCKET_BYTES = 256 * 2**20  # of the weight sync, which needs memory for two buckets besides the model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -79,7 +80,7 @@ class Workers:
         self.engines.close()
 
 
-def choose_device(config: RunConfig, num_gpus: float | None = None) -> str:
+def choose_device(config: TrainerConfig, num_gpus: float | None = None) -> str:
     """cuda if a GPU is available and cpu is not requested. Raises ConfigError if CUDA is requested but unavailable.
 
     num_gpus: GPUs of the joined Ray cluster, which need not be on this machine; None: use those of this machine
@@ -91,25 +92,26 @@ def choose_device(config: RunConfig, num_gpus: float | None = None) -> str:
     return "cuda" if available and config.device != "cpu" else "cpu"
 
 
-def check_device(config: RunConfig) -> None:
+def check_device(config: TrainerConfig) -> None:
     """Raises as `choose_device` does, before anything starts, if the workers will run on this machine."""
     if not joins(config.nnodes > 1):
         choose_device(config)
 
 
-def sees_gpu(config: RunConfig) -> bool:
+def sees_gpu(config: TrainerConfig) -> bool:
     """Whether this machine has a GPU and may use it; a joined cluster may have others."""
     return torch.cuda.is_available() and config.device != "cpu"
 
 
 def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
-    """total_steps: optimizer steps of the whole run: end of the cosine schedule and base of warmup_ratio"""
+    """total_steps: optimizer steps of the whole run: end of the cosine schedule and base of a share of warmup"""
+    warmup = config.warmup_steps
     return OptimizerSettings(
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         weight_decay=config.weight_decay,
         max_grad_norm=grad_clip,
-        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
+        warmup_steps=int(warmup * total_steps if warmup < 1 else warmup),
         schedule="cosine" if config.schedule == "cosine" else "constant",
         total_steps=total_steps,
         min_lr_ratio=config.min_lr_ratio,
@@ -205,7 +207,7 @@ def gpu_transport(config: Config, trainer: RayGroup) -> WeightTransport:
 
 def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayout]:
     """Connect ranks and engines for weight sync; returns the bucket layouts. NCCL engines join concurrently."""
-    dtype, size = DTYPES[engine_dtype(config)], config.rollout.bucket_mib * 2**20
+    dtype, size = DTYPES[engine_dtype(config)], BUCKET_BYTES
     rendezvous, parallel = workers.transport.rendezvous, config.rollout.tensor_model_parallel_size
 
     async def connect_both() -> list[BucketLayout]:

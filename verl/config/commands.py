@@ -1,0 +1,242 @@
+"""The commands: what each uses of the configuration, the defaults in which it differs from training, its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from verl.config.schema import Config, EnvConfig, TrainerConfig
+from verl.errors import ConfigError
+
+_MAX_RESPONSES = 256  # per prompt, so that seeds of tasks do not overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command and its part of the configuration.
+
+    uses: groups, and single keys of groups that are used in part
+    defaults: {key: value} where they are not the schema's, which are those of training
+    from_recipe: groups and keys that are taken from a recipe; none: the command takes no recipe
+    check: validates across groups; raises ConfigError
+    """
+
+    name: str  # of `toolrl NAME`
+    uses: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    from_recipe: tuple[str, ...] = ()
+    check: Callable[[Config], None]
+
+    def has(self, key: str) -> bool:
+        """Whether the command uses a key, or all keys of a group."""
+        return within(key, self.uses)
+
+    def default_of(self, key: str) -> Any:
+        """The default of a key; None below a key that accepts any."""
+        if key in self.defaults:
+            return self.defaults[key]
+        value: Any = _schema_defaults()
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        return value
+
+    def refusal(self, key: str) -> str:
+        """Why a key is refused that the command does not use: the keys of its group, or the groups, that it does."""
+        group = key.partition(".")[0]
+        names = [each.partition(".")[2] for each in self.uses if each.startswith(f"{group}.")]
+        if names:
+            return f"`{self.name}` does not use it; of {group} it uses {', '.join(names)}"
+        return f"`{self.name}` does not use {group}; it uses {', '.join(groups_of(self.uses))}"
+
+
+def within(key: str, groups: tuple[str, ...]) -> bool:
+    """Whether a key is one of these, or below one of them."""
+    return any(f"{key}.".startswith(f"{each}.") for each in groups)
+
+
+def groups_of(keys: tuple[str, ...]) -> list[str]:
+    """The top groups of some keys, each once."""
+    return list(dict.fromkeys(each.partition(".")[0] for each in keys))
+
+
+@cache
+def _schema_defaults() -> Config:
+    return Config()
+
+
+def _check_training(config: Config) -> None:
+    data, actor, rollout, trainer = config.data, config.actor, config.rollout, config.trainer
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature must be positive, got 0: greedy responses are all identical")
+    batch, mini = data.train_batch_size, actor.ppo_mini_batch_size
+    if mini < batch and batch % mini:
+        raise ConfigError(
+            f"data.train_batch_size ({batch}) must be a multiple of actor.ppo_mini_batch_size ({mini}), "
+            "so that all optimizer steps have the same number of prompts"
+        )
+    _check_packs(config)
+    if rollout.max_reuse > 1 and trainer.total_training_steps is None:
+        raise ConfigError(
+            f"rollout.max_reuse={rollout.max_reuse}: steps that reuse groups draw fewer prompts, so the "
+            "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
+        )
+    _check_env_judges(config)
+    _check_call_limit(config)
+    if config.env.train_on_observations and config.algorithm.old_logprobs == "rollout":
+        raise ConfigError(
+            "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of "
+            "observation tokens"
+        )
+    parallel = rollout.tensor_model_parallel_size
+    if rollout.colocated and trainer.n_gpus_per_node % parallel:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({parallel}) must divide trainer.n_gpus_per_node "
+            f"({trainer.n_gpus_per_node}), because a colocated engine shares that many ranks of one node"
+        )
+    if rollout.colocated and config.num_engines * parallel > config.num_ranks:
+        raise ConfigError(
+            f"rollout.num_engines ({config.num_engines}) is more than fit {config.num_ranks} trainer ranks; "
+            "lower it, or set rollout.placement=separate"
+        )
+
+
+def _check_packs(config: Config) -> None:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > config.actor.max_tokens_per_pack:
+        raise ConfigError(
+            f"actor.max_tokens_per_pack ({config.actor.max_tokens_per_pack}) is less than data.max_prompt_length + "
+            f"data.max_response_length ({longest}), so the longest sample would not fit into a pack"
+        )
+
+
+def _check_env_judges(config: Config) -> None:
+    """With reward=env and an environment that does not judge, all rewards would be 0."""
+    if config.reward.name == "env" and config.env.name in ("single_turn", "tool"):
+        raise ConfigError(f"reward.name=env needs an environment that judges; env.name={config.env.name} does not")
+
+
+def _check_call_limit(config: Config) -> None:
+    """OTC's smoothing constant c must be the limit on tool calls, as in the paper."""
+    if config.reward.name in ("otc_ppo", "otc_grpo") and config.env.multi_turn:
+        given, limit = config.reward.options.get("max_calls"), config.env.call_limit
+        if given != limit:
+            raise ConfigError(
+                f"reward.options.max_calls must be env.max_tool_calls={limit}; write "
+                f"reward.options.max_calls=${{env.max_tool_calls}}, got {given!r}"
+            )
+
+
+def _check_probe(config: Config) -> None:
+    n, temperature = config.rollout.n, config.rollout.temperature
+    if not 2 <= n <= _MAX_RESPONSES:
+        raise ConfigError(f"rollout.n must be from 2 (advantages are group-relative) to {_MAX_RESPONSES}, got {n}")
+    if temperature == 0:
+        raise ConfigError(f"rollout.temperature must be positive, as in training, got {temperature}")
+    _check_env_judges(config)
+
+
+def _check_eval(config: Config) -> None:
+    n, temperature = config.rollout.n, config.rollout.temperature
+    if n > _MAX_RESPONSES:
+        raise ConfigError(f"rollout.n must be at most {_MAX_RESPONSES}, got {n}")
+    if n > 1 and temperature == 0:
+        raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
+
+
+def _nothing(config: Config) -> None:
+    """Every group validates itself."""
+
+
+def _keys(group: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{group}.{name}" for name in names.split())
+
+
+def _all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
+    return tuple(f"{group}.{each.name}" for each in fields(kind) if each.name not in excluded)
+
+
+_TRAIN_GROUPS = ("data", "model", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
+_ROWS = _keys("data", "prompt_template truncation max_bad_share")
+# Sampling from an engine without a trainer.
+_ENGINE = (
+    *_keys("data", "max_prompt_length max_response_length"),
+    *_keys("model", "path tokenizer_path chat_template_options compute_dtype"),
+    *_keys("rollout", "name temperature top_p top_k repetition_penalty dtype tensor_model_parallel_size max_num_seqs"),
+    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib"),
+    *_keys("trainer", "device num_threads health_timeout_s seed"),
+)
+_ENGINE_DEFAULTS = {
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 1024,
+    "rollout.gpu_memory_utilization": 0.8,  # no trainer shares the GPU
+}
+_GREEDY = {**_ENGINE_DEFAULTS, "rollout.temperature": 0.0}
+_EPISODES = (
+    *_ENGINE,
+    "rollout.n",
+    *_ROWS,
+    *_all_but("env", EnvConfig, "train_on_observations"),
+    "sandbox",
+    "reward",
+    *_keys("eval", "limit output"),
+)
+TRAIN = Command(
+    name="train",
+    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir hub allow_train_overlap")),
+    from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
+    check=_check_training,
+)
+PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)
+SFT = Command(
+    name="sft",
+    uses=(
+        *_keys("data", "train_files val_files train_batch_size max_prompt_length max_response_length max_bad_share"),
+        "model",
+        *_keys("actor", "max_tokens_per_pack grad_clip optim"),
+        *_all_but(
+            *("trainer", TrainerConfig),
+            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record"),
+        ),
+    ),
+    defaults={
+        "data.train_batch_size": 32,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 2048,
+        "actor.optim.lr": 1e-5,
+        "actor.optim.schedule": "cosine",
+        "actor.optim.min_lr_ratio": 0.1,
+        "trainer.total_epochs": 3,
+        "trainer.save_freq": 0,
+        "trainer.test_freq": 0,
+        "trainer.experiment_name": "sft",
+    },
+    check=_check_packs,
+)
+EVAL = Command(
+    name="eval",
+    uses=(*_ENGINE, "rollout.n", "data.prompt_template", "env.max_tool_calls", "sandbox", "reward", "eval"),
+    defaults={**_GREEDY, "reward.timeout_s": 120.0},
+    check=_check_eval,
+)
+GENERATE = Command(
+    name="generate",
+    uses=(*_EPISODES, "data.val_files"),
+    defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
+    check=_check_env_judges,
+)
+CHAT = Command(name="chat", uses=_ENGINE, defaults=_GREEDY, check=_nothing)
+PROBE = Command(
+    name="probe",
+    uses=(*_EPISODES, "data.train_files"),
+    defaults={**_ENGINE_DEFAULTS, "rollout.n": 8, "eval.limit": 64, "eval.output": "outputs/probe"},
+    from_recipe=(
+        *_keys("data", "train_files max_prompt_length max_response_length"),
+        *_ROWS,
+        *_keys("model", "path tokenizer_path compute_dtype"),
+        *_keys("rollout", "name n temperature top_p top_k repetition_penalty"),
+        *("env", "sandbox", "reward"),
+    ),
+    check=_check_probe,
+)
