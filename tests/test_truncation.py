@@ -19,7 +19,7 @@ from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch.packed import demonstrations as sft
+from verl.batch import demonstrations as sft
 from verl.batch.samples import to_samples
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
