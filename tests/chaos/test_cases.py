@@ -114,12 +114,12 @@ def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last
     results.note(file, name, [], {"exit": -9, "resumed_from": 1, "bit_equal": True})
     assert results.passed(file, name) and not results.passed(file, CASES[1].name)
     page.write_text(f"above\n{results.BEGIN}\nstale row\n{results.END}\nbelow\n")
-    results.write_table(page, results.read_rows(file))
+    results.write_table(page, results.read_jsonl(file))
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "stale row" not in text
     assert f"1 of {len(CASES) + len(FAULTS)} cases passed, 0 failed" in text
     assert "| controller, KILL, start (hf) | killed | passed | -9 |  |  | step 1 | yes |" in text
-    results.write_table(page, results.read_rows(file))
+    results.write_table(page, results.read_jsonl(file))
     assert page.read_text() == text
 
 
