@@ -541,7 +541,7 @@ def test_bad_weights_are_a_config_error(weights: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [-1, "x", 1.5, True])
 def test_a_bad_seed_is_a_config_error(seed: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seed"):
+    with pytest.raises(ConfigError, match=r"trainer\.seed"):
         TaskStream([tasks_named("a", 1, tmp_path)], seed=seed)
 
 
