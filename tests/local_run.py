@@ -21,6 +21,7 @@ from verl.rollout.scoring import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
+from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.build import build_trainer, load_inputs
@@ -91,7 +92,15 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     workers = start_workers(config, OneProcess(), algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
         yield build_trainer(
-            config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
+            config,
+            algorithm,
+            stream,
+            workers,
+            inputs.chat,
+            scorer,
+            inputs.train[0],
+            inputs.episode_runner,
+            PhaseTimer(),
         )
     finally:
         gc.collect()

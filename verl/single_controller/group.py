@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class WorkerGroup(Protocol):
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on every rank; the results in rank order."""
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         """`function(worker, shard, *args)` with one shard for each rank; the results in rank order."""
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -69,7 +69,7 @@ class WorkerView:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.group.call(_on_member, self.name, function, *args)
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         return self.group.scatter(_on_member_shard, shards, self.name, function, *args)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:

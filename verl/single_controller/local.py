@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -20,7 +20,7 @@ class LocalGroup:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(self._worker, *args)]
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         (shard,) = shards
         return [function(self._worker, shard, *args)]
 

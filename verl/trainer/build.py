@@ -158,10 +158,17 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         workers = start_workers(config, cluster, algorithm, device, total_steps)
         with closing_run(folder, trackers, workers):
             trainer = build_trainer(
-                config, algorithm, stream, workers, inputs.chat, scorer, inputs.train[0], inputs.episode_runner
+                config,
+                algorithm,
+                stream,
+                workers,
+                inputs.chat,
+                scorer,
+                inputs.train[0],
+                inputs.episode_runner,
+                PhaseTimer(display.phase),
+                build_meter(workers.trainer, device),
             )
-            trainer.learner.timer = PhaseTimer(display.phase)
-            trainer.meter = build_meter(workers.trainer, device)
             rollout = trainer.rollouts.rollout
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             num_shown = config.trainer.num_transcripts_shown
@@ -216,6 +223,8 @@ def build_trainer(
     scorer: Scorer,
     probe_tasks: Sequence[Task],
     episode_runner: EpisodeRunner | None,
+    timer: PhaseTimer,
+    meter: Meter | None = None,
 ) -> PPOTrainer:
     """The trainer over running workers.
 
@@ -230,7 +239,7 @@ def build_trainer(
         workers.restart_engine,
     )
     sampling = train_sampling(config, chat.stop_token_ids)
-    learner = build_learner(config, algorithm, workers.trainer)
+    learner = build_learner(config, algorithm, workers.trainer, timer)
     layouts = connect(config, learner.policy, workers)
     rollouts = RolloutManager(
         rollout_settings(config),
@@ -241,7 +250,7 @@ def build_trainer(
     )
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, probe_tasks, sampling)
     engine.restore = weight_sync.restore
-    return PPOTrainer(rollouts, learner, weight_sync)
+    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -269,16 +278,17 @@ def val_sampling(config: Config, training: Sampling) -> Sampling:
     return replace(whole, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
 
 
-def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
+def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, timer: PhaseTimer) -> Learner:
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack, config.actor.share_prefix)
     return Learner(
-        step_settings(config),
-        algorithm,
-        Policy(WorkerView(ranks, "policy"), packing),
-        Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
-        Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
-        build_kl_control(config.algorithm, algorithm),
+        settings=step_settings(config),
+        algorithm=algorithm,
+        policy=Policy(WorkerView(ranks, "policy"), packing),
+        reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
+        critic=Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
+        kl_control=build_kl_control(config.algorithm, algorithm),
+        timer=timer,
     )
 
 

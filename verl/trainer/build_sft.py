@@ -13,6 +13,7 @@ from rich.console import Console
 from verl.config.schema import SFTConfig
 from verl.data.chat import ChatTemplate
 from verl.data.report import RowReport
+from verl.data.samples import Sample
 from verl.data.sft import Demonstration, read_demonstrations, to_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import TrainTasks
@@ -29,7 +30,7 @@ from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.trainer.state import find_saved, resume_config
 from verl.trainer.threads import num_threads
-from verl.types import Sample, Task
+from verl.types import Task
 from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 

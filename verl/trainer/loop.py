@@ -112,7 +112,7 @@ class TrainingRun:
             _log.warning("%s already has all %d steps: nothing left to train", last, self.settings.total_steps)
             return last
         async with self.trainer.weight_sync.ranks:
-            await self._sync_weights()
+            await self.trainer.sync_weights()
         has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval.eval_tasks)
         if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)
@@ -121,12 +121,12 @@ class TrainingRun:
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._take_snapshot()
-                metrics = await self._run_interruptibly(self.trainer.train_step)
-                self.transcripts.write(self.trainer.step, self.trainer.groups)
+                result = await self._run_interruptibly(self.trainer.train_step)
+                metrics = dict(result.metrics)
+                self.transcripts.write(self.trainer.step, result.groups)
                 if self.recorder is not None:
-                    await run_in_daemon_thread(
-                        self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics
-                    )
+                    arguments = (self.trainer.step, result.batch, result.kl_coefficient, metrics)
+                    await run_in_daemon_thread(self.recorder.write, *arguments)
                 alarms = self.watch.observe(self.trainer.step, metrics)
                 metrics |= {"collapse/triggered_rules": float(len(self.watch.triggered)), **self._memory()}
                 if alarms and await self._handle_collapse(alarms, metrics):
@@ -232,12 +232,8 @@ class TrainingRun:
         state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is repeated or lost
         async with self.trainer.weight_sync.ranks:
             self._load_checkpoint(Saved(path, state))
-            await self._sync_weights()
+            await self.trainer.sync_weights()
         return True
-
-    async def _sync_weights(self) -> None:
-        with self.trainer.learner.timer.phase("weight_sync"):
-            await self.trainer.weight_sync.sync(self.trainer.step)
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")

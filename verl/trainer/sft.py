@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from verl.data.samples import Sample, batch_of
 from verl.evaluation.overlap import TRAIN_TASKS, TrainTasks
 from verl.signals import Ended, StopRequest, exit_code
 from verl.single_controller.group import WorkerGroup
+from verl.tracking.metric import combined
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.checkpoint import CheckpointStore
@@ -24,7 +26,6 @@ from verl.trainer.deadline import start_shutdown_timer
 from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
 from verl.trainer.state import Saved
-from verl.types import Sample
 from verl.workers.rank import TrainingRank
 
 COMMAND = "main_sft"
@@ -69,12 +70,12 @@ class SFTRun:
         for batch in self._batches():
             self.timer.start()
             with self.timer.phase("update"):
-                learned = self.policy.sft_step(batch)
+                learned = self.policy.sft_step(batch_of(batch))
             self.step += 1
             timings = self.timer.metrics()
             tokens = sum(len(sample.token_ids) for sample in batch)
             metrics = {
-                **{f"actor/{name}": value for name, value in learned.items()},
+                **combined([learned]),
                 **timings,
                 "perf/update_tokens_per_s": tokens / timings["time/update_s"],
             }
@@ -115,9 +116,8 @@ class SFTRun:
     def _validation_loss(self) -> float:
         """Mean of -log p over all trained tokens of the validation samples, in nats."""
         with self.timer.phase("validation"):
-            scored = self.policy.score(self.policy.pack_for_scoring(self.val))
-        masks = [torch.tensor(sample.action_mask) for sample in self.val]
-        return -float(torch.cat([row[mask] for row, mask in zip(scored, masks, strict=True)]).mean())
+            scored_A = self.policy.score(self.policy.shard_for_scoring(batch_of(self.val)))
+        return -float(torch.from_numpy(scored_A).mean())
 
     def _save(self, loss: float | None) -> Path:
         with self.store.writing(self.step, None if loss is None else -loss) as unfinished:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.daemon import run_in_daemon_thread
-from verl.data.samples import sample_from_completion
+from verl.data.samples import batch_of, sample_from_completion
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool, EngineSubset
@@ -124,7 +124,7 @@ class WeightSync:
             loading.cancel()
 
     async def _canary(self, engines: RolloutEngine | EngineSubset, version: int) -> list[Tensor]:
-        """[sample][A] abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
+        """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
         written = [
             (prompt, completions[0]) for prompt in self.probes for completions in await self._from_each(engines, prompt)
         ]
@@ -133,14 +133,12 @@ class WeightSync:
             raise StaleEngineError(
                 f"weight sync check failed at version {version}: the engine answers with version {sorted(stale)}"
             )
-        samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
-        if not samples:
+        if not written:
             return []
-        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.pack_for_scoring(samples)))
-        return [
-            (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
-            for sample, scored_L in zip(samples, scored, strict=True)
-        ]
+        batch = batch_of([sample_from_completion(prompt, completion) for prompt, completion in written])
+        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.shard_for_scoring(batch)))
+        assert batch.rollout_logprobs is not None
+        return [torch.from_numpy(batch.rollout_logprobs - scored).abs()]
 
     async def _from_each(
         self, engines: RolloutEngine | EngineSubset, prompt: tuple[int, ...]
