@@ -29,7 +29,7 @@ from common import Result, Side, answer, console, medians, report, requests
 from rich.table import Table
 
 from verl.algorithms.grpo import GRPO
-from verl.batch import Shard
+from verl.data.packing import Shard
 from verl.data.samples import to_batch
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import PackSettings, Policy

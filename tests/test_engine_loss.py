@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
+from verl.batch import Floats, TokenBatch
 from verl.data.chat import ChatTemplate
 from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import Sampling
@@ -18,7 +19,7 @@ from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.scoring import DirectScorer
 from verl.single_controller.group import WorkerLostError
 from verl.trainer.weights import StaleEngineError, WeightSync
-from verl.types import Completion, FinishReason, Message, Sample, Score, Task, Trajectory
+from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)
 
@@ -102,11 +103,11 @@ class Policy:
     def end_weight_sync(self) -> None:
         """Nothing."""
 
-    def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        return samples
+    def shard_for_scoring(self, batch: TokenBatch) -> TokenBatch:
+        return batch
 
-    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        return [torch.zeros(len(sample.token_ids)) for sample in samples]
+    def score(self, batch: TokenBatch) -> Floats:
+        return np.zeros(int(batch.num_trained.sum()), dtype=np.float32)
 
 
 def publishing(engines: Engines, on_weight_sync: OnWeightSync | None = None) -> tuple[EnginePool, WeightSync]:

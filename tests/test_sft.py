@@ -17,9 +17,10 @@ from tests.tiny import MINI
 from verl.data.chat import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
+from verl.data.samples import Sample
 from verl.data.sft import Demonstration, read_demonstrations, to_demonstration, to_samples
 from verl.errors import ConfigError, DataError
-from verl.types import Message, Sample
+from verl.types import Message
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(chat: ChatT
     assert trained_text(one, chat) == "Hello there<|im_end|>" and trained_text(two, chat) == "Done<|im_end|>"
     for sample, before in ((one, messages[:1]), (two, messages[:3])):
         prompt = chat.prompt_ids(before)
-        assert sample.token_ids[: len(prompt)] == prompt and not any(sample.action_mask[: len(prompt)])
+        assert tuple(sample.token_ids[: len(prompt)]) == prompt and not any(sample.action_mask[: len(prompt)])
     assert one.group == two.group
 
 

@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -20,24 +20,25 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
+from verl.batch import TokenBatch
 from verl.config.schema import ModelConfig
 from verl.data.chat import ChatTemplate
+from verl.data.samples import Sample
 from verl.data.sft import read_demonstrations, to_samples
 from verl.errors import ConfigError
 from verl.evaluation.overlap import Trace, TrainTasks
 from verl.signals import Ended
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
+from verl.tracking.metric import Metric
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.build import load_chat_template
 from verl.trainer.checkpoint import CheckpointStore
 from verl.trainer.main_sft import main
-from verl.trainer.metrics import Metrics
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import SFTRun, SFTSettings
 from verl.trainer.state import find_saved
-from verl.types import Sample
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
@@ -90,12 +91,12 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
     )
     policy = made.policy
 
-    def sft_step(batch: Sequence[Sample]) -> Metrics:
+    def sft_step(batch: TokenBatch) -> dict[str, Metric]:
         if made.step + 1 == signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
         return policy.sft_step(batch)
 
-    made.policy = SimpleNamespace(sft_step=sft_step, score=policy.score, pack_for_scoring=policy.pack_for_scoring)  # type: ignore[assignment]
+    made.policy = SimpleNamespace(sft_step=sft_step, score=policy.score, shard_for_scoring=policy.shard_for_scoring)  # type: ignore[assignment]
     try:
         with made.listening(True, Console(file=io.StringIO())):
             made.run()

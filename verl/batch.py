@@ -21,6 +21,14 @@ Bools = npt.NDArray[np.bool_]
 _Array = TypeVar("_Array", bound="npt.NDArray[Any]")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Where each sample starts in the flat arrays of tokens and of trained tokens, and where the last one ends."""
+
+    tokens: Ints  # [B + 1]
+    trained: Ints  # [B + 1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
     """The samples of a step, or some of them, as flat arrays: one value per token, per trained token, or per sample.
@@ -59,24 +67,20 @@ class TokenBatch:
         return len(self.num_tokens)
 
     @property
-    def token_bounds(self) -> Ints:
-        """[B + 1] where each sample's tokens start, and the last ones end."""
-        return _bounds(self.num_tokens)
-
-    @property
-    def trained_bounds(self) -> Ints:
-        """[B + 1] where each sample's trained tokens start, and the last ones end."""
-        return _bounds(self.num_trained)
+    def bounds(self) -> Bounds:
+        """Where the samples start and end; compute it once for many uses."""
+        return Bounds(_bounds(self.num_tokens), _bounds(self.num_trained))
 
     def per_sample(self, trained: Tensor) -> list[Tensor]:
         """[A] -> [B][trained tokens of the sample], as views."""
         return list(trained.split(self.num_trained.tolist()))
 
-    def rows(self, rows: Ints) -> TokenBatch:
+    def rows(self, rows: Ints, bounds: Bounds | None = None) -> TokenBatch:
         """The samples at the given places, in that order."""
-        if np.array_equal(rows, np.arange(len(self))):
+        if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
             return self
-        tokens, trained = _ranges(rows, self.token_bounds), _ranges(rows, self.trained_bounds)
+        bounds = self.bounds if bounds is None else bounds
+        tokens, trained = _ranges(rows, bounds.tokens), _ranges(rows, bounds.trained)
         return replace(
             self,
             token_ids=_taken(self.token_ids, tokens),
@@ -98,7 +102,8 @@ class TokenBatch:
 
     def spread(self, parts: Iterable[tuple[Ints, Floats]]) -> Floats:
         """[A] values given for some of the samples, as (rows, their values in that order); zero elsewhere."""
-        flat, bounds = np.zeros(int(self.num_trained.sum()), dtype=np.float32), self.trained_bounds
+        bounds = self.bounds.trained
+        flat = np.zeros(bounds[-1], dtype=np.float32)
         for rows, values in parts:
             start = 0
             for low, high in _ranges(rows, bounds):

@@ -47,7 +47,7 @@ class AdvantageInputs:
 
     def broadcast_to_tokens(self, values_B: Tensor) -> list[Tensor]:
         """[B][L] each sample's value, repeated on all of its tokens."""
-        return [value.expand(len(rewards_L)) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
+        return [value.expand_as(rewards_L) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from verl.batch import Bools, Floats, Ints, PackedBatch, Segment, TokenBatch
 from verl.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Samples (by row of the batch) that share their first `prefix` tokens."""
 
     samples: tuple[int, ...]
@@ -61,21 +61,23 @@ def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[U
         )
     if not share_prefix:
         return [Unit((row,), 0, length) for row, length in enumerate(lengths)]
-    in_groups = batch.groups.argsort(kind="stable")
-    starts = np.flatnonzero(np.diff(batch.groups[in_groups], prepend=np.nan))
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.groups.tolist()):
+        groups.setdefault(group, []).append(row)
     heads, units = _heads(batch), []
-    for members in np.split(in_groups, starts[1:]) if len(starts) else []:
-        units += _split(members.tolist(), lengths, heads, max_tokens)
+    for group in sorted(groups):
+        units += _split(groups[group], lengths, heads, max_tokens)
     return units
 
 
 def _heads(batch: TokenBatch) -> list[Ints]:
     """[B] the tokens before the first trained one; all where none is trained."""
-    starts, trained = batch.token_bounds[:-1], np.flatnonzero(batch.action_mask)
-    ends = batch.token_bounds[1:].copy()
-    some = batch.num_trained > 0
-    ends[some] = trained[batch.trained_bounds[:-1][some]]
-    return [batch.token_ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    tokens, mask = batch.token_ids, batch.action_mask
+    heads = []
+    for low, high in pairwise(batch.bounds.tokens.tolist()):
+        trained = int(mask[low:high].argmax())  # 0 if there is none, too
+        heads.append(tokens[low : low + trained] if mask[low + trained] else tokens[low:high])
+    return heads
 
 
 def _split(members: list[int], lengths: Sequence[int], heads: Sequence[Ints], max_tokens: int) -> list[Unit]:
@@ -100,8 +102,9 @@ def _common_length(heads: Sequence[Ints]) -> int:
     first, *others = heads
     length = min(map(len, heads))
     for head in others:
-        differing = np.flatnonzero(first[:length] != head[:length])
-        length = int(differing[0]) if len(differing) else length
+        differs = first[:length] != head[:length]
+        if differs.any():
+            length = int(differs.argmax())
     return length
 
 
@@ -139,8 +142,9 @@ class Sharding:
 
     def shards(self) -> Iterator[Shard]:
         """Every rank's shard in turn, each copied when it is sent."""
+        bounds = self.batch.bounds
         for rank in range(self.num_ranks):
-            yield Shard(self.batch.rows(self._rows(rank)), _renumbered(self._packs(rank)))
+            yield Shard(self.batch.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
 
     def gathered(self, by_rank: Sequence[Floats]) -> Floats:
         """[A] the ranks' values of their trained tokens, in the order of the batch."""
@@ -172,7 +176,7 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
     Asserts that no sample trains its first token, which has no context.
     Without units the pack is a single token without loss.
     """
-    bounds, trained_bounds = batch.token_bounds.tolist(), batch.trained_bounds.tolist()
+    bounds, trained_bounds = batch.bounds.tokens.tolist(), batch.bounds.trained.tolist()
     tokens: list[Ints] = []
     positions: list[Ints] = []
     segments: list[Segment] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from verl.batch import Bools, Floats, Ints, TokenBatch
 from verl.types import Completion, Message, TrajectoryGroup, Turn
@@ -16,11 +18,11 @@ _UNKNOWN = float("nan")  # the engine's log-prob of a token it did not sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One token sequence for training. Arrays are not shifted: logprobs[t] is log p(token_ids[t] | token_ids[:t])."""
+    """One token sequence for training; L tokens, of which A are trained. The mask is not shifted."""
 
     token_ids: Ints  # [L]
     action_mask: Bools  # [L] True where the policy sampled the token
-    rollout_logprobs: Floats  # [L] the engine's; 0 where masked out, NaN for trained observation tokens
+    rollout_logprobs: Floats  # [A] the engine's, of the trained tokens; NaN for observations, which it did not sample
     group: int  # group id; shared by the samples of one prompt
     reward: float  # reward of the episode, assigned to the last trained token
     turn_rewards: tuple[tuple[int, float], ...] = ()  # (last token of a turn, reward for that turn), in addition
@@ -51,22 +53,29 @@ def sample_from_turns(
 
     With `train_on_observations` observation tokens are trained, too; the prompt never is.
     """
-    length = sum(len(turn.context_ids) + len(turn.completion.token_ids) for turn in turns)
-    token_ids = np.empty(length, dtype=np.int32)
-    action_mask = np.zeros(length, dtype=np.bool_)
-    logprobs = np.zeros(length, dtype=np.float32)
+    token_ids: list[Sequence[int]] = []
+    logprobs: list[Sequence[float]] = []
+    written: list[tuple[int, int]] = []  # trained ranges
     turn_rewards: list[tuple[int, float]] = []
-    end = 0
+    length = 0
     for number, turn in enumerate(turns):
-        start, middle = end, end + len(turn.context_ids)
-        end = middle + len(turn.completion.token_ids)
-        token_ids[start:middle], token_ids[middle:end] = turn.context_ids, turn.completion.token_ids
-        action_mask[middle:end], logprobs[middle:end] = True, turn.completion.logprobs
-        if train_on_observations and number > 0:
-            action_mask[start:middle], logprobs[start:middle] = True, _UNKNOWN
+        context, completion = turn.context_ids, turn.completion
+        observed = train_on_observations and number > 0
+        start, middle = length, length + len(context)
+        length = middle + len(completion.token_ids)
+        token_ids += (context, completion.token_ids)
+        written.append((start if observed else middle, length))
+        if observed:
+            logprobs.append((_UNKNOWN,) * len(context))
+        logprobs.append(completion.logprobs)
         if turn.reward is not None:
-            turn_rewards.append((end - 1, turn.reward))
-    return Sample(token_ids, action_mask, logprobs, group_id, reward, tuple(turn_rewards))
+            turn_rewards.append((length - 1, turn.reward))
+    action_mask = np.zeros(length, dtype=np.bool_)
+    for start, end in written:
+        action_mask[start:end] = True
+    return Sample(
+        _flat(token_ids, np.int32), action_mask, _flat(logprobs, np.float32), group_id, reward, tuple(turn_rewards)
+    )
 
 
 def sample_from_completion(
@@ -80,14 +89,15 @@ def batch_of(samples: Sequence[Sample], baselines: Floats | None = None) -> Toke
     """The samples as flat arrays. baselines: [B] reward of the greedy response to each sample's prompt"""
     action_mask = _flat([sample.action_mask for sample in samples], np.bool_)
     num_tokens = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
-    num_trained = np.array([np.count_nonzero(sample.action_mask) for sample in samples], dtype=np.int64)
+    starts = np.cumsum(num_tokens) - num_tokens  # no sample is empty
+    num_trained: Ints = np.add.reduceat(action_mask, starts, dtype=np.int64)
     return TokenBatch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         action_mask=action_mask,
         num_tokens=num_tokens,
         num_trained=num_trained,
         groups=np.array([sample.group for sample in samples], dtype=np.int64),
-        rollout_logprobs=_flat([sample.rollout_logprobs for sample in samples], np.float32)[action_mask],
+        rollout_logprobs=_flat([sample.rollout_logprobs for sample in samples], np.float32),
         rewards=_rewards(samples, num_trained),
         baselines=baselines,
     )
@@ -107,5 +117,5 @@ def _rewards(samples: Sequence[Sample], num_trained: Ints) -> Floats:
     return rewards
 
 
-def _flat(arrays: Sequence[np.ndarray[tuple[int], np.dtype[np.generic]]], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype=dtype)
+def _flat(pieces: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.concatenate(pieces, dtype=dtype, casting="same_kind") if pieces else np.empty(0, dtype=dtype)

@@ -152,7 +152,7 @@ def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTempla
     return Sample(
         token_ids=np.array(token_ids, dtype=np.int32),
         action_mask=np.array(mask, dtype=np.bool_),
-        rollout_logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        rollout_logprobs=np.zeros(sum(mask), dtype=np.float32),
         group=group,
         reward=0.0,
     )

@@ -63,7 +63,7 @@ def turns_of(batch: TokenBatch) -> list[Turns]:
     A state is the prompt group and the observation tokens between a turn and the previous one.
     """
     states: dict[tuple[int, bytes], int] = {}
-    samples = zip(batch.groups.tolist(), pairwise(batch.token_bounds.tolist()), strict=True)
+    samples = zip(batch.groups.tolist(), pairwise(batch.bounds.tokens.tolist()), strict=True)
     return [
         _turns(batch.token_ids[low:high], batch.action_mask[low:high], group, states) for group, (low, high) in samples
     ]
@@ -133,5 +133,5 @@ def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
         return np.arange(len(minibatch))
     assert minibatch.advantages is not None
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
-    nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.trained_bounds[some])
+    nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])
     return some[nonzero]

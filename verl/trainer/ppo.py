@@ -20,7 +20,7 @@ from verl.types import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class TrainStepResult:
     """One training step."""
 
     metrics: Metrics
@@ -40,7 +40,7 @@ class PPOTrainer:
     step: int = 0  # completed steps, which is also the weight version
     learning: bool = False  # whether an update is in progress: the ranks may hold part of the next step
 
-    async def train_step(self) -> StepResult:
+    async def train_step(self) -> TrainStepResult:
         """One step: generate, score, update, sync weights."""
         timer, kl_control = self.learner.timer, self.learner.kl_control
         timer.start()
@@ -69,7 +69,7 @@ class PPOTrainer:
             **learned,
             **self._timings(groups, batch, computed),
         }
-        return StepResult(metrics=metrics, groups=groups, batch=batch, kl_coefficient=kl_coefficient)
+        return TrainStepResult(metrics=metrics, groups=groups, batch=batch, kl_coefficient=kl_coefficient)
 
     async def sync_weights(self) -> None:
         """Send the current weights to the engines. The caller holds `weight_sync.ranks`."""

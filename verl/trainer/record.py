@@ -37,7 +37,7 @@ class Record:
 
     step: int  # counted from 1, as in metrics.jsonl
     batch: TokenBatch
-    kl_coefficient: float | None  # see `StepResult`
+    kl_coefficient: float | None  # see `TrainStepResult`
     metrics: Mapping[str, float]  # all metrics of the step
     settings: Mapping[str, Any]  # the whole configuration, flat
     made_by: Mapping[str, Any]  # everything else that may change rounding: versions, threads
