@@ -41,6 +41,7 @@ Round = Callable[[], Figures]
 
 @contextmanager
 def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
+    from verl.evaluation.base import BenchmarkContext
     from verl.evaluation.records import Records
     from verl.evaluation.rows import rows_benchmark
     from verl.evaluation.runner import Runner
@@ -51,7 +52,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
     from verl.utils.reward_score.rewards import build_rewards
 
-    (category,) = rows_benchmark(str(DATA)).categories
+    (category,) = rows_benchmark(str(DATA), BenchmarkContext(DATA.parent)).categories
     tasks = list(islice(category.tasks(), arguments.items))
     chat = format_of(arguments.model)
     length = MAX_PROMPT_LENGTH + arguments.tokens

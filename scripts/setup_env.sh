@@ -92,7 +92,7 @@ find_active_python() {
         fi
         report="$(tail -n 3 <<<"$report")"
         # logged once, before the environment is built
-        [[ "$report" == "$reported" || -e "$complete" ]] || note "not using $candidate. ${report% [A-Z]*: run \`*}"
+        [[ "$report" == "$reported" || -e "$complete" ]] || note "not using $candidate. ${report% Hint: run \`*}"
         reported="$report"
     done
     return 1

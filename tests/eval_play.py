@@ -1,4 +1,4 @@
-"""Plays benchmarks with a policy that says what it is told to, by the driver and the rewards of training."""
+"""Runs benchmarks with a scripted policy, by the episode runner and the rewards of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.trainer.build_env import build_episode_runner, prompt_fn
 from verl.types import Completion, FinishReason, Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 
-Policy = Callable[[Task], Sequence[str]]  # what is said in each turn of an episode
+Policy = Callable[[Task], Sequence[str]]  # the text of each turn of an episode
 _ROOM = 100_000  # tokens
 
 
@@ -34,7 +34,7 @@ def chat() -> ChatTemplate:
 
 
 class _Speaker:
-    """Says one text after the other, up to where it is stopped."""
+    """Generates the given texts one after the other, each up to its stop string."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts: Iterator[str] = iter(texts)
@@ -51,11 +51,11 @@ def category(benchmark: Benchmark, name: str) -> Category:
     return found
 
 
-def groups(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
+def groups(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[TrajectoryGroup]:
     """An episode of every task."""
 
     async def play() -> list[TrajectoryGroup]:
-        episode_runner = build_episode_runner(env_of(of.episode, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+        episode_runner = build_episode_runner(env_of(of.episode, handler), SandboxConfig(), chat(), _ROOM, _ROOM, None)
         scorer = DirectScorer(build_reward(of.episode.reward, of.episode.reward_options))
         rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
         played = []
@@ -68,16 +68,16 @@ def groups(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None
     return asyncio.run(play())
 
 
-def scores(of: Category, chat: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[Score]:
+def scores(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | None = None) -> list[Score]:
     """The score of an episode of every task; all could be scored."""
-    played = groups(of, chat, policy, tasks)
+    played = groups(of, handler, policy, tasks)
     assert not [fault for group in played for fault in group.faults]
     return [group.scores[0] for group in played]
 
 
-def foretold(of: Category, chat: str, tasks: Sequence[Task]) -> bool:
+def foretold(of: Category, handler: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
-    episode_runner = build_episode_runner(env_of(of.episode, chat), SandboxConfig(), chat(), _ROOM, _ROOM, None)
+    episode_runner = build_episode_runner(env_of(of.episode, handler), SandboxConfig(), chat(), _ROOM, _ROOM, None)
     opening = prompt_fn(episode_runner, chat())
-    played = groups(of, chat, lambda _: ["I am done."] * 99, tasks)
+    played = groups(of, handler, lambda _: ["I am done."] * 99, tasks)
     return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]

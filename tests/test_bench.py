@@ -67,7 +67,7 @@ def write_page(tmp_path: Path, lines: list[dict[str, Any]]) -> subprocess.Comple
 def test_the_page_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nan old table\n{END}\nbelow\n")
-    seven = {"row": 7, "name": "publication", "ratio": 0.3, "target": 0.25}
+    seven = {"row": 7, "name": "weight sync", "ratio": 0.3, "target": 0.25}
     share = {"row": 2, "name": "share", "ratio": 0.01, "target": 0.03, "lower_is_better": True}
     first = share | {"ratio": 0.5}
     assert write_page(tmp_path, [seven, first, share]).returncode == 0
@@ -81,7 +81,7 @@ def test_the_page_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("by hand\n")
-    done = write_page(tmp_path, [{"row": 7, "name": "publication", "ratio": 0.3, "target": 0.25}])
+    done = write_page(tmp_path, [{"row": 7, "name": "weight sync", "ratio": 0.3, "target": 0.25}])
     assert done.returncode == 1
     assert BEGIN in done.stderr
     assert (tmp_path / "page.md").read_text() == "by hand\n"

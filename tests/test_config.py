@@ -490,7 +490,7 @@ def test_reward_options_are_open() -> None:
         (["rollout.max_staleness=-1"], "rollout.max_staleness must be 0 or more"),
         (["algorithm.correction.is_level=geometric"], "algorithm.correction.is_level must be one of auto, none, token"),
         (
-            ["algorithm.correction.rejection_level=reply"],
+            ["algorithm.correction.rejection_level=response"],
             "algorithm.correction.rejection_level must be one of none, token, sequence, geometric",
         ),
         (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.is_cap must be at least 1"),

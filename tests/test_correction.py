@@ -96,12 +96,12 @@ def test_a_ratio_of_nothing_overflows_nowhere() -> None:
 
 corrections = st.builds(
     Correction,
-    weight=st.sampled_from([None, Level.TOKEN, Level.SEQUENCE]),
-    upper=st.floats(1.0, 10.0),
-    mask=st.sampled_from([None, *Level]),
-    mask_lower=st.floats(0.0, 1.0),
-    mask_upper=st.floats(1.0, 10.0),
-    veto=st.none() | st.floats(1e-6, 0.9),
+    is_level=st.sampled_from([None, Level.TOKEN, Level.SEQUENCE]),
+    is_cap=st.floats(1.0, 10.0),
+    rejection_level=st.sampled_from([None, *Level]),
+    rejection_lower=st.floats(0.0, 1.0),
+    rejection_upper=st.floats(1.0, 10.0),
+    token_veto=st.none() | st.floats(1e-6, 0.9),
 )
 tokens = st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -118,8 +118,8 @@ def test_weights_are_within_their_bound_and_a_sample_stands_or_falls_as_one(
 ) -> None:
     sample = [each for _, each in drawn]
     weights = weighed(correction, [ratio for ratio, _ in drawn], sample)
-    assert bool((weights.weight_T >= 0).all()) and float(weights.weight_T.max()) <= correction.upper * (1 + 1e-6)
-    if correction.mask is not Level.TOKEN:
+    assert bool((weights.weight_T >= 0).all()) and float(weights.weight_T.max()) <= correction.is_cap * (1 + 1e-6)
+    if correction.rejection_level is not Level.TOKEN:
         fates = set(zip(sample, weights.masked_T.tolist(), strict=True))
         assert len(fates) == len(set(sample))
 
@@ -127,7 +127,7 @@ def test_weights_are_within_their_bound_and_a_sample_stands_or_falls_as_one(
 @pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
 def test_every_preset_takes_a_correction(algorithm: Algorithm) -> None:
     assert replace(algorithm, correction=Correction()).correction == Correction()
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(AssertionError, match="corrects already"):
         replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.ROLLOUT)
 
 
@@ -180,18 +180,18 @@ def test_the_loss_of_three_policies_by_hand() -> None:
     correction = Correction(
         Level.TOKEN, is_cap=2.0, rejection_level=Level.TOKEN, rejection_lower=0.0, rejection_upper=4.0
     )
-    loss, facts = policy_loss(policy, packed, replace(PLAIN, correction=correction), 1.0)
+    loss, metrics = policy_loss(policy, packed, replace(PLAIN, correction=correction), 1.0)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-0.5 * 1.5 * 1.1 * 3.0)
     assert now_T.grad is not None and now_T.grad.tolist() == pytest.approx([-0.5 * 1.5 * 1.1 * 3.0, 0.0])
-    told = {
-        name.removeprefix("correction/"): fact.value().value
-        for name, fact in facts.items()
+    corrections = {
+        name.removeprefix("correction/"): metric.value().value
+        for name, metric in metrics.items()
         if name.startswith("correction/")
     }
     k3 = (1.5 - math.log(1.5) - 1.0 + 8.0 - math.log(8.0) - 1.0) / 2
-    assert told.pop("engine_kl") == pytest.approx(k3)
-    assert told == pytest.approx(
+    assert corrections.pop("engine_kl") == pytest.approx(k3)
+    assert corrections == pytest.approx(
         {"weight_mean": 0.75, "ess": 0.75**2 / 1.125, "weight_max": 1.5, "truncated": 0.5, "masked": 0.5}
     )
 
@@ -272,6 +272,6 @@ def test_what_a_stale_engine_drew_is_corrected_towards_the_on_policy_gradient() 
         spread = (chance @ (single - chance @ single).square() / num_draws).sqrt()
         return ((bandit.gradient(used, RESPONSES[drawn], share) - bandit.on_policy()) / spread).abs()
 
-    assert float((chances(bandit.now) / chance).max()) < correction.upper
+    assert float((chances(bandit.now) / chance).max()) < correction.is_cap
     assert float(deviations(correction).max()) < 4.5
     assert float(deviations(None).max()) > 20.0

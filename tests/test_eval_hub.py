@@ -89,20 +89,22 @@ def test_a_file_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (task.id, hub.asked) == ("mine", 0)
 
 
-def test_what_is_neither_there_nor_loads_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_neither_found_nor_loaded_is_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = Hub({})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     with pytest.raises(
         ConfigError, match=r"gsm8k cannot be loaded \(Couldn't reach .*, and gsm8k_test.jsonl is not in"
     ):
         of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
-    with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* let openai/gsm8k be loaded .* hub=true"):
+    with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* set hub=true to load openai/gsm8k instead"):
         of("math/gsm8k", BenchmarkContext(tmp_path))
     assert hub.asked == 1
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install datasets\), and gsm8k_test.jsonl is not in"):
         of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
-    with pytest.raises(ConfigError, match=r"^hotpotqa_100.jsonl is not in"):  # nobody publishes it by a name
+    with pytest.raises(ConfigError, match=r"^hotpotqa_100.jsonl is not in"):  # no data set on the hub
         of("search/hotpotqa_100", BenchmarkContext(tmp_path, hub=True, search=ELSEWHERE))
 
 

@@ -32,7 +32,7 @@ WITH_REFERENCE = ["algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.001
 @pytest.mark.parametrize("num_gpus", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grpo_with_engines_beside_the_trainer(dtype: str, num_gpus: int, tmp_path: Path) -> None:
-    """Sleep, wake, publication by CUDA IPC and canary on the trainer's own devices; nccl where there are two."""
+    """Sleep, wake, weight sync by CUDA IPC and canary on the trainer's own devices; nccl where there are two."""
     train(dtype, num_gpus, [f"trainer.n_gpus_per_node={num_gpus}"], tmp_path)
 
 

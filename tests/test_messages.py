@@ -338,10 +338,12 @@ def test_formats_write_earlier_calls_in_their_own_words() -> None:
     assert json.dumps(WEATHER) in listed and "<|im_start|>tool\n21 degrees" in listed
 
 
-def test_formats_refuse_what_they_have_no_words_for() -> None:
+def test_formats_refuse_what_they_cannot_render() -> None:
     with pytest.raises(DataError, match=r"'prompt\[2\].tool_calls': cannot be rendered by this env.tool_call_format"):
         opened("search_r1", to_task(row(tools=None), "x"))
-    with pytest.raises(DataError, match=r"'prompt\[0\].role': 'developer' is unknown"):
+    with pytest.raises(
+        DataError, match=r"'prompt\[0\].role': 'developer' is not supported by this env.tool_call_format"
+    ):
         opened("toolrl", to_task(row(changed(0, role="developer")), "x"))
     with pytest.raises(DataError, match=r"'prompt\[4\].name': is dropped by this env.tool_call_format"):
         opened("toolrl", to_task(row(changed(4, name="Ann")), "x"))

@@ -50,12 +50,12 @@ def watched(moves: list[str], trained: bool) -> PolicyWorker:
 def test_a_part_moves_only_when_it_is_elsewhere() -> None:
     moves: list[torch.device] = []
     part = Offloadable(moves.append, GPU, wanted=True)
-    part.bring()
+    part.load()
     assert not moves
     for _ in range(2):
         part.offload()
     for _ in range(2):
-        part.bring()
+        part.load()
     assert moves == [HOST, GPU]
 
 
@@ -64,11 +64,11 @@ def test_nothing_moves_unless_it_is_wanted_and_there_is_a_device(device: torch.d
     moves: list[torch.device] = []
     part = Offloadable(moves.append, device, wanted)
     part.offload()
-    part.bring()
+    part.load()
     assert not moves
 
 
-def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_path: Path) -> None:
+def test_a_step_loads_what_it_needs_and_offloads_it_again(group: None, tmp_path: Path) -> None:
     moves: list[str] = []
     worker = watched(moves, trained=True)
     layouts = worker.connect(SharedMemory, torch.float32, 10**9)
@@ -90,7 +90,7 @@ def test_a_step_brings_what_it_needs_and_puts_it_away_again(group: None, tmp_pat
         worker.begin_weight_sync()
         assert moved() == ["states to cpu"]
         for layout in layouts:
-            worker.send(layout.number)
+            worker.send_bucket(layout.number)
         worker.score(SHARD)  # the canary
         assert not moves
         worker.end_weight_sync()
@@ -110,13 +110,13 @@ def test_a_reference_is_away_unless_it_scores(group: None) -> None:
     assert moves == ["params to cuda", "params to cpu"]
 
 
-def test_a_critic_rests_between_the_updates_of_two_steps(group: None) -> None:
+def test_a_critic_is_offloaded_between_the_updates_of_two_steps(group: None) -> None:
     moves: list[str] = []
     critic = CriticWorker(watched(moves, trained=True).engine, clip=0.5)
     for _ in range(2):
         critic.engine.update(PACKS, policy_loss)
     assert not moves
-    critic.rest()
+    critic.offload()
     assert moves == ["params to cpu", "states to cpu"]
     moves.clear()
     critic.engine.score(PACKS, lambda module, packed: module(packed, 1.0, False).logprobs)

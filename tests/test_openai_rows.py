@@ -72,7 +72,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same dialogues up to the answer, which the policy gives; each names its reward."""
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     reward = path.with_name("said.py")
-    reward.write_text("def share(reply, answer):\n    return len(set(reply) & set(answer)) / len(set(answer))\n")
+    reward.write_text("def share(response, answer):\n    return len(set(response) & set(answer)) / len(set(answer))\n")
     rows = [
         {
             "data_source": "weather",

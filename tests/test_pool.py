@@ -122,7 +122,7 @@ class Recites:
 
 
 async def recited(words: Sequence[str], stops: Sequence[str], breaks: Sequence[int]) -> Completion:
-    """The response, with a publication at each break."""
+    """The response, with a weight sync at each break."""
     engine = Recites(words, breaks)
     pool = EnginePool(LocalGroup(engine), [[0]], OnWeightSync.CONTINUE, engine.decode)
     sampling = Sampling(max_tokens=len(words), stop_strings=tuple(stops))

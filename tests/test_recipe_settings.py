@@ -130,7 +130,7 @@ INTENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "otc_grpo": {
         "prompt": (2048, _PROMPT),
         "response": (4096, _TURNS),
-        "aggregation": ("seq-mean-token-mean", "the paper's objective: each reply's mean, then theirs"),
+        "aggregation": ("seq-mean-token-mean", "the paper's objective: each response's mean, then theirs"),
     },
     "otc_ppo": {"prompt": (2048, _PROMPT), "response": (4096, _TURNS)},
     "retool": {

@@ -1,4 +1,4 @@
-"""ToolRL's reward: hand-worked numbers, the published scores, an independent telling, and hostile text."""
+"""ToolRL's reward: hand-worked numbers, the published scores, an independent implementation, and hostile text."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def responses(draw: st.DrawFn, answer: str) -> str:
 
 @settings(max_examples=500)
 @given(answers().flatmap(lambda answer: st.tuples(st.just(answer), responses(answer))), st.integers(0, 2**8 - 1))
-def test_equals_the_plain_telling(said: tuple[str, str], bits: int) -> None:
+def test_equals_the_plain_implementation(said: tuple[str, str], bits: int) -> None:
     """At every step another set of toggles; drawing a response costs more than scoring it."""
     answer, response = said
     for number, step in enumerate(STEPS):

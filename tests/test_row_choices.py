@@ -56,7 +56,7 @@ def task(**more: Any) -> Task:
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("reward") / "mine.py"
-    path.write_text("def seven(reply, answer):\n    return 7.0\n")
+    path.write_text("def seven(response, answer):\n    return 7.0\n")
     return f"{path}:seven"
 
 

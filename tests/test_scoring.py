@@ -31,8 +31,8 @@ class Mute(Exception):
     def __str__(self):
         raise self
 
-def judge(reply, answer):
-    act, _, path = reply.partition(" ")
+def judge(response, answer):
+    act, _, path = response.partition(" ")
     if act == "raise":
         raise ValueError("no service")
     if act == "interrupt":
@@ -79,7 +79,7 @@ def judge(reply, answer):
         time.sleep(600 if act == "once" else 3)
     if act == "":
         return -1.0
-    return float(reply == answer) + float(os.environ.get("BONUS", 0))
+    return float(response == answer) + float(os.environ.get("BONUS", 0))
 
 def veRLs(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "source": float(data_source == "rlla")}

@@ -1,4 +1,4 @@
-"""Services that are down are told where a run starts: by name, with the mend, before anything heavy."""
+"""Services that are down are reported where a run starts: by name, with a hint, before anything heavy."""
 
 from __future__ import annotations
 

@@ -464,7 +464,7 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_request_that_nobody_interrupted_is_aborted_by_an_engine_that_ends(interrupted: bool) -> None:
+def test_an_uninterrupted_request_is_aborted_by_an_engine_that_ends(interrupted: bool) -> None:
     """A stand-in for vLLM with a real process: after SIGTERM its core aborts all requests, then it is gone."""
     aborted = asyncio.Event()
 
@@ -498,7 +498,7 @@ def test_a_request_that_nobody_interrupted_is_aborted_by_an_engine_that_ends(int
         else:
             aborted.set()
             process.terminate()
-            with pytest.raises(EngineLostError, match=rf"process {process.pid} of vLLM was killed by SIGTERM"):
+            with pytest.raises(EngineLostError, match=rf"vLLM process {process.pid} was killed by SIGTERM"):
                 await asyncio.wait_for(call, 60)
         await engine.close()
 

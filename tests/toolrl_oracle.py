@@ -1,4 +1,4 @@
-"""ToolRL's reward told once more, as plainly as its description allows: regular expressions, lists and counters.
+"""ToolRL's reward written a second time, as plainly as its description allows: regular expressions, lists and counters.
 
 Slow, and quadratic on hostile text; the tests compare the real implementation with it.
 """
@@ -25,11 +25,11 @@ def _format(response: str, answer: str, step: int, on: set[str]) -> float:
         high = 0.5
     if "SCHEDULEREWARD" in on:
         high, low = max(2 - (2 - high) * step / 150, 1.0), min(-2 + 2 * step / 150, -1.0)
-    call, response = "<tool_call>" in answer, "<response>" in answer
+    call, answered = "<tool_call>" in answer, "<response>" in answer
     pattern = r"<think>.*?</think>"
     pattern += r"\n<tool_call>\n.*?\n</tool_call>" if call else ""
-    pattern += r"\n<response>.*?</response>" if response else ""
-    tags = ["<tool_call>", "</tool_call>"] * call + ["<response>", "</response>"] * response
+    pattern += r"\n<response>.*?</response>" if answered else ""
+    tags = ["<tool_call>", "</tool_call>"] * call + ["<response>", "</response>"] * answered
     fits = re.fullmatch(pattern, response, re.DOTALL) and all(response.count(tag) == 1 for tag in tags)
     return high if fits else low
 

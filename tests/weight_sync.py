@@ -1,4 +1,4 @@
-"""A publication without a trainer."""
+"""A weight sync without a trainer."""
 
 from __future__ import annotations
 

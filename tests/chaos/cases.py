@@ -168,7 +168,7 @@ CASES = (
 )
 
 FAULTS: Mapping[str, str] = {  # function of faults.py -> what has to come of it
-    "disk_full": "reported with the mend, earlier checkpoints whole; with space it goes on",
+    "disk_full": "reported with the hint, earlier checkpoints whole; with space it goes on",
     "output_read_only": "refused in a line",
     "tmpdir_full": "goes on, or is reported with the folder; with space it goes on",
     "small_shm": "ends well, bit-equal",

@@ -247,7 +247,7 @@ def clock_forward(lab: Lab, result: Result) -> None:
 
 
 def clock_back(lab: Lab, result: Result) -> None:
-    """By an hour: what is newer must not be told by times."""
+    """By an hour: the newest must not be found by times."""
     _clock(lab, result, -_JUMP_S)
 
 

@@ -112,6 +112,12 @@ def returns_to_go(rewards_L: Tensor, gamma: float) -> Tensor:
     return rewards_L.new_tensor(returns[::-1])
 
 
+def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
+    """[N] discounted return of each turn; there is no discount within a turn."""
+    rewards_N = rewards_L.new_zeros(len(turns.state_N)).index_add(0, turns.turn_L, rewards_L)
+    return returns_to_go(rewards_N, gamma)
+
+
 def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
     """Generalized advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 

@@ -1,16 +1,15 @@
 """GiGPO, group-in-group policy optimization (arXiv 2505.10978): adds advantages among turns in the same state.
 
-    A = A_episode + w * A_turn
-    A_episode = (R - mean(group)) / (std(group) + 1e-6)
+    A = A_episode + w * A_turn,  A_episode = (R - mean(group)) / (std(group) + 1e-6)
     A_turn = the same for R_t, among all turns of the group's episodes with the same observation
     R = sum of r_j over all turns;  R_t = sum of gamma^(j - t) r_j over turns j >= t
     loss = mean over tokens of [clip(A, p / p_old) + 0.01 * k3(p, p_ref)]
 
 r_j is the environment's reward for turn j (`StepResult.reward`); the last turn's includes the episode reward. The
-authors use w = 1, gamma = 0.95, 8 episodes per task, clip 0.2; std or 1 as the divisor (`options.divide_by_std`). A
-state is the observation before a turn: the first turns of a group share one, and a turn with a unique state has
-A_turn = 0. Their prompt is rebuilt for each turn with a short memory; here an episode is one growing transcript, and a
-state is the observation that was appended. Their grouping of similar (not equal) states is not implemented.
+authors use w = 1, gamma = 0.95, 8 episodes per task, clip 0.2; std or 1 as divisor (`options.divide_by_std`). A state
+is the observation before a turn: a group's first turns share one, and a turn with a unique state has A_turn = 0. They
+rebuild the prompt for each turn with a short memory and also group similar states; here an episode is one growing
+transcript, a state the observation appended to it, and only equal states form a group.
 """
 
 from functools import partial
@@ -21,21 +20,14 @@ from torch import Tensor
 from verl.algorithms.advantage import (
     AdvantageInputs,
     Advantages,
-    Turns,
     apply_per_group,
     group_advantage,
     group_normalized,
-    returns_to_go,
+    turn_returns,
 )
 from verl.algorithms.aggregate import Aggregation
 from verl.algorithms.algorithm import Algorithm, KLPlacement, KLTerm
 from verl.algorithms.policy_loss import clipped
-
-
-def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
-    """[N] discounted return of each turn; there is no discount within a turn."""
-    rewards_N = rewards_L.new_zeros(len(turns.state_N)).index_add(0, turns.turn_L, rewards_L)
-    return returns_to_go(rewards_N, gamma)
 
 
 def gigpo(
@@ -43,12 +35,10 @@ def gigpo(
 ) -> Advantages:
     """Episode-level advantages plus turn-level advantages among turns in the same state."""
     assert rollouts.turns is not None, "GiGPO needs the turns of episodes"
-    pairs = list(zip(rollouts.token_rewards, rollouts.turns, strict=True))
-    returns = [turn_returns(rewards_L, turns, gamma) for rewards_L, turns in pairs]
+    returns = [turn_returns(*each, gamma) for each in zip(rollouts.token_rewards, rollouts.turns, strict=True)]
 
     def compared(returns_G: Tensor) -> Tensor:
-        alone = returns_G.numel() == 1
-        return torch.zeros_like(returns_G) if alone else group_normalized(returns_G, divide_by_std)
+        return torch.zeros_like(returns_G) if returns_G.numel() == 1 else group_normalized(returns_G, divide_by_std)
 
     state_N = torch.cat([turns.state_N for turns in rollouts.turns])
     turn_advantages = apply_per_group(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
