@@ -219,7 +219,14 @@ class Processes:
         )
         probes, probe_sampling = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
         # The script has no real log-probs: the canary runs, with an infinite tolerance.
-        weight_sync = WeightSync(self.policy, pool, self.layouts, probes, probe_sampling, tolerance=math.inf)
+        weight_sync = WeightSync(
+            policy=self.policy,
+            engine=pool,
+            layouts=self.layouts,
+            probes=probes,
+            sampling=probe_sampling,
+            tolerance=math.inf,
+        )
         learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=self.policy)
         return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync)
 

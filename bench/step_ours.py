@@ -66,7 +66,9 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatT
     )
     timer = PhaseTimer(cpu=cpu_seconds)
     learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=policy, timer=timer)
-    weight_sync = WeightSync(policy, engine, layouts, probes, probe_sampling, TOLERANCE)
+    weight_sync = WeightSync(
+        policy=policy, engine=engine, layouts=layouts, probes=probes, sampling=probe_sampling, tolerance=TOLERANCE
+    )
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync)
 
 

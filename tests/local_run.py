@@ -66,17 +66,19 @@ def local_fit(
     total_steps = config.trainer.total_training_steps
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
     return TrainingRun(
-        TrainingRunConfig(total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse),
-        trainer,
-        Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
-        OnlineEvaluator(),
-        trainer.learner.policy.workers.group,
-        CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
-        build_trackers([], Run(folder)),
-        Transcripts(folder),
-        Display(total_steps, Console(file=io.StringIO())),
-        {},
-        folder,
+        settings=TrainingRunConfig(
+            total_steps=total_steps, save_freq=config.trainer.save_freq, on_collapse=config.trainer.on_collapse
+        ),
+        trainer=trainer,
+        validator=Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
+        online_eval=OnlineEvaluator(),
+        workers=trainer.learner.policy.workers.group,
+        store=CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
+        trackers=build_trackers([], Run(folder)),
+        transcripts=Transcripts(folder),
+        display=Display(total_steps, Console(file=io.StringIO())),
+        resume_config={},
+        folder=folder,
         watch=watch,
         recorder=recorder,
     )

@@ -68,7 +68,13 @@ def case(elsewhere: float = 0.0, shift: float = 0.0) -> Case:
 
     logprobs, old, ref, values = (column(scale) for scale in (0.5, 0.5, 0.5, 0.1))
     samples = [
-        Sample(np.arange(len(mask)), np.array(mask), row.numpy()[list(mask)], group, reward + shift)
+        Sample(
+            token_ids=np.arange(len(mask)),
+            action_mask=np.array(mask),
+            rollout_logprobs=row.numpy()[list(mask)],
+            group=group,
+            reward=reward + shift,
+        )
         for mask, row, group, reward in zip(MASKS, old, GROUPS, REWARDS, strict=True)
     ]
     return Case(samples, logprobs, old, ref, values, [each + shift for each in GREEDY])

@@ -231,7 +231,7 @@ def test_remax_compares_with_a_greedy_response(monkeypatch: pytest.MonkeyPatch) 
     assert [each.baseline for each in kept] == [0.25, 0.25]  # it is long, too
     assert [each.lost_uses for each in kept] == [(LOST,), (LOST,)]  # of the greedy episodes
     trained = to_batch([replace(each, rewards=(0.0, 1.0)) for each in kept])
-    assert advantages(trained, replace(REMAX, kl=DAPO.kl)) == [[-0.25], [0.75]] * 2
+    assert advantages(trained, replace(REMAX, kl=DAPO.kl)) == [[-0.25] * 10, [0.75]] * 2
 
 
 def test_without_its_greedy_response_a_group_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,13 @@ def test_turns_and_their_states_by_hand() -> None:
     """Prompt 1 2, turns of 5s, observations 7 or 8; a state is told by group and observation."""
     tokens = [(1, 2, 5, 5, 7, 5), (1, 2, 5, 8, 8, 5, 7, 5), (1, 2, 5, 7, 5)]
     samples = [
-        Sample(np.array(ids), np.array(ids) == 5, np.zeros(ids.count(5)), number, 0.0)
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.array(ids) == 5,
+            rollout_logprobs=np.zeros(ids.count(5)),
+            group=number,
+            reward=0.0,
+        )
         for number, ids in zip((0, 0, 1), tokens, strict=True)
     ]
     turns = turns_of(batch_of(samples))
@@ -287,7 +293,14 @@ def test_turns_and_their_states_by_hand() -> None:
 
 def rewarded(ids: Sequence[int], reward: float, *sample_from_turns: tuple[int, float]) -> Sample:
     """Tokens of which the 5s are the policy's."""
-    return Sample(np.array(ids), np.array(ids) == 5, np.zeros(ids.count(5)), 0, reward, sample_from_turns)
+    return Sample(
+        token_ids=np.array(ids),
+        action_mask=np.array(ids) == 5,
+        rollout_logprobs=np.zeros(ids.count(5)),
+        group=0,
+        reward=reward,
+        turn_rewards=sample_from_turns,
+    )
 
 
 def advantages(batch: TokenBatch, algorithm: Algorithm) -> list[list[float]]:

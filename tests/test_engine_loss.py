@@ -112,7 +112,9 @@ class Policy:
 
 def publishing(engines: Engines, on_weight_sync: OnWeightSync | None = None) -> tuple[EnginePool, WeightSync]:
     pool = EnginePool(engines, [[0]] * engines.size, on_weight_sync, remake=engines.remake)  # type: ignore[arg-type]
-    weight_sync = WeightSync(Policy(), pool, [BucketLayout()], [(1,)], Sampling(2), 0.5)  # type: ignore[arg-type, list-item]
+    weight_sync = WeightSync(
+        policy=Policy(), engine=pool, layouts=[BucketLayout()], probes=[(1,)], sampling=Sampling(2), tolerance=0.5
+    )  # type: ignore[arg-type, list-item]
     pool.restore = weight_sync.restore
     return pool, weight_sync
 
@@ -147,7 +149,7 @@ def test_what_a_lost_engine_was_asked_is_asked_again_with_its_seed_and_the_weigh
         lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
         assert pool.num_retried == len(lost) > 0
         counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
-        assert weight_sync.losses() == counts and set(weight_sync.losses().values()) == {0.0}
+        assert pool.losses() == counts and set(pool.losses().values()) == {0.0}
         again = [asked for engine in engines.engines for asked in engine.asked]
         assert all(asked in again for asked in lost)
         assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))

@@ -27,7 +27,13 @@ VOCABULARY = 97
 
 def sample(prompt: list[int], response: list[int], group: int = 0, masked: tuple[int, ...] = ()) -> Sample:
     mask = [False] * len(prompt) + [place not in masked for place in range(len(response))]
-    return Sample(np.array(prompt + response), np.array(mask), np.zeros(sum(mask)), group, 0.0)
+    return Sample(
+        token_ids=np.array(prompt + response),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.zeros(sum(mask)),
+        group=group,
+        reward=0.0,
+    )
 
 
 def placed(samples: list[Sample]) -> TokenBatch:

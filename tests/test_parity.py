@@ -196,7 +196,16 @@ def test_a_dynamic_rotary_embedding_scales_short_sequences_beside_long_ones() ->
     torch.manual_seed(0)
     model = random_model(tiny_config("llama", rope_parameters=DYNAMIC, max_position_embeddings=16)).eval()
     short, long = ([(3 * t + 5) % VOCABULARY for t in range(length)] for length in (10, 40))
-    samples = [Sample(np.array(ids), np.arange(len(ids)) > 0, np.zeros(len(ids) - 1), 0, 0.0) for ids in (short, long)]
+    samples = [
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.arange(len(ids)) > 0,
+            rollout_logprobs=np.zeros(len(ids) - 1),
+            group=0,
+            reward=0.0,
+        )
+        for ids in (short, long)
+    ]
     first, all_of_them = batch_of(samples[:1]), batch_of(samples)
     alone = PackedPolicy(model)(pack(make_units(first, False, 1000), first), 1.0, False).logprobs
     both = pack(make_units(all_of_them, False, 1000), all_of_them)

@@ -217,7 +217,13 @@ def test_a_batch_comes_back_bit_for_bit(
     rows: list[tuple[list[Any], float]], with_baselines: bool, kl: float | None
 ) -> None:
     samples = [
-        Sample(np.array(ids), np.array(mask), np.array(logprobs)[list(mask)], number, reward)
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.array(mask),
+            rollout_logprobs=np.array(logprobs)[list(mask)],
+            group=number,
+            reward=reward,
+        )
         for number, (each, reward) in enumerate(rows)
         for ids, mask, logprobs in [zip(*each, strict=True)]
     ]

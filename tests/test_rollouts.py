@@ -336,7 +336,9 @@ class AsksTheLoop:
 def test_episodes_are_answered_while_ranks_publish() -> None:
     async def published() -> None:
         policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
-        weight_sync = WeightSync(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
+        weight_sync = WeightSync(
+            policy=policy, engine=engine, layouts=[], probes=[(1,)], sampling=Sampling(4), tolerance=0.0
+        )  # type: ignore[arg-type]
         assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
 
     asyncio.run(published())

@@ -77,16 +77,16 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
     workers = LocalGroup(rank)
     store = CheckpointStore(out / "checkpoints", keep_last=2, keep_best=0)
     made = SFTRun(
-        SFTSettings(steps, batch_size=16, test_freq=4, save_freq=4),
-        samples[:50],
-        samples[50:],
-        Policy(WorkerView(workers, "policy"), PackSettings(2048)),
-        workers,
-        store,
-        build_trackers([], Run(out)),
-        PhaseTimer(),
-        {"optim.lr": 1e-2},
-        find_saved(store, "main_sft", {"optim.lr": 1e-2}),
+        settings=SFTSettings(total_steps=steps, batch_size=16, test_freq=4, save_freq=4),
+        train=samples[:50],
+        val=samples[50:],
+        policy=Policy(WorkerView(workers, "policy"), PackSettings(2048)),
+        workers=workers,
+        store=store,
+        trackers=build_trackers([], Run(out)),
+        timer=PhaseTimer(),
+        resume_config={"optim.lr": 1e-2},
+        saved=find_saved(store, "main_sft", {"optim.lr": 1e-2}),
         train_tasks=TRAINED,
     )
     policy = made.policy
@@ -144,7 +144,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
 
 def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sample]) -> None:
     made = object.__new__(SFTRun)
-    made.settings, made.train, made.step = SFTSettings(6, batch_size=4, seed=3), samples[:8], 0
+    made.settings, made.train, made.step = SFTSettings(total_steps=6, batch_size=4, seed=3), samples[:8], 0
     drawn = []
     for batch in made._batches():
         drawn += [made.train.index(sample) for sample in batch]

@@ -127,7 +127,14 @@ def trainer(
     probes = [chat.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
-    weight_sync = WeightSync(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
+    weight_sync = WeightSync(
+        policy=learner,
+        engine=engine,
+        layouts=layouts,
+        probes=probes,
+        sampling=replace(sampling, seed=1),
+        tolerance=1e-4,
+    )
     rollouts = RolloutManager(RolloutManagerConfig(4, 8), algorithm, TaskStream([tasks]), rollout)
     whole = Learner(
         settings=settings,
@@ -481,7 +488,13 @@ def test_the_engine_generates_with_the_trained_weights() -> None:
 
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:
-    return Sample(np.ones(len(mask)), np.array(mask), np.zeros(sum(mask)), group, reward)
+    return Sample(
+        token_ids=np.ones(len(mask)),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.zeros(sum(mask)),
+        group=group,
+        reward=reward,
+    )
 
 
 def scored(samples: Sequence[Sample], **columns: Sequence[float]) -> TokenBatch:

@@ -138,7 +138,7 @@ def _bounds(counts: Ints) -> Ints:
 def _ranges(rows: Ints, bounds: Ints) -> list[tuple[int, int]]:
     """(start, end) of the rows in a flat array; consecutive rows are one range."""
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    ends = np.append(starts[1:], len(rows)) - 1
+    ends = np.flatnonzero(np.diff(rows, append=-2) != 1)
     return list(zip(bounds[rows[starts]].tolist(), bounds[rows[ends] + 1].tolist(), strict=True))
 
 
@@ -187,6 +187,6 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same pack on another device."""
-        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in given.items()}
-        return PackedBatch(**moved)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
+        return replace(self, **moved)

@@ -83,10 +83,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The engine's output for one request; exactly these tokens are trained."""
+    """The engine's output for one request; exactly these tokens are trained.
 
-    token_ids: Sequence[int]  # [L]
-    logprobs: Sequence[float]  # [L] log p of each token under the sampling distribution
+    Engines return arrays, of four bytes a token: a step holds millions of tokens, and passes them between processes.
+    """
+
+    token_ids: Sequence[int]  # [L] array("i")
+    logprobs: Sequence[float]  # [L] array("f") log p of each token under the sampling distribution
     finish_reason: FinishReason
     weight_version: int  # weight version that generated the last token
     token_versions: tuple[int, ...] = ()  # [L] if several weight versions generated it

@@ -16,7 +16,7 @@ from verl.types import Completion, Message, TrajectoryGroup, Turn
 _UNKNOWN = float("nan")  # the engine's log-prob of a token it did not sample
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """One token sequence for training; L tokens, of which A are trained. The mask is not shifted."""
 
@@ -74,7 +74,12 @@ def sample_from_turns(
     for start, end in written:
         action_mask[start:end] = True
     return Sample(
-        _flat(token_ids, np.int32), action_mask, _flat(logprobs, np.float32), group_id, reward, tuple(turn_rewards)
+        token_ids=_flat(token_ids, np.int32),
+        action_mask=action_mask,
+        rollout_logprobs=_flat(logprobs, np.float32),
+        group=group_id,
+        reward=reward,
+        turn_rewards=tuple(turn_rewards),
     )
 
 

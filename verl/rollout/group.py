@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from array import array
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 from verl.data.chat import ChatTemplate
@@ -67,7 +68,8 @@ class GroupRollout:
             prompt_ids = self.chat.task_prompt_ids(task)
             sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
             responses = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
-            return [self._response(task, index, prompt_ids, responses) for index in range(num_rollouts)]
+            context_ids = array("i", prompt_ids)  # one for all, see `Completion`
+            return [self._response(task, index, context_ids, responses) for index in range(num_rollouts)]
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
         return [
             self.episode_runner.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)
@@ -84,7 +86,7 @@ class GroupRollout:
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
 
     async def _response(
-        self, task: Task, index: int, prompt_ids: tuple[int, ...], responses: Awaitable[tuple[Completion, ...]]
+        self, task: Task, index: int, prompt_ids: Sequence[int], responses: Awaitable[tuple[Completion, ...]]
     ) -> Trajectory | Fault:
         completion = (await responses)[index]
         if completion.finish_reason is FinishReason.ABORT:

@@ -3,14 +3,15 @@
 In asynchronous (off-policy) training, responses are in flight when a weight sync starts; `OnWeightSync` selects what
 happens to them. No engine changes its weights within a request, so the weight version of every token is known.
 
-A lost engine (its process died or hangs, or vLLM failed) is replaced by `make_lost`; the new engine gets requests once
-it has weights. The lost engine's requests are retried with the same seed.
+A lost engine (its process died or hangs, or vLLM failed) is replaced by `replace_lost`; the new engine gets requests
+once it has weights. The lost engine's requests are retried with the same seed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -76,8 +77,10 @@ class EnginePool:
         self._paused = False  # requests stay blocked after the weight sync
         self._landed = asyncio.Event()  # a request has finished
         self.version: int | None = None  # weight version of the last weight sync
-        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `make_lost` and syncs weights when possible
-        self.num_remade = self.num_retried = 0  # engines, requests; the metrics code resets them
+        self.restore: Callable[[], Awaitable[None]] | None = (
+            None  # calls `replace_lost` and syncs weights when possible
+        )
+        self.num_remade = self.num_retried = 0  # engines, requests; since the last call of `losses`
         self._ready = set(range(workers.size))  # engines that accept requests
         self._usable = asyncio.Event()  # set if an engine is ready, or if none ever will be
         self._usable.set()
@@ -180,14 +183,11 @@ class EnginePool:
         """Ranks of lost engines that are not yet replaced."""
         return sorted(self._lost)
 
-    async def make_lost(self) -> Sequence[int]:
-        """Restart lost engines and return their ranks. They accept requests after their first weight sync.
-
-        Raises EngineError if an engine keeps being lost.
-        """
+    async def replace_lost(self) -> EngineSubset | None:
+        """Restart lost engines and return them. They accept requests after their first weight sync."""
         ranks = self.lost
         await asyncio.gather(*(self._make(rank) for rank in ranks))
-        return ranks
+        return EngineSubset(self, ranks) if ranks else None
 
     async def _make(self, rank: int) -> None:
         assert self._remake is not None
@@ -206,13 +206,13 @@ class EnginePool:
             else:
                 del self._lost[rank]
 
-    def only(self, ranks: Sequence[int]) -> EngineSubset:
-        """Some of the engines, for a weight sync while the others keep generating."""
-        return EngineSubset(self, ranks)
+    def losses(self) -> dict[str, float]:
+        remade, retried, self.num_remade, self.num_retried = self.num_remade, self.num_retried, 0, 0
+        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
 
     @property
     def _all(self) -> EngineSubset:
-        return self.only(range(self._workers.size))
+        return EngineSubset(self, range(self._workers.size))
 
     async def interrupt(self) -> None:
         await self._on(range(self._workers.size), _interrupt)
@@ -252,8 +252,6 @@ class EnginePool:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keeps requests blocked after a weight sync in the block until its end, so that `generate_everywhere` can run
-        first instead of queuing behind them."""
         self._paused = True
         try:
             yield
@@ -267,9 +265,8 @@ class EnginePool:
     async def close(self) -> None:
         await self._on(range(self._workers.size), close_engine)
 
-    async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """Send the same request to every engine that is not lost; results in rank order."""
-        return await self._all.generate_everywhere(prompt_ids, sampling)
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return await self._all.probe(prompt_ids, sampling)
 
     async def _on(self, ranks: Iterable[int], function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
         """Call a function on these engines; results of those that are not lost."""
@@ -313,7 +310,7 @@ class EngineSubset:
         if not pool._paused:
             pool._admit()
 
-    async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
         return await self.pool._on(self.ranks, _generate, prompt_ids, sampling)
 
 
@@ -338,8 +335,8 @@ def joined(pieces: Sequence[Completion]) -> Completion:
     if len(pieces) == 1:
         return last
     return Completion(
-        tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
-        tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
+        array("i", chain.from_iterable(piece.token_ids for piece in pieces)),
+        array("f", chain.from_iterable(piece.logprobs for piece in pieces)),
         last.finish_reason,
         last.weight_version,
         tuple(chain.from_iterable(piece.versions for piece in pieces)),

@@ -174,33 +174,33 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             num_shown = config.trainer.num_transcripts_shown
             recorder = Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
             yield TrainingRun(
-                TrainingRunConfig(
-                    total_steps,
-                    config.trainer.test_freq,
-                    config.trainer.save_freq,
-                    config.trainer.val_before_train,
-                    config.trainer.on_collapse,
-                    config.trainer.save_on_signal,
+                settings=TrainingRunConfig(
+                    total_steps=total_steps,
+                    test_freq=config.trainer.test_freq,
+                    save_freq=config.trainer.save_freq,
+                    val_before_train=config.trainer.val_before_train,
+                    on_collapse=config.trainer.on_collapse,
+                    save_on_signal=config.trainer.save_on_signal,
                 ),
-                trainer,
-                Validator(
+                trainer=trainer,
+                validator=Validator(
                     inputs.val,
                     val_rollout,
                     rewards,
                     config.rollout.val_kwargs.n,
                     rollout_settings(config).seed,
                 ),
-                inputs.online_eval,
-                workers.trainer,
-                store,
-                trackers,
-                Transcripts(folder, console if num_shown else None, num_shown),
-                display,
-                settings,
-                folder,
-                saved,
-                CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated)),
-                recorder if config.trainer.record else None,
+                online_eval=inputs.online_eval,
+                workers=workers.trainer,
+                store=store,
+                trackers=trackers,
+                transcripts=Transcripts(folder, console if num_shown else None, num_shown),
+                display=display,
+                resume_config=settings,
+                folder=folder,
+                saved=saved,
+                watch=CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated)),
+                recorder=recorder if config.trainer.record else None,
                 train_tasks=inputs.train_tasks,
             )
 
@@ -386,4 +386,11 @@ def build_weight_sync(
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
     probe_sampling = replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed)
-    return WeightSync(policy, engine, layouts, probes, probe_sampling, _TOLERANCE[precision])
+    return WeightSync(
+        policy=policy,
+        engine=engine,
+        layouts=layouts,
+        probes=probes,
+        sampling=probe_sampling,
+        tolerance=_TOLERANCE[precision],
+    )

@@ -77,11 +77,27 @@ def built(config: SFTConfig, folder: Path, console: Console) -> Iterator[SFTRun]
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(WorkerView(workers, "policy"), PackSettings(config.max_tokens_per_pack))
-        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, config.data.seed)
+        settings = SFTSettings(
+            total_steps=total_steps,
+            batch_size=batch_size,
+            test_freq=trainer.test_freq,
+            save_freq=trainer.save_freq,
+            seed=config.data.seed,
+        )
         timer = PhaseTimer(display.phase)
         with closing_run(folder, trackers, workers):
             sft_run = SFTRun(
-                settings, train, val, policy, workers, store, trackers, timer, resumable, saved, train_tasks=train_tasks
+                settings=settings,
+                train=train,
+                val=val,
+                policy=policy,
+                workers=workers,
+                store=store,
+                trackers=trackers,
+                timer=timer,
+                resume_config=resumable,
+                saved=saved,
+                train_tasks=train_tasks,
             )
             with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
                 yield sft_run

@@ -49,7 +49,7 @@ class StopRequestedError(Exception):
     """A signal has requested a shutdown, and no update is in progress."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRunConfig:
     """Number of steps, and the intervals of validation and checkpoints."""
 
@@ -61,7 +61,7 @@ class TrainingRunConfig:
     save_on_signal: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingRun:
     """The loop around the training step. The first and last validation are kept for the table at the end."""
 

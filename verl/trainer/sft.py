@@ -32,7 +32,7 @@ COMMAND = "main_sft"
 _LOSS = "val/demonstrations/loss"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSettings:
     """Number of steps, batch size, and the intervals of validation and checkpoints."""
 
@@ -43,7 +43,7 @@ class SFTSettings:
     seed: int = 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SFTRun:
     """The SFT loop: samples in seeded order, one optimizer step per batch."""
 
