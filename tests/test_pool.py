@@ -238,5 +238,5 @@ def test_a_broken_off_response_of_the_transformers_engine_has_the_log_probs_of_a
     assert first.token_ids == whole.token_ids[:length] and first.logprobs == whole.logprobs[:length]
     rest = replace(whole, token_ids=whole.token_ids[length:], logprobs=whole.logprobs[length:], weight_version=3)
     both = joined([first, rest])
-    assert (tuple(both.token_ids), tuple(both.logprobs)) == (whole.token_ids, whole.logprobs)
+    assert tuple(both.token_ids) == tuple(whole.token_ids) and tuple(both.logprobs) == tuple(whole.logprobs)
     assert both.versions == (0,) * length + (3,) * (40 - length)

@@ -489,7 +489,7 @@ def test_the_engine_generates_with_the_trained_weights() -> None:
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:
     return Sample(
-        token_ids=np.ones(len(mask)),
+        token_ids=np.ones(len(mask), dtype=np.int32),
         action_mask=np.array(mask),
         rollout_logprobs=np.zeros(sum(mask)),
         group=group,

@@ -80,7 +80,8 @@ class TokenBatch:
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
             return self
         bounds = self.bounds if bounds is None else bounds
-        tokens, trained = _ranges(rows, bounds.tokens), _ranges(rows, bounds.trained)
+        runs = _runs(rows)
+        tokens, trained = _ranges(runs, bounds.tokens), _ranges(runs, bounds.trained)
         return replace(
             self,
             token_ids=_taken(self.token_ids, tokens),
@@ -106,7 +107,7 @@ class TokenBatch:
         flat = np.zeros(bounds[-1], dtype=np.float32)
         for rows, values in parts:
             start = 0
-            for low, high in _ranges(rows, bounds):
+            for low, high in _ranges(_runs(rows), bounds):
                 flat[low:high] = values[start : start + high - low]
                 start += high - low
         return flat
@@ -135,11 +136,21 @@ def _bounds(counts: Ints) -> Ints:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def _ranges(rows: Ints, bounds: Ints) -> list[tuple[int, int]]:
-    """(start, end) of the rows in a flat array; consecutive rows are one range."""
-    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    ends = np.flatnonzero(np.diff(rows, append=-2) != 1)
-    return list(zip(bounds[rows[starts]].tolist(), bounds[rows[ends] + 1].tolist(), strict=True))
+def _runs(rows: Ints) -> list[tuple[int, int]]:
+    """(first row, row after the last) of consecutive rows: those of a group are copied at once."""
+    runs: list[tuple[int, int]] = []
+    first = after = -1
+    for row in rows.tolist():
+        if row != after:
+            runs.append((first, after))
+            first = row
+        after = row + 1
+    return [*runs[1:], (first, after)] if first >= 0 else []
+
+
+def _ranges(runs: Sequence[tuple[int, int]], bounds: Ints) -> list[tuple[int, int]]:
+    """Where the runs lie in a flat array."""
+    return [(int(bounds[first]), int(bounds[after])) for first, after in runs]
 
 
 def _taken(flat: _Array, ranges: Sequence[tuple[int, int]]) -> _Array:

@@ -103,7 +103,7 @@ def _common_length(heads: Sequence[Ints]) -> int:
     length = min(map(len, heads))
     for head in others:
         differs = first[:length] != head[:length]
-        if differs.any():
+        if np.count_nonzero(differs):
             length = int(differs.argmax())
     return length
 

@@ -17,18 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.errors import EngineError, EngineLostError, LostRequestError
-from verl.rollout.engine import RolloutEngine, Sampling, each_of
+from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import Decode, tokens_to_stop
-from verl.single_controller.group import WorkerGroup, WorkerLostError
+from verl.single_controller.group import Method, WorkerGroup, WorkerLostError
 from verl.transfer.bucket import BucketHandle, BucketLayout
-from verl.transfer.gpu import Rendezvous
 from verl.types import Completion, FinishReason
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm_engine import VLLMEngine
 
 _SEEDS_BETWEEN_PIECES = 1_000_033  # seed offset: a continued response uses other random numbers than its first part
 _INTERRUPT_AGAIN_S = 0.2
@@ -127,7 +123,7 @@ class EnginePool:
             rank = await self._choose()
             self._in_flight[rank] += sampling.n
             try:
-                completions: tuple[Completion, ...] = await self._submit(rank, _generate, prompt_ids, sampling)
+                completions: tuple[Completion, ...] = await self._submit(rank, Method("generate"), prompt_ids, sampling)
                 return completions
             except _ReplacedError as error:
                 cause = error.__cause__
@@ -215,7 +211,7 @@ class EnginePool:
         return EngineSubset(self, range(self._workers.size))
 
     async def interrupt(self) -> None:
-        await self._on(range(self._workers.size), _interrupt)
+        await self._on(range(self._workers.size), Method("interrupt"))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Wait until no response is in flight, then start the weight sync; new requests wait until its end."""
@@ -260,10 +256,10 @@ class EnginePool:
             self._admit()
 
     async def sleep(self) -> None:
-        await self._on(range(self._workers.size), _sleep)
+        await self._on(range(self._workers.size), Method("sleep"))
 
     async def close(self) -> None:
-        await self._on(range(self._workers.size), close_engine)
+        await self._on(range(self._workers.size), Method("close"))
 
     async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
         return await self._all.probe(prompt_ids, sampling)
@@ -293,16 +289,16 @@ class EngineSubset:
     ranks: Sequence[int]
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        await self.pool._on(self.ranks, _begin_weights, layouts)
+        await self.pool._on(self.ranks, Method("begin_weights"), layouts)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         sources = self.pool._sources
         calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
-        await self.pool._each(calls, _load_bucket)
+        await self.pool._each(calls, Method("load_bucket"))
 
     async def end_weights(self, version: int) -> None:
         pool = self.pool
-        await pool._on(self.ranks, _end_weights, version)
+        await pool._on(self.ranks, Method("end_weights"), version)
         if version != pool.version:
             pool._in_a_row = [0] * len(pool._in_a_row)
         pool.version = version
@@ -311,13 +307,7 @@ class EngineSubset:
             pool._admit()
 
     async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        return await self.pool._on(self.ranks, _generate, prompt_ids, sampling)
-
-
-def _generate(
-    engine: RolloutEngine, prompt_ids: Sequence[int], sampling: Sampling
-) -> Awaitable[tuple[Completion, ...]]:
-    return engine.generate(prompt_ids, sampling)
+        return await self.pool._on(self.ranks, Method("generate"), prompt_ids, sampling)
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
@@ -341,33 +331,3 @@ def joined(pieces: Sequence[Completion]) -> Completion:
         last.weight_version,
         tuple(chain.from_iterable(piece.versions for piece in pieces)),
     )
-
-
-def _interrupt(engine: RolloutEngine) -> Awaitable[None]:
-    return engine.interrupt()
-
-
-def _begin_weights(engine: RolloutEngine, layouts: Sequence[BucketLayout]) -> Awaitable[None]:
-    return engine.begin_weights(layouts)
-
-
-def _load_bucket(engine: RolloutEngine, layout: BucketLayout, *handles: BucketHandle) -> Awaitable[None]:
-    return engine.load_bucket(layout, *handles)
-
-
-def _end_weights(engine: RolloutEngine, version: int) -> Awaitable[None]:
-    return engine.end_weights(version)
-
-
-def _sleep(engine: RolloutEngine) -> Awaitable[None]:
-    return engine.sleep()
-
-
-def close_engine(engine: RolloutEngine) -> Awaitable[None]:
-    """Submit this to an engine's worker."""
-    return engine.close()
-
-
-def join_broadcast(engine: VLLMEngine, rendezvous: Rendezvous, first: int) -> Awaitable[None]:
-    """Submit this to the worker of an engine on its own GPUs, while the trainer waits for the rendezvous."""
-    return engine.join_broadcast(rendezvous, first)

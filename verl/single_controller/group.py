@@ -82,6 +82,16 @@ class WorkerView:
         self.group.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A function for `WorkerGroup` that calls a method of the worker."""
+
+    name: str
+
+    def __call__(self, worker: Any, *args: Any) -> Any:
+        return getattr(worker, self.name)(*args)
+
+
 def _on_member(worker: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(getattr(worker, name), *args)
 
@@ -94,4 +104,4 @@ def task_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
     """The name of a call in messages."""
     if function in (_on_member, _on_member_shard):
         function = next(each for each in args if callable(each))
-    return str(function.__qualname__)
+    return function.name if isinstance(function, Method) else str(function.__qualname__)

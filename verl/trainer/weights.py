@@ -15,7 +15,6 @@ from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling, WeightTarget
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import BucketLayout
-from verl.types import Completion
 
 
 class StaleEngineError(VerlError, RuntimeError):
