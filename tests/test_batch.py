@@ -125,7 +125,7 @@ def turn(context: tuple[int, ...], written: tuple[int, ...], reward: float | Non
 def test_a_batch_of_groups_by_hand(observed: bool) -> None:
     """Two turns with an observation between them, paid for the first turn and at the end; then one that only begins."""
     task = Task("t", (), "", "s")
-    episodes = [(turn((1, 2), (3, 4), 0.5), turn((5,), (6,))), (turn((1, 2), (7,)),), ()]
+    episodes = [(turn((1, 2), (3, 4), 0.5), turn((5,), (6,))), (turn((1, 2), (7,)), turn((), ())), ()]
     played = tuple(Trajectory(task, n, turns, StopReason.STOP, Outcome.SCORED) for n, turns in enumerate(episodes))
     group = TrajectoryGroup(task, played, (Score(1.0, {}),) * 3, (1.0, 2.0, 3.0), baseline=0.25)
     batch = to_batch([group], observed)

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss
+from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss, values
 from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.aggregate import Aggregation
 from verl.data.packing import assign, make_units, pack
@@ -37,7 +37,7 @@ from verl.trainer.checkpoint import CheckpointStore, kept, read_state
 from verl.trainer.experience import with_loss_weights
 from verl.trainer.manifest import Checkpoint, read_manifest, verify
 from verl.workers.export import export_hf
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, PackMetric
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings
 
@@ -83,10 +83,11 @@ def train(engine: FSDPEngine, name: str, packs: Any, num_updates: int) -> list[d
     """Updates that draw noise from every generator, so that a lost random state shows in the metrics."""
 
     def noisy(module: Any, packed: Any) -> Any:
-        value, facts = KINDS[name][1](module, packed)
-        return value, {**facts, "noise": torch.rand(()) + np.random.random() + random.random()}
+        value, metrics = KINDS[name][1](module, packed)
+        noise = torch.rand(()) + np.random.random() + random.random()
+        return value, {**metrics, "noise": PackMetric((noise,))}
 
-    return [engine.update(packs, noisy) for _ in range(num_updates)]
+    return [values(engine.update(packs, noisy)) for _ in range(num_updates)]
 
 
 def everything(engine: FSDPEngine) -> dict[str, torch.Tensor]:

@@ -121,6 +121,7 @@ def _rewards(samples: Sequence[Sample], num_trained: Ints) -> Floats:
     return rewards
 
 
-def _flat(pieces: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    arrays = list(map(np.asarray, pieces))  # else twice as slow: it looks for elements before it finds a buffer
+def _flat(pieces: Sequence[Sequence[float] | npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    # Arrays of the standard library are views here; numpy itself would look for elements before it finds their buffer.
+    arrays = [np.asarray(piece) for piece in pieces if len(piece)]
     return np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype=dtype)
