@@ -83,7 +83,7 @@ def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
 
 
 def values(result: UpdateResult) -> dict[str, float]:
-    return {name: metric.value for name, metric in result.of("model").items()}
+    return {name.removeprefix("model/"): metric.value for name, metric in result.of("model").items()}
 
 
 @pytest.mark.parametrize(
