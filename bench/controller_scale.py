@@ -87,7 +87,10 @@ class SimulatedRanks:
         return [self._submit(function, shard, *args) for shard in shards]
 
     def _submit(self, function: Callable[..., Any], shard: Shard, *args: Any) -> Any:
-        pickle.dumps((function, shard, args), protocol=5)
+        buffers: list[pickle.PickleBuffer] = []
+        pickle.dumps((function, shard, args), protocol=5, buffer_callback=buffers.append)
+        for buffer in buffers:
+            bytes(buffer)  # as Ray copies arrays into its object store
         self.clock.submitted()
         started = time.thread_time()
         try:
