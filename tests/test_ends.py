@@ -225,7 +225,7 @@ def fail(*_):
     raise RuntimeError("the cause")
 build.Cluster = SimpleNamespace(start=lambda *_: nullcontext(SimpleNamespace(num_gpus=0)))
 build.build_scorer = lambda *_: nullcontext()
-build.start_workers = lambda *_: SimpleNamespace(close=lambda: time.sleep(1000))
+build.start_workers = lambda *_: SimpleNamespace(trainer=None, close=lambda: time.sleep(1000))
 build.build_trainer = fail
 def run(words, console):
     config = load_config(sys.argv[2:])
